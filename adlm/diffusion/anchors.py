@@ -1,0 +1,109 @@
+"""Which tokens carry a sentence: rules tokens (B, L) -> is_anchor (B, L), and the weight of their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from adlm.diffusion.rng import uniform_bits
+
+# (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
+AnchorRule = Callable[[Tensor, Tensor | None], Tensor]
+
+SCOPES = ("all", "masked", "visible")
+
+
+def counts_in_row(tokens: Tensor, valid: Tensor | None = None) -> Tensor:
+    """How often each position's token occurs in its own row."""
+    counted = tokens if valid is None else torch.where(valid, tokens, -1)
+    ordered = counted.sort(-1).values
+    return torch.searchsorted(ordered, counted, right=True) - torch.searchsorted(ordered, counted)
+
+
+def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = None) -> AnchorRule:
+    """Tokens that occur at most `max_count` times in their row (the code), or in at most that share of it (the text)."""
+    if (max_count is None) == (max_fraction is None):
+        raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row), not both")
+
+    def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
+        counts = counts_in_row(tokens, valid)
+        if max_count is not None:
+            return _only(counts <= max_count, valid)
+        length = tokens.shape[1] if valid is None else valid.sum(-1, keepdim=True)
+        return _only(counts <= max_fraction * length, valid)
+
+    return rule
+
+
+def rare_in_corpus(counts: Tensor, max_fraction: float) -> AnchorRule:
+    """Tokens that make up at most `max_fraction` of a corpus with these `counts` (V,)."""
+    return _by_table(counts <= max_fraction * counts.sum())
+
+
+def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> AnchorRule:
+    """The positions of a row with the highest tf-idf: `document_counts` (V,) says how many documents hold a token."""
+    idf = torch.log((1 + documents) / (1 + document_counts.double())) + 1
+
+    def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
+        score = counts_in_row(tokens, valid) * idf.to(tokens.device)[tokens]
+        if valid is not None:
+            score = score.masked_fill(~valid, -1)
+        length = torch.tensor([tokens.shape[1]]) if valid is None else valid.sum(-1)
+        keep = (top_fraction * length).round().long().to(tokens.device)[:, None]
+        # Equal scores are broken by position, so that every row has exactly its share.
+        rank = score.argsort(-1, descending=True, stable=True).argsort(-1)
+        return _only(rank < keep, valid)
+
+    return rule
+
+
+def listed(ids: Sequence[int], vocab_size: int) -> AnchorRule:
+    """Tokens of a given list."""
+    wrong = [i for i in ids if not 0 <= i < vocab_size]
+    if wrong:
+        raise ValueError(f"anchor ids {wrong[:5]} are outside the vocabulary of {vocab_size}")
+    table = torch.zeros(vocab_size, dtype=torch.bool)
+    table[list(ids)] = True
+    return _by_table(table)
+
+
+def random_positions(fraction: float, seed: int) -> AnchorRule:
+    """A share of all positions, drawn once for each row of tokens (a control: anchors without importance)."""
+
+    def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        text = tokens if valid is None else torch.where(valid, tokens, -1)
+        row = (text * (2 * position + 1) * 0x9E3779B1).sum(-1, keepdim=True)  # the row's own number: a hash of it
+        zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
+        return _only(uniform_bits(zero + seed, row, zero, position, 255) < fraction, valid)
+
+    return rule
+
+
+def every_token() -> AnchorRule:
+    """All positions."""
+    return lambda tokens, valid: _only(torch.ones_like(tokens, dtype=torch.bool), valid)
+
+
+def in_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
+    """The anchors that carry loss: all of them (the code), the hidden ones (the text), the visible ones."""
+    if scope not in SCOPES:
+        raise ValueError(f"anchor_scope {scope!r} is not one of {', '.join(SCOPES)}")
+    if scope == "all":
+        return is_anchor
+    return is_anchor & (is_hidden if scope == "masked" else ~is_hidden)
+
+
+def anchor_weight(step: int, steps: int, peak: float = 3e-3) -> float:
+    """The ramp of gamma: step / steps until `peak`."""
+    return min(peak, step / steps)
+
+
+def _by_table(table: Tensor) -> AnchorRule:
+    return lambda tokens, valid: _only(table.to(tokens.device)[tokens], valid)
+
+
+def _only(is_anchor: Tensor, valid: Tensor | None) -> Tensor:
+    return is_anchor if valid is None else is_anchor & valid

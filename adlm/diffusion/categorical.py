@@ -1,0 +1,95 @@
+"""Draws from logits: float64, one uniform number per draw, temperature, top-k and top-p without sorting a vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NUCLEI = ("usual", "lineage")
+PARTIAL = 1024  # a nucleus is looked for among this many tokens first
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a token is drawn. Temperature 0 takes the likeliest; `lineage` keeps one token fewer than the usual top-p."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    nucleus: str = "usual"
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (take the likeliest token) or above, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1 (keep everything), got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, or None to keep everything, got {self.top_k}")
+        if self.nucleus not in NUCLEI:
+            raise ValueError(f"nucleus {self.nucleus!r} is not one of {', '.join(NUCLEI)}")
+
+
+class Drawn(NamedTuple):
+    """Tokens (N,) and the probability (N,) that each had when it was drawn."""
+
+    tokens: Tensor
+    probs: Tensor
+
+
+def draw(logits: Tensor, u: Tensor, how: Draw) -> Drawn:
+    """One token from each row of logits (N, V) by inverting the distribution function at u (N,) in float64."""
+    if how.temperature == 0:
+        tokens = logits.argmax(-1)
+        return Drawn(tokens, torch.ones_like(tokens, dtype=torch.float64))
+    if how.temperature != 1:
+        logits = logits / how.temperature
+    vocab = logits.shape[-1]
+    if how.top_p == 1 and (how.top_k is None or how.top_k >= vocab):
+        probs = logits.double().softmax(-1)
+        return _invert(probs, u)
+    probs, ids, is_whole = candidates(logits, how, min(vocab, max(PARTIAL, how.top_k or 0)))
+    drawn = _invert(probs, u)
+    tokens = ids.gather(-1, drawn.tokens[:, None])[:, 0]
+    if not bool(is_whole.all()):  # flat rows, whose nucleus is wider than the partial selection
+        rest = (~is_whole).nonzero()[:, 0]
+        probs, ids, _ = candidates(logits[rest], how, vocab)
+        again = _invert(probs, u[rest])
+        tokens[rest] = ids.gather(-1, again.tokens[:, None])[:, 0]
+        drawn.probs[rest] = again.probs
+    return Drawn(tokens, drawn.probs)
+
+
+def candidates(logits: Tensor, how: Draw, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `size` likeliest tokens of each row: what top-k and top-p leave of their probabilities, ids, and whether
+    the nucleus ends among them (else a larger size is needed)."""
+    values, ids = logits.topk(size, -1)
+    if how.top_k is not None and how.top_k < size:
+        values, ids = values[:, : how.top_k], ids[:, : how.top_k]
+    whole = values if how.top_k is not None else logits
+    probs = (values.double() - whole.logsumexp(-1, keepdim=True).double()).exp()
+    total = probs.cumsum(-1)
+    keep = total - probs < how.top_p if how.nucleus == "usual" else total <= how.top_p
+    keep[:, 0] = True
+    is_whole = ~keep[:, -1] if values.shape[1] < whole.shape[1] else torch.ones_like(keep[:, 0])
+    probs = torch.where(keep, probs, 0)
+    return probs / probs.sum(-1, keepdim=True), ids, is_whole
+
+
+def distribution(logits: Tensor, how: Draw) -> Tensor:
+    """What `draw` draws from: probabilities (N, V) in float64, for inspection and tests."""
+    if how.temperature == 0:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    probs, ids, _ = candidates(logits / how.temperature, how, logits.shape[-1])
+    return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, ids, probs)
+
+
+def _invert(probs: Tensor, u: Tensor) -> Drawn:
+    total = probs.cumsum(-1)
+    # The last sum stands in for 1, so that rounding can never ask for more than there is.
+    index = torch.searchsorted(total, (u.double() * total[:, -1])[:, None], right=True)[:, 0]
+    last = probs.shape[-1] - 1
+    index = index.clamp_(max=last)
+    return Drawn(index, probs.gather(-1, index[:, None])[:, 0])

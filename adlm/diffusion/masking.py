@@ -1,0 +1,181 @@
+"""The forward process: times, hidden tokens, and where the losses will look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from adlm.diffusion.anchors import AnchorRule, in_scope
+from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.diffusion.schedules import NoiseSchedule, loss_weight, noise_level
+
+MIN_TIME = 1e-3
+
+
+def stratified_times(u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME) -> Tensor:
+    """t_i = (u_i + i) / n mod 1, scaled to [eps, 1): one time in each n-th of the unit interval.
+
+    `index` and `total` place these rows in a larger batch that is spread over processes.
+    """
+    n = total or u.shape[0]
+    i = torch.arange(u.shape[0], device=u.device) if index is None else index
+    return (1 - eps) * ((u / n + i / n) % 1) + eps
+
+
+def mask_tokens(x0: Tensor, hidden_prob: Tensor, u: Tensor, mask_id: int, is_fixed: Tensor | None = None) -> Tensor:
+    """Hide each token with its row's probability (B,); `is_fixed` positions (prompts, padding) never change."""
+    is_hidden = u < hidden_prob[:, None]
+    if is_fixed is not None:
+        is_hidden &= ~is_fixed
+    return torch.where(is_hidden, mask_id, x0)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Positions of a flattened batch and their weights, padded (weight 0, position 0) so that sizes are few."""
+
+    index: Tensor  # (N,)
+    weight: Tensor  # (N,)
+
+
+def select(is_selected: Tensor, weight: Tensor, multiple: int = 1) -> Selection:
+    """The positions of a (B, L) mask with their row's weight (B,); N is rounded up to a multiple."""
+    index = is_selected.reshape(-1).nonzero()[:, 0]
+    chosen = weight[index // is_selected.shape[1]]
+    pad = -index.numel() % multiple
+    return Selection(torch.nn.functional.pad(index, (0, pad)), torch.nn.functional.pad(chosen, (0, pad)))
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A batch after the forward process: what goes into the network, what is asked of it and where."""
+
+    x0: Tensor  # (B, L): the targets
+    xt: Tensor  # (B, L): the network's input
+    t: Tensor  # (B,)
+    noise_level: Tensor  # (B,)
+    hidden: Selection  # where the targets are asked for
+    anchors: Selection | None
+    tokens: Tensor  # (), float: how many tokens the mean is over
+    valid: Tensor | None = None  # (B, L): what attention may read; None is everything
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Noised:
+        def apply(value: object) -> object:
+            if isinstance(value, Selection):
+                return Selection(change(value.index), change(value.weight))
+            return change(value) if isinstance(value, Tensor) else value
+
+        return Noised(**{f.name: apply(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> Noised:
+        """The same batch on another device, without waiting for the copy."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def pin(self) -> Noised:
+        """The same batch in page-locked memory, from which `to` a GPU does not block."""
+        return self._map(Tensor.pin_memory)
+
+
+def noised(
+    x0: Tensor,
+    xt: Tensor,
+    t: Tensor,
+    weight: Tensor,
+    level: Tensor,
+    *,
+    mask_id: int,
+    anchor_rule: AnchorRule | None = None,
+    anchor_scope: str = "all",
+    valid: Tensor | None = None,
+    is_fixed: Tensor | None = None,
+    attend_padding: bool = False,
+    multiple: int = 1,
+) -> Noised:
+    """Collect a batch whose hidden tokens are known: find the positions and weights of its losses."""
+    is_hidden = xt == mask_id
+    counted = torch.ones_like(is_hidden) if valid is None else valid
+    if is_fixed is not None:
+        counted = counted & ~is_fixed
+    anchors = None
+    if anchor_rule is not None:
+        # The lineage counts padding like text; elsewhere padding changes nothing.
+        rule_valid = None if attend_padding else valid
+        is_anchor = in_scope(anchor_rule(x0, rule_valid), is_hidden, anchor_scope)
+        anchors = select(is_anchor & counted, weight, multiple)
+    return Noised(
+        x0=x0,
+        xt=xt,
+        t=t,
+        noise_level=level,
+        hidden=select(is_hidden & counted, weight, multiple),
+        anchors=anchors,
+        tokens=counted.sum().float(),
+        valid=None if attend_padding else valid,
+    )
+
+
+def corrupt(
+    x0: Tensor,
+    schedule: NoiseSchedule,
+    rng: CounterRng,
+    step: int,
+    *,
+    mask_id: int,
+    index: Tensor | None = None,
+    total: int | None = None,
+    valid: Tensor | None = None,
+    is_fixed: Tensor | None = None,
+    attend_padding: bool = False,
+    **where: object,
+) -> Noised:
+    """The forward process on a batch: stratified times, hidden tokens, the positions of the losses.
+
+    Everything follows from (seed, row, step): the same rows give the same noise in any batch and on any device.
+    """
+    if (x0 == mask_id).any():
+        row, position = (x0 == mask_id).nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row} holds the mask id {mask_id} as text at position {position}: a hidden token would have no "
+            "target. Give the model a mask id that the tokenizer never produces"
+        )
+    t = stratified_times(rng.uniform(step, 1, Purpose.TIME)[:, 0], index, total).float()
+    u = rng.uniform(step, x0.shape[1], Purpose.MASK)
+    unmaskable = is_fixed
+    if valid is not None and not attend_padding:
+        unmaskable = ~valid if is_fixed is None else is_fixed | ~valid
+    xt = mask_tokens(x0, 1 - schedule.alpha(t.double()), u, mask_id, unmaskable)
+    return noised(
+        x0,
+        xt,
+        t,
+        loss_weight(schedule, t),
+        noise_level(schedule, t),
+        mask_id=mask_id,
+        valid=valid,
+        is_fixed=is_fixed,
+        attend_padding=attend_padding,
+        **where,  # type: ignore[arg-type]
+    )
+
+
+def shifted(
+    x0: Tensor, *, anchor_rule: AnchorRule | None = None, valid: Tensor | None = None, multiple: int = 1
+) -> Noised:
+    """The batch of a causal model: every next token is hidden and weighs 1; anchors are found in the whole row."""
+    rows, ones = x0.shape[0], torch.ones(x0.shape[0], device=x0.device)
+    counted = torch.ones_like(x0[:, 1:], dtype=torch.bool) if valid is None else valid[:, 1:]
+    anchors = None
+    if anchor_rule is not None:
+        anchors = select(anchor_rule(x0, valid)[:, 1:] & counted, ones, multiple)
+    return Noised(
+        x0=x0[:, 1:],
+        xt=x0[:, :-1],
+        t=torch.ones(rows, device=x0.device),
+        noise_level=torch.zeros(rows, device=x0.device),
+        hidden=select(counted, ones, multiple),
+        anchors=anchors,
+        tokens=counted.sum().float(),
+    )

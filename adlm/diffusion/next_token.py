@@ -1,0 +1,51 @@
+"""Left-to-right sampling for the causal models: one new token an evaluation, over a key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from adlm.diffusion.categorical import Draw, draw
+from adlm.diffusion.denoise import Frame, LogitsAt
+from adlm.diffusion.rng import CounterRng, Purpose
+
+# The tokens that follow those read so far (B, n) -> features of the last of them (B, dim)
+PredictNext = Callable[[Tensor], Tensor]
+
+
+def continue_tokens(
+    xt: Tensor,
+    predict_next: PredictNext,
+    logits_at: LogitsAt,
+    *,
+    is_fixed: Tensor,
+    rng: CounterRng,
+    how: Draw | None = None,
+) -> Iterator[Frame]:
+    """Fill what is not fixed in xt (B, L), left to right; fixed tokens are read, never altered. Yields a frame a token.
+
+    A hole between fixed tokens is filled from its left side only: a causal model cannot see the right.
+    """
+    if not bool(is_fixed[:, 0].all()):
+        raise ValueError("a causal model continues text: position 0 of every row must be given (the BOS token, say)")
+    xt, how = xt.clone(), how or Draw()
+    batch, length = xt.shape
+    is_masked = ~is_fixed
+    nfe = torch.zeros(batch, dtype=torch.int64, device=xt.device)
+    given = int(is_fixed.long().cumprod(-1).sum(-1).min())  # the prefix that all rows have is read at once
+    read = 0
+    for position in range(given, length):
+        features = predict_next(xt[:, read:position])
+        read = position
+        nfe += 1
+        rows = torch.arange(batch, device=xt.device)
+        u = rng.uniform_at(position, rows, torch.full_like(rows, position), Purpose.TOKEN)
+        drawn = draw(logits_at(features), u, how).tokens
+        is_new = ~is_fixed[:, position]
+        xt[:, position] = torch.where(is_new, drawn, xt[:, position])
+        is_masked[:, position] = False
+        changed = torch.zeros_like(is_fixed)
+        changed[:, position] = is_new
+        yield Frame(position - given + 1, xt.clone(), is_masked.clone(), changed, nfe.clone())

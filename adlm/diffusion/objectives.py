@@ -1,0 +1,102 @@
+"""The losses of the paper, as pure functions of features, heads and a batch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adlm.diffusion.masking import Noised, Selection
+from adlm.diffusion.selected import Selected, selected_loss
+
+
+class Loss(NamedTuple):
+    """What is optimised (total = nll + anchor_weight · anchor) and what is reported never mix. Nats per token."""
+
+    total: Tensor
+    nll: Tensor
+    anchor: Tensor
+    row_nll: Tensor  # (B,), detached: each row's share of nll, summed over its tokens
+
+    def check(self, rows: Tensor | None = None) -> Loss:
+        """Raise if the loss is not finite, naming the rows (their place in the batch, or their own numbers)."""
+        if not bool(torch.isfinite(self.total)):
+            bad = (~torch.isfinite(self.row_nll)).nonzero()[:, 0].cpu()
+            names = (bad if rows is None else rows.cpu()[bad]).tolist()
+            where = f"rows {names}" if names else "the anchor term, in no single row"
+            raise FloatingPointError(
+                f"the loss is {float(self.total)} (nll {float(self.nll)}, anchor {float(self.anchor)}): see {where}. "
+                "Look at those rows' tokens, then at the learning rate"
+            )
+        return self
+
+
+def diffusion_loss(
+    final: Tensor,
+    head: nn.Linear,
+    batch: Noised,
+    *,
+    mask_id: int | None,
+    anchor: Tensor | None = None,
+    anchor_head: nn.Linear | None = None,
+    anchor_weight: float | Tensor | None = None,
+    offset: float | None = None,
+    check: bool = True,
+) -> Loss:
+    """NELBO and, with an `anchor_weight`, ANELBO (METHOD §3): the mean over tokens of
+
+    w(t) [ 1{hidden} · -log p_denoiser(x) + anchor_weight · 1{anchor} · -log softmax(anchor logits)[x] ].
+
+    The heads see only those positions. `check` looks at the result and so waits for the device.
+    """
+    shown = selected_loss(final, head, batch.x0, batch.hidden, without=mask_id, offset=offset)
+    anchored = None
+    if anchor_weight is not None:
+        if anchor is None or anchor_head is None or batch.anchors is None:
+            raise ValueError(
+                "anchor_weight needs a two-stage model (anchor features and head) and a batch made with an anchor_rule"
+            )
+        anchored = selected_loss(anchor, anchor_head, batch.x0, batch.anchors)
+    return _loss(shown, batch.hidden, anchored, anchor_weight, batch.tokens, batch.x0.shape, check)
+
+
+def score_entropy_loss(final: Tensor, head: nn.Linear, batch: Noised, *, mask_id: int, check: bool = True) -> Loss:
+    """SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score times e^noise_level - 1.
+
+    Its weighted form collapses to w(t) [ exp(lse - c) - z_x + c - 1 ] with c = log(V - 1): the NELBO's
+    cross-entropy plus a penalty that holds the logits' mass at V - 1, where the two are equal.
+    """
+    offset = math.log(head.weight.shape[0] - 1)
+    return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, check=check)
+
+
+# AR and A2R: the same mean over a `shifted` batch, in which every next token is asked for and weighs 1.
+next_token_loss = diffusion_loss
+
+
+def token_nll(selected: Selected, selection: Selection, shape: torch.Size) -> Tensor:
+    """Each token's weighted loss (B, L), zero where nothing was selected."""
+    weighted = torch.where(selection.weight > 0, selected.each * selection.weight, 0.0)
+    flat = torch.zeros(shape.numel(), device=weighted.device, dtype=weighted.dtype)
+    return flat.index_add_(0, selection.index, weighted).view(shape)
+
+
+def _loss(
+    shown: Selected,
+    where: Selection,
+    anchored: Selected | None,
+    anchor_weight: float | Tensor | None,
+    tokens: Tensor,
+    shape: torch.Size,
+    check: bool,
+) -> Loss:
+    nll = shown.total / tokens
+    if anchored is None or anchor_weight is None:
+        anchor, total = torch.zeros_like(nll), nll
+    else:
+        anchor = anchored.total / tokens
+        total = nll + anchor_weight * anchor  # at weight 0 too: every parameter stays in the graph
+    loss = Loss(total, nll, anchor, token_nll(shown, where, shape).sum(-1).detach())
+    return loss.check() if check else loss

@@ -1,0 +1,216 @@
+"""The remasking family as tables. Going from t to s, with alpha the visible share and remask_prob the paper's sigma_t:
+
+    a hidden token is revealed with probability (alpha_s - (1 - remask_prob) alpha_t) / (1 - alpha_t),
+    a visible token is hidden again with probability remask_prob.
+
+A plan is the list of its transitions: it can be printed, plotted and tested before any network runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EPS = 1e-3  # of the training schedule: what a time-conditioned network was told at most
+LINEAGE_END = 1e-5
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One step, each field broadcastable to (B, L): rows may be at different times, tokens at different risk."""
+
+    t: Tensor
+    alpha_t: Tensor
+    alpha_s: Tensor
+    remask_prob: Tensor
+    noise_level: Tensor
+
+    @property
+    def reveal_prob(self) -> Tensor:
+        reveal = (self.alpha_s - (1 - self.remask_prob) * self.alpha_t) / (1 - self.alpha_t)
+        return reveal.clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A table of transitions, float64 (steps,), and how its draws are made."""
+
+    name: str
+    t: Tensor
+    alpha_t: Tensor
+    alpha_s: Tensor
+    remask_prob: Tensor
+    noise_level: Tensor
+    by_confidence: bool = False  # remask_prob is shared out over a row's tokens, most to the least certain
+    nucleus: bool = True  # whether top-p applies
+    fill_argmax: bool = False  # what is still hidden at the end takes its likeliest token, else a draw
+
+    def __len__(self) -> int:
+        return len(self.t)
+
+    def __getitem__(self, step: int) -> Transition:
+        return Transition(
+            self.t[step], self.alpha_t[step], self.alpha_s[step], self.remask_prob[step], self.noise_level[step]
+        )
+
+    def __iter__(self) -> Iterator[Transition]:
+        return (self[step] for step in range(len(self)))
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {len(self)} steps\n step      t  alpha_t  alpha_s  remask  reveal"
+        rows = (
+            f"{i:5d} {x.t:6.4f} {x.alpha_t:8.4f} {x.alpha_s:8.4f} {x.remask_prob:7.4f} {x.reveal_prob:7.4f}"
+            for i, x in enumerate(self)
+        )
+        return "\n".join([head, *rows])
+
+    def to(self, device: torch.device) -> Plan:
+        columns = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return Plan(**columns)
+
+
+def ancestral(steps: int, *, compat: bool = False) -> Plan:
+    """Reveal only: what is visible stays (the paper's "locked-in" sampler, MDLM's)."""
+    t, s = _grid(steps, compat)
+    return _plan("ancestral", t, 1 - t, 1 - s, torch.zeros_like(t), compat)
+
+
+def forward_backward(steps: int, *, compat: bool = False) -> Plan:
+    """Remask with (alpha_s - alpha_t) / alpha_t. In its second step everything is hidden again: the formula says so."""
+    t, s = _grid(steps, compat)
+    alpha_t, alpha_s = 1 - t, 1 - s
+    remask = torch.where(alpha_t > 0, ((alpha_s - alpha_t) / alpha_t).clamp(max=1), 1.0)
+    return _plan("forward_backward", t, alpha_t, alpha_s, remask, compat)
+
+
+def remask_cap(steps: int, *, eta: float = 0.008, compat: bool = False) -> Plan:
+    """ReMDM cap: remask with at most eta."""
+    _share("eta", eta)
+    t, s = _grid(steps, compat)
+    remask = _most(1 - t, 1 - s).clamp(max=eta)
+    return _plan("remask_cap", t, 1 - t, 1 - s, remask, compat)
+
+
+def remask_rescale(steps: int, *, eta: float = 0.015, compat: bool = False) -> Plan:
+    """ReMDM rescale: remask with eta times the most that is possible."""
+    _share("eta", eta)
+    t, s = _grid(steps, compat)
+    return _plan("remask_rescale", t, 1 - t, 1 - s, eta * _most(1 - t, 1 - s), compat)
+
+
+def remask_conf(steps: int, *, compat: bool = False) -> Plan:
+    """ReMDM conf: the most that is possible, shared out by how uncertain each token was when it was revealed."""
+    t, s = _grid(steps, compat)
+    return _plan("remask_conf", t, 1 - t, 1 - s, _most(1 - t, 1 - s), compat, by_confidence=True)
+
+
+def remask_loop(
+    steps: int,
+    *,
+    eta: float = 0.02,
+    t_on: float = 0.55,
+    t_off: float = 0.05,
+    alpha_on: float = 0.9,
+    compat: bool = False,
+) -> Plan:
+    """ReMDM loop, the paper's sampler: up to alpha_on, stay there and remask with eta, then to the end."""
+    for name, value in (("eta", eta), ("t_on", t_on), ("t_off", t_off), ("alpha_on", alpha_on)):
+        _share(name, value)
+    if not t_off < t_on < 1:
+        raise ValueError(f"the loop needs t_off < t_on < 1, got t_off = {t_off} and t_on = {t_on}")
+    t, s = _grid(steps, compat)
+
+    def ramp_up(time: Tensor) -> Tensor:
+        return (1 - time) * alpha_on / (1 - t_on)
+
+    def ramp_down(time: Tensor) -> Tensor:
+        return 1 - time * (1 - alpha_on) / t_off if t_off > 0 else torch.ones_like(time)
+
+    def alpha(time: Tensor, phase: Tensor) -> Tensor:
+        inside = torch.full_like(time, alpha_on)
+        return torch.where(phase > t_on, ramp_up(time), torch.where(phase <= t_off, ramp_down(time), inside))
+
+    in_loop = (t <= t_on) & (t > t_off)
+    # The lineage takes both ends of a step from the phase that its start is in, and so leaps where phases meet.
+    alpha_t, alpha_s = alpha(t, t), alpha(s, t if compat else s)
+    remask = torch.where(in_loop, eta, 0.0).to(t.dtype)
+    return _plan("remask_loop", t, alpha_t, alpha_s, remask, compat)
+
+
+def ddpm(steps: int, *, compat: bool = True) -> Plan:
+    """The lineage's uncached sampler: ancestral on the training schedule, without nucleus."""
+    t, s = _grid(steps, compat)
+    alpha_t, alpha_s = 1 - (1 - EPS) * t, 1 - (1 - EPS) * s
+    return _plan("ddpm", t, alpha_t, alpha_s, torch.zeros_like(t), compat, nucleus=False)
+
+
+def dfm(steps: int, *, compat: bool = False) -> Plan:
+    """The corrector sampler of discrete flow matching: steps shrink where it would overshoot."""
+    _at_least_one(steps)
+    times, ends, remasks, t = [], [], [], 1.0
+    while t > (1 - LINEAGE_END) / steps:
+        a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
+        b = a - 1
+        dt = 1 / steps if t == 1 else min(1 / steps, 1 / (a / t + b / (1 - t)))
+        times.append(t)
+        ends.append(t - dt)
+        remasks.append(0.0 if t == 1 else b * dt / (1 - t))
+        t -= dt
+    if not compat and t > 0:
+        times, ends, remasks = [*times, t], [*ends, 0.0], [*remasks, 0.0]
+    start, end, remask = (torch.tensor(x, dtype=torch.float64) for x in (times, ends, remasks))
+    return _plan("dfm", start, 1 - start, 1 - end, remask, compat)
+
+
+def spread(remask_prob: Tensor, confidence: Tensor, is_hidden: Tensor) -> Tensor:
+    """Share a row's remasking out over its visible tokens: softmax of minus the probability each was drawn with."""
+    doubt = (-confidence).masked_fill(is_hidden, -torch.inf)
+    return remask_prob * torch.nan_to_num(doubt.softmax(-1))  # a row that is all hidden has nothing to share
+
+
+def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: int) -> Tensor:
+    """The categorical law (B, L, V) of every position after one step, for inspection, tests and L_anchor.
+
+    `probs` is the denoiser's prediction; with the anchor network's softmax in its place this is the paper's anchor
+    transition (Algorithm 1, line 6).
+    """
+    is_hidden = (xt == mask_id)[..., None]
+    vocab = probs.shape[-1]
+    mask = torch.nn.functional.one_hot(torch.tensor(mask_id, device=xt.device), vocab).to(probs.dtype)
+    stay = torch.nn.functional.one_hot(xt, vocab).to(probs.dtype)
+    reveal, remask = (x if x.dim() == 0 else x[..., None] for x in (step.reveal_prob, step.remask_prob))
+    return torch.where(is_hidden, reveal * probs + (1 - reveal) * mask, (1 - remask) * stay + remask * mask)
+
+
+def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor, compat: bool, **how: bool) -> Plan:
+    if compat:
+        level = -torch.log(1 - (1 - EPS) * t)
+    else:
+        remask = torch.minimum(remask, _most(alpha_t, alpha_s))
+        level = -torch.log(EPS + (1 - EPS) * alpha_t)  # of the share that is really visible
+    return Plan(name, t, alpha_t, alpha_s, remask, level, fill_argmax=compat, **how)
+
+
+def _most(alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
+    """The largest remasking probability that still leaves alpha_s visible: min(1, (1 - alpha_s) / alpha_t)."""
+    return torch.where(alpha_t > 0, ((1 - alpha_s) / alpha_t).clamp(max=1), 1.0)
+
+
+def _grid(steps: int, compat: bool) -> tuple[Tensor, Tensor]:
+    """Times t and s of each step, from 1 down to 0 (the lineage: to 1e-5, the rest by argmax)."""
+    _at_least_one(steps)
+    times = torch.linspace(1, LINEAGE_END if compat else 0, steps + 1, dtype=torch.float64)
+    return times[:-1], times[1:]
+
+
+def _at_least_one(steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")

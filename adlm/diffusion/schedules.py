@@ -1,0 +1,112 @@
+"""Noise schedules: alpha(t) is the share of tokens still visible at time t, 1 at t = 0."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class NoiseSchedule(Protocol):
+    """A schedule is its alpha and the derivative of it."""
+
+    def alpha(self, t: Tensor) -> Tensor: ...
+
+    def dalpha(self, t: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LogLinear:
+    """alpha = 1 - (1 - eps) t: the paper's schedule, with loss weight 1 / t."""
+
+    eps: float = 1e-3
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - (1 - self.eps) * t
+
+    def dalpha(self, t: Tensor) -> Tensor:
+        return torch.full_like(t, -(1 - self.eps))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """alpha = eps + (1 - eps) cos(pi t / 2)."""
+
+    eps: float = 1e-3
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return self.eps + (1 - self.eps) * torch.cos(t * math.pi / 2)
+
+    def dalpha(self, t: Tensor) -> Tensor:
+        return -(1 - self.eps) * torch.sin(t * math.pi / 2) * math.pi / 2
+
+
+@dataclass(frozen=True)
+class CosineSquared:
+    """alpha = eps + (1 - eps) cos²(pi t / 2)."""
+
+    eps: float = 1e-3
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return self.eps + (1 - self.eps) * torch.cos(t * math.pi / 2) ** 2
+
+    def dalpha(self, t: Tensor) -> Tensor:
+        return -(1 - self.eps) * torch.sin(t * math.pi) * math.pi / 2
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The noise level rises linearly from `low` to `high`."""
+
+    low: float = 1e-3
+    high: float = 7.0
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return torch.exp(-(self.low + t * (self.high - self.low)))
+
+    def dalpha(self, t: Tensor) -> Tensor:
+        return -(self.high - self.low) * self.alpha(t)
+
+
+@dataclass(frozen=True)
+class Geometric:
+    """The noise level rises geometrically: low^(1-t) high^t."""
+
+    low: float = 1e-3
+    high: float = 1.0
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return torch.exp(-(self.low ** (1 - t)) * self.high**t)
+
+    def dalpha(self, t: Tensor) -> Tensor:
+        level = self.low ** (1 - t) * self.high**t
+        return -level * math.log(self.high / self.low) * self.alpha(t)
+
+
+# 1 - alpha cancels near t = 0, so the derived quantities are computed in float64 and rounded once.
+
+
+def noise_level(schedule: NoiseSchedule, t: Tensor) -> Tensor:
+    """-log alpha(t): what a time-conditioned network is told."""
+    return -torch.log(schedule.alpha(t.double())).to(t.dtype)
+
+
+def loss_weight(schedule: NoiseSchedule, t: Tensor) -> Tensor:
+    """-alpha'(t) / (1 - alpha(t)): the weight of a hidden token's cross-entropy in continuous time."""
+    exact = t.double()
+    return (-schedule.dalpha(exact) / (1 - schedule.alpha(exact))).to(t.dtype)
+
+
+def discrete_time(t: Tensor, steps: int) -> Tensor:
+    """The end of the step of width 1 / steps that t falls into."""
+    return torch.floor(t * steps) / steps + 1 / steps
+
+
+def discrete_loss_weight(schedule: NoiseSchedule, t: Tensor, steps: int) -> Tensor:
+    """steps · (alpha(s) - alpha(t)) / (1 - alpha(t)) with s = t - 1/steps: the weight in discrete time."""
+    exact = t.double()
+    alpha = schedule.alpha(exact)
+    return (steps * (schedule.alpha(exact - 1 / steps) - alpha) / (1 - alpha)).to(t.dtype)

@@ -1,0 +1,142 @@
+"""Names become functions here, once: the only file that knows what methods, samplers and rules are called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from adlm.diffusion import anchors, orders, plans, schedules
+from adlm.diffusion.masking import Noised
+from adlm.diffusion.objectives import Loss, diffusion_loss, score_entropy_loss
+from adlm.diffusion.orders import Order
+from adlm.diffusion.plans import Plan
+from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.presets import SIZES
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A corner of the paper's 2×2, and SEDD beside it."""
+
+    is_causal: bool
+    two_stages: bool
+    score_entropy: bool = False
+
+
+METHODS = {
+    "mdlm": Method(is_causal=False, two_stages=False),
+    "adlm": Method(is_causal=False, two_stages=True),
+    "ar": Method(is_causal=True, two_stages=False),
+    "a2r": Method(is_causal=True, two_stages=True),
+    "sedd": Method(is_causal=False, two_stages=False, score_entropy=True),
+}
+
+SCHEDULES: dict[str, Callable[..., schedules.NoiseSchedule]] = {
+    "loglinear": schedules.LogLinear,
+    "cosine": schedules.Cosine,
+    "cosine_squared": schedules.CosineSquared,
+    "linear": schedules.Linear,
+    "geometric": schedules.Geometric,
+}
+
+ANCHOR_RULES: dict[str, Callable[..., anchors.AnchorRule]] = {
+    "rare_in_sequence": anchors.rare_in_sequence,
+    "rare_in_corpus": anchors.rare_in_corpus,
+    "tf_idf": anchors.tf_idf,
+    "listed": anchors.listed,
+    "random": anchors.random_positions,
+    "every": anchors.every_token,
+}
+
+SAMPLERS: dict[str, Callable[..., Plan | Order]] = {
+    "ancestral": plans.ancestral,
+    "forward_backward": plans.forward_backward,
+    "remask_cap": plans.remask_cap,
+    "remask_rescale": plans.remask_rescale,
+    "remask_conf": plans.remask_conf,
+    "remask_loop": plans.remask_loop,
+    "ddpm": plans.ddpm,
+    "dfm": plans.dfm,
+    "first_hitting": orders.first_hitting,
+    "confidence": orders.confidence,
+    "margin": orders.margin,
+    "entropy_bounded": orders.entropy_bounded,
+}
+
+ALIASES = {  # what users of the lineage and of its neighbours type
+    "mdlm": "ancestral",
+    "forward-backward": "forward_backward",
+    "remdm-cap": "remask_cap",
+    "remdm-rescale": "remask_rescale",
+    "remdm-conf": "remask_conf",
+    "remdm-loop": "remask_loop",
+    "low_confidence": "confidence",
+    "topk_margin": "margin",
+    "entropy": "entropy_bounded",
+    "cosinesqr": "cosine_squared",
+}
+
+
+def named(table: Mapping[str, T], name: str, what: str) -> T:
+    """Look a name up; an unknown one is answered with the known ones."""
+    found = table.get(name, table.get(ALIASES.get(name, "")))
+    if found is None:
+        raise ValueError(f"unknown {what} {name!r}; known: {', '.join(table)}")
+    return found
+
+
+def build_sampler(name: str, **options: Any) -> Plan | Order:
+    """A plan or an order by name, with its own options (steps, eta, …)."""
+    factory = named(SAMPLERS, name, "sampler")
+    known = inspect.signature(factory).parameters
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(f"sampler {name!r} has no option {', '.join(unknown)}; it takes: {', '.join(known) or 'none'}")
+    missing = [p.name for p in known.values() if p.default is p.empty and p.name not in options]
+    if missing:
+        raise ValueError(f"sampler {name!r} needs {', '.join(missing)}")
+    return factory(**options)
+
+
+def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | None, **changes: Any) -> ModelConfig:
+    """The model of a method in a preset's size: one stage has the anchor network's depth, as in the paper."""
+    shape, size = named(METHODS, method, "method"), asdict(named(SIZES, preset, "preset"))
+    if not shape.two_stages:
+        size |= {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}
+    if shape.is_causal:
+        size |= {"cond_dim": None}  # the lineage's causal layers have no modulation
+    fields = size | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id} | changes
+    return ModelConfig(**fields)
+
+
+def training_loss(
+    model: LanguageModel,
+    batch: Noised,
+    *,
+    anchor_weight: float | Tensor | None = None,
+    score_entropy: bool = False,
+    check: bool = True,
+) -> Loss:
+    """The loss of a model on a batch from `corrupt` (masked models) or `shifted` (causal ones)."""
+    features = model(batch.xt, batch.noise_level, valid=batch.valid)
+    mask_id = model.config.mask_id
+    if score_entropy:
+        assert mask_id is not None
+        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
+    return diffusion_loss(
+        features.final,
+        model.head,
+        batch,
+        mask_id=mask_id,
+        anchor=features.anchor,
+        anchor_head=model.anchor_head,
+        anchor_weight=anchor_weight,
+        check=check,
+    )

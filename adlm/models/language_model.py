@@ -1,0 +1,278 @@
+"""The four models of the paper as one: masked or causal, one stage or two (anchor network, bridge, denoiser)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from adlm.models.cache import KVCache
+from adlm.models.transformer import Layer, Norm, Stack, gated_weights, modulations, rotary_table
+
+BRIDGES = ("factored", "direct", "softmax")
+POSITIONS = ("rotary", "learned")
+NEVER = -1e6  # the log-probability of what cannot be; finite, so that 0 · log 0 stays 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides the shape of a model. `vocab_size` counts the mask token, if there is one."""
+
+    vocab_size: int
+    mask_id: int | None
+    dim: int = 768
+    heads: int = 12
+    anchor_layers: int = 0
+    denoiser_layers: int = 12
+    length: int = 1024
+    is_causal: bool = False
+    bridge: str = "factored"
+    cond_dim: int | None = 128
+    time_conditioning: bool = False
+    dropout: float = 0.1
+    positions: str = "rotary"
+    norm_bias: bool = False
+    attention_bias: bool = False
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, what: str) -> None:
+            if not ok:
+                raise ValueError(f"model config: {what}")
+
+        require(self.dim % self.heads == 0, f"dim {self.dim} must be a multiple of heads {self.heads}")
+        require(self.dim // self.heads % 2 == 0, f"dim / heads = {self.dim // self.heads} must be even")
+        require(self.bridge in BRIDGES, f"bridge {self.bridge!r} is not one of {', '.join(BRIDGES)}")
+        require(self.positions in POSITIONS, f"positions {self.positions!r} is not one of {', '.join(POSITIONS)}")
+        require(self.denoiser_layers > 0, f"denoiser_layers must be at least 1, got {self.denoiser_layers}")
+        require(self.anchor_layers >= 0, f"anchor_layers must not be negative, got {self.anchor_layers}")
+        require(
+            self.mask_id is None or 0 <= self.mask_id < self.vocab_size,
+            f"mask_id {self.mask_id} is outside the vocabulary of {self.vocab_size}",
+        )
+        require(self.is_causal or self.mask_id is not None, "a masked (not causal) model needs a mask_id")
+        require(
+            not self.time_conditioning or self.cond_dim is not None, "time_conditioning needs a cond_dim"
+        )
+
+
+class Features(NamedTuple):
+    """What the stages say before their heads, each (B, L, dim) after its final norm."""
+
+    anchor: Tensor | None
+    final: Tensor
+
+
+class LanguageModel(nn.Module):
+    """MDLM, ADLM, AR and A2R. Heads are plain linears: objectives and samplers apply them where they need them."""
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):  # so that building draws nothing from the global generator
+            self._build(config)
+        self.to_empty(device="cpu")
+        if config.tied:
+            self.head.weight = self.embed.weight
+        initialise(self, torch.Generator().manual_seed(seed))
+
+    def _build(self, config: ModelConfig) -> None:
+        def stack(layers: int) -> Stack:
+            return Stack(
+                layers,
+                config.dim,
+                heads=config.heads,
+                cond_dim=config.cond_dim,
+                is_causal=config.is_causal,
+                dropout=config.dropout,
+                norm_bias=config.norm_bias,
+                attention_bias=config.attention_bias,
+            )
+
+        vocab, dim = config.vocab_size, config.dim
+        self.embed = nn.Embedding(vocab, dim)
+        self.positions = nn.Embedding(config.length, dim) if config.positions == "learned" else None
+        self.anchor = stack(config.anchor_layers) if config.anchor_layers else None
+        self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
+        self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if config.anchor_layers else None
+        self.denoiser = stack(config.denoiser_layers)
+        self.head = nn.Linear(dim, vocab, bias=not config.tied)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        noise_level: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        cache: list[KVCache] | None = None,
+    ) -> Features:
+        """Tokens (B, L) -> Features. `valid` (B, L) is False at padding, which then changes nothing elsewhere."""
+        config = self.config
+        start = cache[0].used if cache else 0
+        length = start + tokens.shape[1]
+        if length > config.length:
+            raise ValueError(f"{length} tokens are longer than this model's length of {config.length}")
+        x = self.embed(tokens)
+        rotary = None
+        if self.positions is not None:
+            x = x + self.positions.weight[start:length]
+        else:
+            cos, sin = rotary_table(config.length, config.dim // config.heads, tokens.device)
+            rotary = cos[start:length], sin[start:length]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        level = noise_level if config.time_conditioning else None
+        attend = None if valid is None or config.is_causal else valid[:, None, None, :]
+        split = config.anchor_layers
+        if self.anchor is None:
+            return Features(None, self.denoiser(x, level, rotary, attend, cache))
+        anchor = self.anchor(x, level, rotary, attend, None if cache is None else cache[:split])
+        final = self.denoiser(
+            self.cross(anchor), level, rotary, attend, None if cache is None else cache[split:]
+        )
+        return Features(anchor, final)
+
+    def cross(self, anchor: Tensor) -> Tensor:
+        """The bridge: the denoiser's only view of the text, from the anchor network's features."""
+        assert self.bridge is not None and self.anchor_head is not None
+        if self.config.bridge == "direct":
+            return self.bridge(anchor)
+        if self.config.bridge == "softmax":
+            return self.bridge(self.anchor_head(anchor).softmax(-1).to(anchor.dtype))
+        return F.linear(anchor, *self.bridge_product())
+
+    def bridge_product(self) -> tuple[Tensor, Tensor]:
+        """W_in (W_out h + b_out) + b_in as one dim × dim map: the logits between the stages never exist."""
+        assert self.bridge is not None and self.anchor_head is not None
+        weight = self.bridge.weight @ self.anchor_head.weight
+        return weight, torch.mv(self.bridge.weight, self.anchor_head.bias) + self.bridge.bias
+
+    def logits_at(self, features: Tensor) -> Tensor:
+        """The head at some positions (N, dim) -> (N, V), with the mask token ruled out."""
+        logits = self.head(features).float()
+        if self.config.mask_id is not None:
+            logits[..., self.config.mask_id] = NEVER
+        return logits
+
+    def log_probs(self, tokens: Tensor, noise_level: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """Every position's log-probabilities (B, L, V), for inspection: (anchor log-softmax or None, SUBS or next token)."""
+        features = self(tokens, noise_level)
+        anchor = None
+        if features.anchor is not None and self.anchor_head is not None:
+            anchor = self.anchor_head(features.anchor).float().log_softmax(-1)
+        mask_id, logits = self.config.mask_id, self.head(features.final).float()
+        if self.config.is_causal:
+            if mask_id is not None:
+                # The lineage's number, kept so that its tables agree in every column; exp(-1000) is 0 as well.
+                logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), -1000.0)
+            return anchor, logits.log_softmax(-1)
+        assert mask_id is not None
+        logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), NEVER)
+        itself = torch.full_like(logits, NEVER).scatter_(-1, tokens[..., None], 0.0)
+        return anchor, torch.where((tokens == mask_id)[..., None], logits.log_softmax(-1), itself)
+
+    def new_cache(self, batch: int, length: int | None = None) -> list[KVCache]:
+        """Empty key-value caches for all layers, anchor network first."""
+        config, weight = self.config, self.embed.weight
+        if not config.is_causal:
+            raise ValueError("a key-value cache serves causal models; in a masked model every token sees every other")
+        return [
+            KVCache(
+                batch, config.heads, length or config.length, config.dim // config.heads,
+                device=weight.device, dtype=weight.dtype,
+            )
+            for _ in range(config.anchor_layers + config.denoiser_layers)
+        ]
+
+    def compile_layers(self) -> LanguageModel:
+        """Compile each layer in place (they share one graph); embedding, bridge and heads stay eager."""
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.compile(dynamic=False)
+        return self
+
+    @torch.no_grad()
+    def fold(self) -> LanguageModel:
+        """The inference form: bridge product and constant modulations folded into the matrices; equal to rounding."""
+        config = self.config
+        constant = config.cond_dim is not None and not config.time_conditioning
+        state = dict(self.state_dict())
+        if constant:
+            config = replace(config, cond_dim=None, norm_bias=True)
+            for name, stage in (("anchor", self.anchor), ("denoiser", self.denoiser)):
+                if stage is not None:
+                    state |= {f"{name}.{key}": value for key, value in folded_stack(stage).items()}
+        if config.anchor_layers and config.bridge == "factored":
+            config = replace(config, bridge="direct")
+            state["bridge.weight"], state["bridge.bias"] = self.bridge_product()
+        with torch.device("meta"):
+            folded = LanguageModel.__new__(LanguageModel)
+            nn.Module.__init__(folded)
+            folded.config = config
+            folded._build(config)
+        names = folded.state_dict().keys()
+        folded.load_state_dict({name: state[name].clone() for name in names}, assign=True)
+        if config.tied:
+            folded.head.weight = folded.embed.weight
+        return folded.requires_grad_(False).eval()
+
+
+def folded_stack(stack: Stack) -> dict[str, Tensor]:
+    """The stack's parameters with the modulation of noise level zero folded in, under the unmodulated names."""
+    state: dict[str, Tensor] = {}
+
+    def put_norm(name: str, norm: Norm, shift: Tensor | None, scale: Tensor | None) -> None:
+        weight, bias = norm.affine(shift, scale)
+        state[f"{name}.weight"] = weight
+        state[f"{name}.bias"] = torch.zeros_like(weight) if bias is None else bias
+
+    cond = stack.condition_on(None, stack.norm.weight.device)
+    put_norm("norm", stack.norm, *modulations(stack.modulation, cond, 2))
+    for i, layer in enumerate(stack.layers):
+        assert isinstance(layer, Layer)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulations(layer.modulation, cond, 6)
+        put_norm(f"layers.{i}.norm1", layer.norm1, shift1, scale1)
+        put_norm(f"layers.{i}.norm2", layer.norm2, shift2, scale2)
+        for name, linear, gate in (("out", layer.out, gate1), ("down", layer.down, gate2)):
+            weight, bias = gated_weights(linear, gate)
+            state[f"layers.{i}.{name}.weight"] = weight
+            if bias is not None:
+                state[f"layers.{i}.{name}.bias"] = bias
+    return state
+
+
+@torch.no_grad()
+def initialise(model: LanguageModel, rng: torch.Generator) -> None:
+    """The lineage's start: uniform ±1/√fan_in; heads and modulations zero; a direct bridge is the identity."""
+
+    def uniform(parameter: Tensor, fan_in: int) -> None:
+        bound = 1 / math.sqrt(fan_in)
+        parameter.uniform_(-bound, bound, generator=rng)
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            uniform(module.weight, module.weight.shape[1])
+        elif isinstance(module, nn.Linear):
+            uniform(module.weight, module.in_features)
+            if module.bias is not None:
+                uniform(module.bias, module.in_features)
+        elif isinstance(module, Norm):
+            module.weight.fill_(1.0)
+            if module.bias is not None:
+                module.bias.zero_()
+    for module in model.modules():
+        if isinstance(module, Layer | Stack) and module.modulation is not None:
+            module.modulation.weight.zero_()
+            module.modulation.bias.zero_()
+    for head in (model.anchor_head, model.head):
+        if head is not None and not (head is model.head and model.config.tied):
+            head.weight.zero_()
+            if head.bias is not None:
+                head.bias.zero_()
+    if model.bridge is not None and model.config.bridge == "direct":
+        nn.init.eye_(model.bridge.weight)
+        model.bridge.bias.zero_()

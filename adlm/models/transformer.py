@@ -1,0 +1,202 @@
+"""Layers: pre-norm attention and MLP, rotary positions, adaLN modulation by the noise level."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from adlm.models.cache import KVCache
+
+Rotary = tuple[Tensor, Tensor]
+
+CUDA_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@lru_cache(maxsize=16)
+def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
+    """Cosines and sines (length, head_dim / 2), always float32: a model cast to bfloat16 keeps exact angles."""
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate the two halves of every head by the position's angles; x is (B, heads, L, head_dim)."""
+    cos, sin = rotary
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tensor | None) -> Tensor:
+    """Scaled dot-product attention: the one place that chooses the kernel."""
+    if q.is_cuda and attend is None:
+        with sdpa_kernel(CUDA_KERNELS, set_priority=True):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attend, is_causal=is_causal)
+
+
+class Norm(nn.Module):
+    """LayerNorm computed in float32; a modulation scales and shifts its weight and bias."""
+
+    def __init__(self, dim: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def affine(self, shift: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias after modulation: (norm·w + b)(1 + scale) + shift as one affine map."""
+        if shift is None or scale is None:
+            return self.weight, self.bias
+        weight = self.weight * (1 + scale)
+        return weight, shift if self.bias is None else self.bias * (1 + scale) + shift
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        weight, bias = self.affine(shift, scale)
+        dim = self.weight.shape[0]
+        if weight.dim() == 1:
+            bias = None if bias is None else bias.float()
+            return F.layer_norm(x.float(), (dim,), weight.float(), bias).to(x.dtype)
+        assert bias is not None
+        return (F.layer_norm(x.float(), (dim,)) * weight + bias).to(x.dtype)
+
+
+def gated_weights(linear: nn.Linear, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of gate · linear(x) for a gate that is the same at every position."""
+    if gate is None:
+        return linear.weight, linear.bias
+    return gate[:, None] * linear.weight, None if linear.bias is None else gate * linear.bias
+
+
+def gated(linear: nn.Linear, x: Tensor, gate: Tensor | None) -> Tensor:
+    """gate · linear(x). A constant gate multiplies the matrix, not the (B, L, dim) result: the same product."""
+    if gate is not None and gate.dim() > 1:
+        return gate * linear(x)
+    return F.linear(x, *gated_weights(linear, gate))
+
+
+def modulations(linear: nn.Linear | None, cond: Tensor | None, parts: int) -> list[Tensor | None]:
+    """The adaLN vectors: (dim,) each when one condition serves all rows, (B, 1, dim) when rows differ."""
+    if linear is None or cond is None:
+        return [None] * parts
+    with torch.autocast(cond.device.type, enabled=False):
+        vectors = F.linear(cond.to(linear.weight.dtype), linear.weight, linear.bias)
+    return list((vectors[0] if cond.shape[0] == 1 else vectors[:, None]).chunk(parts, -1))
+
+
+class Layer(nn.Module):
+    """Attention and MLP around a residual stream, the DiT block of the lineage."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        cond_dim: int | None = None,
+        is_causal: bool = False,
+        dropout: float = 0.0,
+        norm_bias: bool = False,
+        attention_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads, self.is_causal, self.dropout = heads, is_causal, dropout
+        self.norm1 = Norm(dim, norm_bias)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=attention_bias)
+        self.out = nn.Linear(dim, dim, bias=attention_bias)
+        self.norm2 = Norm(dim, norm_bias)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+        self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 6 * dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        cond: Tensor | None = None,
+        attend: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        batch, length, dim = x.shape
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulations(self.modulation, cond, 6)
+        qkv = self.qkv(self.norm1(x, shift1, scale1)).view(batch, length, 3, self.heads, dim // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        is_causal = self.is_causal
+        if cache is not None:
+            k, v = cache.append(k, v)
+            if is_causal and length > 1 and k.shape[2] > length:
+                attend = causal_mask(length, k.shape[2], x.device)
+            is_causal = is_causal and length > 1 and attend is None
+        y = attention(q, k, v, is_causal=is_causal, attend=attend)
+        y = y.transpose(1, 2).reshape(batch, length, dim)
+        x = x + F.dropout(gated(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
+        y = F.gelu(self.up(self.norm2(x, shift2, scale2)), approximate="tanh")
+        return x + F.dropout(gated(self.down, y, gate2), self.dropout, self.training).to(x.dtype)
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Which of `keys` positions the last `queries` positions may read."""
+    position = torch.arange(keys - queries, keys, device=device)
+    return torch.arange(keys, device=device) <= position[:, None]
+
+
+class NoiseEmbedding(nn.Module):
+    """Noise level (B,) -> conditioning vector (B, cond_dim): sinusoids, a two-layer MLP, SiLU."""
+
+    WIDTH = 256
+
+    def __init__(self, cond_dim: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(self.WIDTH, cond_dim)
+        self.second = nn.Linear(cond_dim, cond_dim)
+
+    def forward(self, noise_level: Tensor) -> Tensor:
+        half = self.WIDTH // 2
+        ramp = torch.arange(half, device=noise_level.device, dtype=torch.float32) / half
+        angle = noise_level.float()[:, None] * torch.exp(-math.log(10000.0) * ramp)
+        x = torch.cat([angle.cos(), angle.sin()], -1).to(self.first.weight.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.silu(self.second(F.silu(self.first(x))))
+
+
+class Stack(nn.Module):
+    """One stage: layers and the final norm, conditioned on the noise level or on the constant zero."""
+
+    def __init__(self, layers: int, dim: int, *, cond_dim: int | None, norm_bias: bool, **layer: object) -> None:
+        super().__init__()
+        self.condition = None if cond_dim is None else NoiseEmbedding(cond_dim)
+        self.layers = nn.ModuleList(
+            Layer(dim, cond_dim=cond_dim, norm_bias=norm_bias, **layer)  # type: ignore[arg-type]
+            for _ in range(layers)
+        )
+        self.norm = Norm(dim, norm_bias)
+        self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 2 * dim)
+
+    def condition_on(self, noise_level: Tensor | None, device: torch.device) -> Tensor | None:
+        """The conditioning vector; without a noise level that of zero, one row that serves the batch."""
+        if self.condition is None:
+            return None
+        return self.condition(torch.zeros(1, device=device) if noise_level is None else noise_level)
+
+    def forward(
+        self,
+        x: Tensor,
+        noise_level: Tensor | None = None,
+        rotary: Rotary | None = None,
+        attend: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> Tensor:
+        cond = self.condition_on(noise_level, x.device)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotary, cond, attend, None if caches is None else caches[i])
+        return self.norm(x, *modulations(self.modulation, cond, 2))

@@ -1,0 +1,137 @@
+"""Reverse distributions and whole trajectories of the samplers, against the authors' numbers."""
+
+import pytest
+import torch
+
+from adlm.diffusion.categorical import Draw, distribution
+from adlm.diffusion.plans import reverse_distribution, spread
+from adlm.methods import build_sampler
+from tests.goldens import MASK, arrays, facts, model
+
+OPTIONS = {
+    "mdlm": ("ancestral", {}),
+    "forward-backward": ("forward_backward", {}),
+    "remdm-cap": ("remask_cap", {"eta": 0.008}),
+    "remdm-cap-eta0.3": ("remask_cap", {"eta": 0.3}),
+    "remdm-rescale": ("remask_rescale", {"eta": 0.015}),
+    "remdm-rescale-eta0.5": ("remask_rescale", {"eta": 0.5}),
+    "remdm-conf": ("remask_conf", {}),
+    "remdm-loop": ("remask_loop", {"eta": 0.02, "t_on": 0.55, "t_off": 0.05, "alpha_on": 0.9}),
+    "ddpm": ("ddpm", {}),
+}
+
+
+def plan_of(name, steps):
+    sampler, options = OPTIONS[name]
+    return build_sampler(sampler, steps=steps, compat=True, **options)
+
+
+def predicted(xt, level, how, kind=("adlm", False)):
+    """p(x0 | xt) of every position after the nucleus: what the shipped sampler draws from."""
+    ours = model(*kind)
+    with torch.no_grad():
+        logits = ours.logits_at(ours(xt, level).final)
+    return distribution(logits.flatten(0, 1), how).view(logits.shape)
+
+
+def dist_of(plan, step, xt, probs, confidence=None):
+    """Our per-position law; conf shares its remasking out as the sampler does."""
+    transition = plan[step]
+    if plan.by_confidence:
+        is_hidden = xt == MASK
+        remask = spread(transition.remask_prob, confidence.double(), is_hidden)
+        transition = type(transition)(
+            transition.t, transition.alpha_t, transition.alpha_s, remask, transition.noise_level
+        )
+    return reverse_distribution(xt, probs, transition, MASK)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_reverse_distributions(name, top_p):
+    golden, plan = arrays(f"reverse_adlm_p{top_p}"), plan_of(name, 64)
+    xt = golden["xt"]
+    how = Draw(top_p=top_p if plan.nucleus else 1.0, nucleus="lineage")
+    probs = predicted(xt, None, how)
+    tried = 0
+    for i, t in enumerate(golden["t"].double()):
+        step = int((plan.t - t).abs().argmin())
+        assert abs(plan.t[step] - t) < 1e-5
+        ours = dist_of(plan, step, xt, probs, -golden["conf_in"])
+        torch.testing.assert_close(ours, golden[f"{name}/{i}/dist"], atol=1e-4, rtol=0)
+        tried += 1
+        if name == "remdm-conf":
+            sigma = spread(plan[step].remask_prob, -golden["conf_in"].double(), xt == MASK)
+            torch.testing.assert_close(sigma.float(), golden[f"{name}/{i}/sigma"], atol=1e-5, rtol=0)
+    assert tried == 9
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_reverse_distribution_of_flow_matching(top_p):
+    """dfm's steps depend on where it stands, so each golden time is compared with a table made of that time alone."""
+    from adlm.diffusion.plans import LINEAGE_END, Transition
+
+    golden = arrays(f"reverse_adlm_p{top_p}")
+    xt, probs = golden["xt"], predicted(golden["xt"], None, Draw(top_p=top_p, nucleus="lineage"))
+    for i, t in enumerate(golden["t"].double()):
+        a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
+        b = a - 1
+        dt = torch.tensor(1 / 64) if t == 1 else torch.minimum(torch.tensor(1 / 64), 1 / (a / t + b / (1 - t)))
+        remask = torch.tensor(0.0) if t == 1 else b * dt / (1 - t)
+        ours = reverse_distribution(xt, probs, Transition(t, 1 - t, 1 - t + dt, remask.double(), t), MASK)
+        torch.testing.assert_close(ours, golden[f"dfm/{i}/dist"], atol=1e-4, rtol=0)
+    # and the plan is that rule, followed from t = 1
+    plan = build_sampler("dfm", steps=64, compat=True)
+    assert plan.t[0] == 1
+    for now, after in zip(plan, list(plan)[1:], strict=False):
+        assert after.t == pytest.approx(float(1 - now.alpha_s), abs=1e-12)
+        a = 10 * now.t**0.25 * (1 - now.t) ** 0.25 + 1
+        torch.testing.assert_close(now.reveal_prob, a * (now.alpha_s - now.alpha_t) / (1 - now.alpha_t))
+    assert plan.t[-1] > (1 - LINEAGE_END) / 64 >= 1 - plan.alpha_s[-1]
+
+
+RUNS = facts("trajectory_adlm")["runs"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_trajectories(run):
+    """Their noise is a (B, L, V) slab per step and its argmax includes the mask: this driver draws so, from our law."""
+    golden, noise, info = arrays("trajectory_adlm"), arrays("trajectory_noise")["u"], RUNS[run]
+    plan = plan_of(run.split("_")[0], 32)
+    kind = ("adlm", info["time_conditioning"])
+    how = Draw(top_p=info["nucleus_p"] if plan.nucleus else 1.0, nucleus="lineage")
+    xt = torch.full_like(golden[f"{run}/final"], MASK)
+    confidence = torch.zeros(xt.shape, dtype=torch.float64)
+    calls, probs = 0, None
+    is_cached = info["predictor"] == "ddpm_cache" and not info["time_conditioning"]
+    for step in range(32):
+        if probs is None or not is_cached:
+            level = plan.noise_level[step].float().expand(len(xt))
+            probs, calls = predicted(xt, level, how, kind), calls + 1
+        law = dist_of(plan, step, xt, probs, confidence)
+        drawn = (law / (1e-10 - torch.log(noise[step] + 1e-10))).argmax(-1)
+        is_certain = law.gather(-1, xt[..., None])[..., 0] == 1
+        xs = torch.where(is_certain, xt, drawn)
+        revealed = (xt == MASK) & (xs != MASK)
+        confidence[revealed] = probs.gather(-1, xs[..., None])[..., 0][revealed]
+        if not torch.equal(xs, xt):
+            probs = None
+        xt = xs
+        assert torch.equal(xt, golden[f"{run}/x"][step]), f"step {step}"
+    final = predicted(xt, torch.full((len(xt),), 1e-5), Draw(temperature=0.0), kind).argmax(-1)
+    assert torch.equal(torch.where(xt == MASK, final, xt), golden[f"{run}/final"])
+    assert calls + 1 == info["network_calls"]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_autoregressive_sampling(top_p):
+    """Their Gumbel noise on our cached logits; their sampler overwrites the last position by BOS, ours never does."""
+    golden, ours = arrays(f"ar_sample_gpt2like_p{top_p}"), model("ar")
+    expected, cache = golden["x"], ours.new_cache(2, 16)
+    x = expected[:, :1]
+    for i in range(14):
+        with torch.no_grad():
+            logits = ours.logits_at(ours(x[:, -1:], cache=cache).final[:, -1])
+        law = distribution(logits, Draw(top_p=top_p, nucleus="lineage"))
+        x = torch.cat([x, (law.log() + golden["gumbel"][:, i]).argmax(-1, keepdim=True)], 1)
+    assert torch.equal(x, expected[:, :15])
