@@ -1,0 +1,56 @@
+"""Anchored diffusion language models (arXiv 2505.18456): the public names, from the parts that define them."""
+
+from adlm.diffusion.anchors import anchor_weight, every_token, rare_in_corpus, rare_in_sequence
+from adlm.diffusion.categorical import Draw
+from adlm.diffusion.denoise import Frame, denoise
+from adlm.diffusion.masking import Noised, corrupt, shifted
+from adlm.diffusion.objectives import Loss
+from adlm.diffusion.orders import Order
+from adlm.diffusion.plans import Plan
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import Cosine, LogLinear, NoiseSchedule
+from adlm.evaluate.likelihood import Bound, held_out_bound
+from adlm.generate import Predictor, ready, stream_tokens
+from adlm.interop.reference import from_state_dict
+from adlm.methods import build_config, build_sampler, training_loss
+from adlm.models.language_model import Features, LanguageModel, ModelConfig
+from adlm.train.ema import EMA
+from adlm.train.loop import StepRecord, train_steps
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EMA",
+    "Bound",
+    "Cosine",
+    "CounterRng",
+    "Draw",
+    "Features",
+    "Frame",
+    "LanguageModel",
+    "LogLinear",
+    "Loss",
+    "ModelConfig",
+    "NoiseSchedule",
+    "Noised",
+    "Order",
+    "Plan",
+    "Predictor",
+    "StepRecord",
+    "__version__",
+    "anchor_weight",
+    "build_config",
+    "build_sampler",
+    "corrupt",
+    "denoise",
+    "every_token",
+    "from_state_dict",
+    "held_out_bound",
+    "rare_in_corpus",
+    "rare_in_sequence",
+    "ready",
+    "shifted",
+    "stream_tokens",
+    "train_steps",
+    "training_loss",
+]

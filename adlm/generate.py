@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.categorical import Draw
@@ -15,49 +16,105 @@ from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
 from adlm.models.language_model import LanguageModel
 
+ALIGN = 64  # a GPU's half-precision product wants rows that start on a boundary
+
+
+class Graph:
+    """A CUDA graph of a function for one set of shapes. Its output is overwritten by the next call."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]) -> None:
+        self.inputs = tuple(None if x is None else x.clone() for x in inputs)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile and warm up outside the capture
+            for _ in range(3):
+                function(*self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = function(*self.inputs)
+
+    def __call__(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        for static, fresh in zip(self.inputs, inputs, strict=True):
+            if static is not None and fresh is not None:
+                static.copy_(fresh)
+        self.graph.replay()
+        return self.output
+
 
 class Predictor:
-    """A folded model as the samplers see it. On a GPU it is compiled into graphs of few batch sizes.
+    """A model as the samplers see it: folded, on its device, on a GPU compiled into graphs of few batch sizes.
 
-    `deterministic` pads every call to one batch size, so that a row's features do not depend on how many others
-    needed an evaluation.
+    `deterministic` pads every call to the largest batch seen, so that on a GPU, too, a row's features do not depend
+    on how many other rows needed an evaluation.
     """
 
-    def __init__(self, model: LanguageModel, *, deterministic: bool = False) -> None:
-        self.model = model
-        self.deterministic = deterministic
-        self.largest = 0
-        self.final = self._final
-        if model.embed.weight.is_cuda:
-            self.final = torch.compile(self._final, mode="max-autotune-no-cudagraphs" if False else "reduce-overhead", dynamic=False)
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        device = torch.device(device)
+        is_cuda = device.type == "cuda"
+        self.model = model.fold().to(device, dtype or (torch.bfloat16 if is_cuda else torch.float32))
+        self.config, self.device, self.deterministic, self.largest = model.config, device, deterministic, 0
+        head = self.model.head
+        bias = torch.zeros_like(head.weight[:, 0]) if head.bias is None else head.bias.clone()
+        if self.config.mask_id is not None:
+            bias[self.config.mask_id] = -torch.inf
+        pad = -len(bias) % ALIGN if is_cuda else 0
+        self.head = F.pad(head.weight, (0, 0, 0, pad)), F.pad(bias, (0, pad), value=-torch.inf)
+        if self.model.positions is None:
+            self.model.rotary(self.head[0].device)  # before compiling, which would compute the angles in every layer
+        self.final = torch.compile(self._final, dynamic=False) if is_cuda else self._final
+        self.graphs: dict[tuple[int, ...], Graph] = {}
 
-    def _final(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
+    def _final(self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
         return self.model(tokens, noise_level, valid=valid).final
 
-    def __call__(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
+    def predict(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
+        """Features (n, L, dim) of n rows."""
+        level = noise_level.to(self.device) if self.config.time_conditioning else None
         rows = tokens.shape[0]
-        self.largest = max(self.largest, rows)
         size = rows
+        self.largest = max(self.largest, rows)
         if self.deterministic:
             size = self.largest
         elif tokens.is_cuda:
             size = min(self.largest, 1 << (rows - 1).bit_length())
         if size > rows:
             repeat = torch.arange(size, device=tokens.device).clamp(max=rows - 1)
-            tokens, noise_level = tokens[repeat], noise_level[repeat]
-            valid = None if valid is None else valid[repeat]
-        return self.final(tokens, noise_level, valid)[:rows]
+            tokens = tokens[repeat]
+            level, valid = (None if x is None else x[repeat] for x in (level, valid))
+        if not tokens.is_cuda:
+            return self.final(tokens, level, valid)[:rows]
+        shape = (*tokens.shape, valid is not None)
+        if shape not in self.graphs:
+            self.graphs[shape] = Graph(self.final, (tokens, level, valid))
+        return self.graphs[shape]((tokens, level, valid))[:rows]
+
+    def logits_at(self, features: Tensor) -> Tensor:
+        """Logits (N, V), on a GPU a few more; the mask token and what lies beyond the vocabulary are impossible."""
+        return F.linear(features, *self.head)
 
 
-def ready(model: LanguageModel, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LanguageModel:
-    """The inference form on a device: folded in the dtype it has, then cast (a GPU: bfloat16 unless told)."""
-    device = torch.device(device)
-    return model.fold().to(device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32))
+def ready(
+    model: LanguageModel,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    deterministic: bool = False,
+) -> Predictor:
+    """Make a model ready to sample: make it once, use it for many calls (a GPU: bfloat16 unless told)."""
+    return Predictor(model, device, dtype, deterministic=deterministic)
 
 
 @torch.no_grad()
 def stream_tokens(
-    model: LanguageModel,
+    predictor: Predictor,
     xt: Tensor,
     sampler: Plan | Order | None = None,
     *,
@@ -67,42 +124,43 @@ def stream_tokens(
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
     block: int | None = None,
-    deterministic: bool = False,
 ) -> Iterator[Frame]:
     """Fill the mask tokens of xt (B, L) and yield frames; a causal model needs no sampler and goes left to right.
 
     `rows` are the numbers that the rows are known by: a row's text depends on the seed and its number alone.
     """
-    rng = CounterRng.of(seed, xt.shape[0] if rows is None else rows, xt.device)
-    config = model.config
+    config, xt = predictor.config, xt.to(predictor.device)
+    rng = CounterRng.of(seed, xt.shape[0] if rows is None else rows)
+    is_fixed = None if is_fixed is None else is_fixed.to(xt.device)
+    valid = None if valid is None else valid.to(xt.device)
     if config.is_causal:
         if sampler is not None or block is not None:
             raise ValueError("a causal model samples from left to right: leave sampler and block out")
         if is_fixed is None:
             raise ValueError("is_fixed must say which tokens are given: a causal model has no mask token to tell")
+        model = predictor.model
         cache = model.new_cache(xt.shape[0], xt.shape[1])
         yield from continue_tokens(
             xt,
             lambda tokens: model(tokens, cache=cache).final[:, -1],
-            model.logits_at,
+            predictor.logits_at,
             is_fixed=is_fixed,
             rng=rng,
             how=how,
         )
         return
     if sampler is None:
-        raise ValueError("a masked model needs a sampler: see adlm.methods.SAMPLERS")
+        raise ValueError("a masked model needs a sampler: adlm.build_sampler makes one by name")
     assert config.mask_id is not None
     yield from denoise(
         xt,
         sampler,
-        Predictor(model, deterministic=deterministic),
-        model.logits_at,
+        predictor.predict,
+        predictor.logits_at,
         mask_id=config.mask_id,
         rng=rng,
         how=how,
         is_fixed=is_fixed,
         valid=valid,
         block=block,
-        time_conditioning=config.time_conditioning,
     )

@@ -17,7 +17,6 @@ from adlm.diffusion.plans import Plan
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.presets import SIZES
 
-
 T = TypeVar("T")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adlm.diffusion.rng import uniform_bits
+from adlm.diffusion.rng import Purpose, uniform_pair
 
 # (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
 AnchorRule = Callable[[Tensor, Tensor | None], Tensor]
@@ -23,16 +23,15 @@ def counts_in_row(tokens: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = None) -> AnchorRule:
-    """Tokens that occur at most `max_count` times in their row (the code), or in at most that share of it (the text)."""
+    """Tokens that occur at most `max_count` times in their row (the code) or are at most a share of it (the text)."""
     if (max_count is None) == (max_fraction is None):
-        raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row), not both")
+        raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row): one of them")
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
         counts = counts_in_row(tokens, valid)
-        if max_count is not None:
-            return _only(counts <= max_count, valid)
-        length = tokens.shape[1] if valid is None else valid.sum(-1, keepdim=True)
-        return _only(counts <= max_fraction * length, valid)
+        if max_fraction is not None:
+            return _only(counts <= max_fraction * _lengths(tokens, valid), valid)
+        return _only(counts <= (max_count or 0), valid)
 
     return rule
 
@@ -50,10 +49,9 @@ def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> Anch
         score = counts_in_row(tokens, valid) * idf.to(tokens.device)[tokens]
         if valid is not None:
             score = score.masked_fill(~valid, -1)
-        length = torch.tensor([tokens.shape[1]]) if valid is None else valid.sum(-1)
-        keep = (top_fraction * length).round().long().to(tokens.device)[:, None]
+        keep = (top_fraction * _lengths(tokens, valid)).round().long()
         # Equal scores are broken by position, so that every row has exactly its share.
-        rank = score.argsort(-1, descending=True, stable=True).argsort(-1)
+        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return _only(rank < keep, valid)
 
     return rule
@@ -77,7 +75,7 @@ def random_positions(fraction: float, seed: int) -> AnchorRule:
         text = tokens if valid is None else torch.where(valid, tokens, -1)
         row = (text * (2 * position + 1) * 0x9E3779B1).sum(-1, keepdim=True)  # the row's own number: a hash of it
         zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
-        return _only(uniform_bits(zero + seed, row, zero, position, 255) < fraction, valid)
+        return _only(uniform_pair(zero + seed, row, zero, position, Purpose.ANCHOR)[0] < fraction, valid)
 
     return rule
 
@@ -103,6 +101,11 @@ def anchor_weight(step: int, steps: int, peak: float = 3e-3) -> float:
 
 def _by_table(table: Tensor) -> AnchorRule:
     return lambda tokens, valid: _only(table.to(tokens.device)[tokens], valid)
+
+
+def _lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """How many tokens each row has (B, 1)."""
+    return (torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid).sum(-1, keepdim=True)
 
 
 def _only(is_anchor: Tensor, valid: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Draws from logits: float64, one uniform number per draw, temperature, top-k and top-p without sorting a vocabulary."""
+"""Draws from logits: float64, one uniform number each, temperature, top-k, top-p without sorting a vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 NUCLEI = ("usual", "lineage")
-PARTIAL = 1024  # a nucleus is looked for among this many tokens first
+PARTIAL = (1024, 8192)  # a nucleus is looked for among this many tokens, then among more, then among all
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,25 @@ def draw(logits: Tensor, u: Tensor, how: Draw) -> Drawn:
         tokens = logits.argmax(-1)
         return Drawn(tokens, torch.ones_like(tokens, dtype=torch.float64))
     if how.temperature != 1:
-        logits = logits / how.temperature
+        logits = logits.float() / how.temperature
     vocab = logits.shape[-1]
     if how.top_p == 1 and (how.top_k is None or how.top_k >= vocab):
         probs = logits.double().softmax(-1)
         return _invert(probs, u)
-    probs, ids, is_whole = candidates(logits, how, min(vocab, max(PARTIAL, how.top_k or 0)))
-    drawn = _invert(probs, u)
-    tokens = ids.gather(-1, drawn.tokens[:, None])[:, 0]
-    if not bool(is_whole.all()):  # flat rows, whose nucleus is wider than the partial selection
-        rest = (~is_whole).nonzero()[:, 0]
-        probs, ids, _ = candidates(logits[rest], how, vocab)
-        again = _invert(probs, u[rest])
-        tokens[rest] = ids.gather(-1, again.tokens[:, None])[:, 0]
-        drawn.probs[rest] = again.probs
-    return Drawn(tokens, drawn.probs)
+    if logits.is_cuda and how.top_k is None and how.nucleus == "usual":
+        from adlm.diffusion.kernels import draw_nucleus
+
+        return Drawn(*draw_nucleus(logits, u, how.top_p))
+    sizes = sorted({min(max(size, how.top_k or 0), vocab) for size in (*PARTIAL, vocab)})
+    probs, ids, is_whole = candidates(logits, how, sizes[0])
+    tokens, chance = _pick(probs, ids, u)
+    for size in sizes[1:]:
+        if bool(is_whole.all()):
+            break
+        rest = (~is_whole).nonzero()[:, 0]  # flat rows, whose nucleus is wider than the selection
+        probs, ids, is_whole[rest] = candidates(logits[rest], how, size)
+        tokens[rest], chance[rest] = _pick(probs, ids, u[rest])
+    return Drawn(tokens, chance)
 
 
 def candidates(logits: Tensor, how: Draw, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,10 +73,12 @@ def candidates(logits: Tensor, how: Draw, size: int) -> tuple[Tensor, Tensor, Te
     if how.top_k is not None and how.top_k < size:
         values, ids = values[:, : how.top_k], ids[:, : how.top_k]
     whole = values if how.top_k is not None else logits
-    probs = (values.double() - whole.logsumexp(-1, keepdim=True).double()).exp()
+    probs = (values.double() - whole.float().logsumexp(-1, keepdim=True)).exp()
     total = probs.cumsum(-1)
     keep = total - probs < how.top_p if how.nucleus == "usual" else total <= how.top_p
     keep[:, 0] = True
+    if how.nucleus == "usual":  # equally likely tokens share their fate, whatever order a sort puts them in
+        keep = values >= torch.where(keep, values, torch.inf).amin(-1, keepdim=True)
     is_whole = ~keep[:, -1] if values.shape[1] < whole.shape[1] else torch.ones_like(keep[:, 0])
     probs = torch.where(keep, probs, 0)
     return probs / probs.sum(-1, keepdim=True), ids, is_whole
@@ -93,3 +99,8 @@ def _invert(probs: Tensor, u: Tensor) -> Drawn:
     last = probs.shape[-1] - 1
     index = index.clamp_(max=last)
     return Drawn(index, probs.gather(-1, index[:, None])[:, 0])
+
+
+def _pick(probs: Tensor, ids: Tensor, u: Tensor) -> Drawn:
+    place, chance = _invert(probs, u)
+    return Drawn(ids.gather(-1, place[:, None])[:, 0], chance)

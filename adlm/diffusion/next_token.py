@@ -40,8 +40,7 @@ def continue_tokens(
         features = predict_next(xt[:, read:position])
         read = position
         nfe += 1
-        rows = torch.arange(batch, device=xt.device)
-        u = rng.uniform_at(position, rows, torch.full_like(rows, position), Purpose.TOKEN)
+        u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0].to(xt.device)
         drawn = draw(logits_at(features), u, how).tokens
         is_new = ~is_fixed[:, position]
         xt[:, position] = torch.where(is_new, drawn, xt[:, position])

@@ -57,7 +57,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 def next_positions(order: Order, scores: Tensor, is_hidden: Tensor, step: int) -> Tensor:
     """Which hidden positions (B, L) to reveal in this step, given every position's score."""
-    ranked, by_rank = scores.masked_fill(~is_hidden, -torch.inf).sort(-1, descending=True, stable=True)
+    ranked, by_rank = scores.masked_fill(~is_hidden, -torch.inf).sort(dim=-1, descending=True, stable=True)
     rank = by_rank.argsort(-1)
     hidden = is_hidden.sum(-1, keepdim=True)
     if order.entropy_bound is not None:

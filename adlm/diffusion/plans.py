@@ -67,10 +67,6 @@ class Plan:
         )
         return "\n".join([head, *rows])
 
-    def to(self, device: torch.device) -> Plan:
-        columns = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return Plan(**columns)
-
 
 def ancestral(steps: int, *, compat: bool = False) -> Plan:
     """Reveal only: what is visible stays (the paper's "locked-in" sampler, MDLM's)."""

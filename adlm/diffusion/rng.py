@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,11 +18,11 @@ LOW = 0xFFFFFFFF
 class Purpose(IntEnum):
     """What a number is for; two purposes never share one."""
 
-    CHANGE = 0  # which positions a sampler reveals or hides
-    TOKEN = 1  # which token is drawn
-    ORDER = 2  # ordered unmasking: positions and times
-    TIME = 3  # training: the row's time
-    MASK = 4  # training: which positions are hidden
+    SAMPLE = 0  # samplers: which positions change, and which token is drawn there
+    ORDER = 1  # ordered unmasking: positions and times
+    TIME = 2  # training: the row's time
+    MASK = 3  # training: which positions are hidden
+    ANCHOR = 4  # random anchors
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -44,44 +42,38 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def uniform_bits(seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purpose: int) -> Tensor:
-    """A float64 in [0, 1) with 53 random bits for every element of the broadcast arguments."""
+def uniform_pair(seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purpose: int) -> tuple[Tensor, Tensor]:
+    """Two float64 in [0, 1), 53 random bits each, for every element of the broadcast arguments."""
     counter = (position & LOW, step & LOW, row & LOW, ((row >> 32) & 0xFFFFFF) << 8 | purpose)
-    high, low, _, _ = philox(counter, (seed & LOW, (seed >> 32) & LOW))
-    return ((high << 21) | (low >> 11)).to(torch.float64) * 2.0**-53
-
-
-@lru_cache(maxsize=1)
-def _compiled_uniform() -> Callable[..., Tensor]:
-    return torch.compile(uniform_bits, dynamic=True)  # on a GPU a hundred small kernels become one
+    words = philox(counter, (seed & LOW, (seed >> 32) & LOW))
+    first, second = ((words[0] << 21) | (words[1] >> 11), (words[2] << 21) | (words[3] >> 11))
+    return first.double() * 2.0**-53, second.double() * 2.0**-53
 
 
 @dataclass(frozen=True)
 class CounterRng:
-    """The random numbers of a batch of rows, each row known by its own number (and seed, where they differ)."""
+    """The random numbers of a batch of rows, each row known by its own number (and seed, where they differ).
+
+    They are made on the host, where positions are decided; a device is sent what it needs.
+    """
 
     seed: Tensor  # () or (B,), int64
     rows: Tensor  # (B,), int64
 
     @staticmethod
-    def of(seed: int, rows: int | Tensor, device: torch.device | str = "cpu") -> CounterRng:
+    def of(seed: int, rows: int | Tensor) -> CounterRng:
         """`rows` is a count (rows 0, 1, …) or the rows' own numbers."""
-        numbers = torch.arange(rows) if isinstance(rows, int) else rows
+        numbers = torch.arange(rows) if isinstance(rows, int) else rows.cpu()
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
-        return CounterRng(torch.tensor(seed, device=device), numbers.to(device))
+        return CounterRng(torch.tensor(seed), numbers)
 
     def uniform(self, step: int, length: int, purpose: Purpose) -> Tensor:
         """(B, length) numbers of one step."""
-        position = torch.arange(length, device=self.rows.device)
+        return self.pairs(step, 1, length, purpose)[0][0]
+
+    def pairs(self, step: int, steps: int, length: int, purpose: Purpose) -> tuple[Tensor, Tensor]:
+        """Two (steps, B, length) tensors of numbers, for `steps` steps from `step` on."""
         seed = self.seed if self.seed.dim() == 0 else self.seed[:, None]
-        return self._draw(seed, self.rows[:, None], step, position, purpose)
-
-    def uniform_at(self, step: int, row: Tensor, position: Tensor, purpose: Purpose) -> Tensor:
-        """(N,) numbers of one step at pairs of (index into the batch, position): those that `uniform` gives there."""
-        seed = self.seed if self.seed.dim() == 0 else self.seed[row]
-        return self._draw(seed, self.rows[row], step, position, purpose)
-
-    def _draw(self, seed: Tensor, row: Tensor, step: int, position: Tensor, purpose: Purpose) -> Tensor:
-        draw = _compiled_uniform() if row.is_cuda else uniform_bits
-        return draw(seed, row, torch.tensor(step, device=row.device), position, int(purpose))
+        when = torch.arange(step, step + steps)[:, None, None]
+        return uniform_pair(seed, self.rows[:, None], when, torch.arange(length), int(purpose))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from adlm.diffusion.masking import Selection
 
-CHUNK = {"cuda": 4096, "cpu": 256}
+CHUNK = {"cuda": 24576, "cpu": 512}  # rows of logits that exist at a time
 ALIGN = 64  # rows of a GPU's half-precision product start on a boundary, or it runs at half speed
 
 
@@ -24,28 +22,15 @@ class Selected(NamedTuple):
 
 
 def loss_and_slope(logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Each row's loss and weight · d loss / d logits.
+    """Each row's loss and weight · d loss / d logits, which overwrites the logits.
 
     Cross-entropy: lse - z_target. With an `offset` c the score entropy: exp(lse - c) - z_target + c - 1, which is
     the cross-entropy where lse = c and above it elsewhere.
     """
-    z = logits.float()
-    lse = z.logsumexp(-1)
-    picked = z.gather(1, target[:, None])[:, 0]
-    if offset is None:
-        loss, mass = lse - picked, weight
-    else:
-        ratio = (lse - offset).exp()
-        loss, mass = ratio - picked + offset - 1, weight * ratio
-    is_target = torch.arange(z.shape[1], device=z.device) == target[:, None]
-    slope = (z - lse[:, None]).exp() * mass[:, None] - is_target * weight[:, None]
-    return loss, slope.to(logits.dtype)
+    if logits.is_cuda:
+        from adlm.diffusion import kernels
 
-
-def loss_and_slope_in_place(
-    logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The same where nothing fuses: three passes over one buffer, which it overwrites."""
+        return kernels.loss_and_slope(logits, target, weight, offset)
     highest = logits.amax(-1, keepdim=True)
     picked = logits.gather(1, target[:, None])[:, 0]
     mass = logits.sub_(highest).exp_().sum(-1)
@@ -56,13 +41,17 @@ def loss_and_slope_in_place(
         ratio = (lse - offset).exp()
         loss, scale = ratio - picked + offset - 1, weight * ratio / mass
     logits.mul_(scale[:, None])
-    logits[torch.arange(len(target), device=target.device), target] -= weight
+    logits[torch.arange(len(target)), target] -= weight
     return loss, logits
 
 
-@lru_cache(maxsize=1)
-def _fused() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(loss_and_slope, dynamic=False)
+def _sum(so_far: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    """so_far + left @ right; half-precision products are added up in full."""
+    if so_far is None:
+        return left @ right
+    if so_far.dtype == right.dtype == wide:
+        return so_far.addmm_(left, right)
+    return so_far.to(wide).add_(left @ right)
 
 
 class _SelectedLoss(torch.autograd.Function):
@@ -79,31 +68,31 @@ class _SelectedLoss(torch.autograd.Function):
         offset: Tensor | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        vocab, dim = weight_matrix.shape
+        vocab = weight_matrix.shape[0]
         pad = -vocab % ALIGN if x.is_cuda else 0
         matrix = F.pad(weight_matrix.to(x.dtype), (0, 0, 0, pad)) if pad else weight_matrix.to(x.dtype)
         shift = F.pad(bias.to(x.dtype), (0, pad), value=-torch.inf) if pad else bias.to(x.dtype)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # of sums over chunks
-        step = _fused() if x.is_cuda else loss_and_slope_in_place if x.dtype == wide else loss_and_slope
-
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # of losses and of sums over chunks
         wants_x, wants_matrix, wants_bias = ctx.needs_input_grad[:3]
         grad_x = torch.empty_like(x) if wants_x else None
-        grad_matrix = matrix.new_zeros(matrix.shape, dtype=wide) if wants_matrix else None
-        grad_bias = shift.new_zeros(shift.shape, dtype=wide) if wants_bias else None
+        grad_matrix = grad_bias = None
         each = x.new_empty(x.shape[0], dtype=wide)
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.addmm(shift, x[part], matrix.t())
-            each[part], slope = step(logits, target[part], weight[part], offset)
+            if not x.is_cuda:  # half precision is for GPUs, whose kernel computes in float32 and stores in half
+                logits = logits.to(wide)
+            each[part], slope = loss_and_slope(logits, target[part], weight[part], offset)
+            slope = slope.to(x.dtype)
             if grad_x is not None:
                 torch.mm(slope, matrix, out=grad_x[part])
-            if grad_matrix is not None:
-                if x.dtype == wide:
-                    grad_matrix.addmm_(slope.t(), x[part])
-                else:  # half-precision products, summed over the chunks in full
-                    grad_matrix += slope.t() @ x[part]
-            if grad_bias is not None:
-                grad_bias += slope.sum(0, dtype=wide)
+            if wants_matrix:
+                grad_matrix = _sum(grad_matrix, slope.t(), x[part], wide)
+            if wants_bias:
+                column = slope.sum(0, dtype=wide)
+                grad_bias = column if grad_bias is None else grad_bias.add_(column)
+        if grad_matrix is None and wants_matrix:  # nothing was selected
+            grad_matrix, grad_bias = torch.zeros_like(matrix), torch.zeros_like(shift)
         ctx.save_for_backward(
             grad_x,
             None if grad_matrix is None else grad_matrix[:vocab],
@@ -117,7 +106,7 @@ class _SelectedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         grads = (
-            None if grad is None else (grad * outer[0]).to(dtype)
+            None if grad is None else grad.to(dtype) * outer[0].to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*grads, None, None, None, None)
@@ -138,7 +127,7 @@ def selected_loss(
     `without` is a token that the head may not name (the mask, for a denoiser).
     """
     x = features.reshape(-1, features.shape[-1])[selection.index]
-    bias = head.bias if head.bias is not None else x.new_zeros(head.weight.shape[0], dtype=head.weight.dtype)
+    bias: Tensor = head.bias if head.bias is not None else torch.zeros_like(head.weight[:, 0])
     if without is not None:
         bias = bias.index_fill(0, torch.tensor(without, device=bias.device), -torch.inf)
     shift = None if offset is None else torch.tensor(offset, device=x.device)

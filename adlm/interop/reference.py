@@ -11,12 +11,14 @@ from torch import Tensor
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.transformer import NoiseEmbedding
 
-# Inside a stage: their name -> ours.
+# Their names -> ours, in a stage and in its layers.
 STAGE_NAMES = {
     "sigma_map.mlp.0.": "condition.first.",
     "sigma_map.mlp.2.": "condition.second.",
     "output_layer.norm_final.": "norm.",
     "output_layer.adaLN_modulation.": "modulation.",
+}
+LAYER_NAMES = {
     "attn_qkv.": "qkv.",
     "attn_out.": "out.",
     "mlp.0.": "up.",
@@ -45,10 +47,9 @@ def our_name(name: str, *, two_stages: bool) -> str | None:
     if rest in whole:
         return whole[rest]
     block = re.match(r"blocks\.(\d+)\.", rest)
-    inside = rest[block.end() :] if block else rest
-    for theirs, ours in STAGE_NAMES.items():
-        if inside.startswith(theirs) and bool(block) == (not ours.startswith(("condition", "norm.")) and "output" not in theirs):
-            path = f"layers.{block[1]}." if block else ""
+    path, inside = (f"layers.{block[1]}.", rest[block.end() :]) if block else ("", rest)
+    for theirs, ours in (LAYER_NAMES if block else STAGE_NAMES).items():
+        if inside.startswith(theirs):
             return f"{stage}.{path}{ours}{inside[len(theirs) :]}"
     return None
 
@@ -112,7 +113,7 @@ def from_state_dict(
         dropout=dropout,
     )
     if cond is not None and state["backbone.sigma_map.mlp.0.weight"].shape[1] != NoiseEmbedding.WIDTH:
-        raise ValueError(f"the noise embedding is {NoiseEmbedding.WIDTH} wide in every reference model; this one is not")
+        raise ValueError(f"the noise embedding of a reference model is {NoiseEmbedding.WIDTH} wide; this one is not")
     model = LanguageModel(config)
     model.load_state_dict(renamed, strict=True)  # a missing or misshapen key is an error that names it
     return model.eval()

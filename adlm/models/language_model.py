@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adlm.models.cache import KVCache
-from adlm.models.transformer import Layer, Norm, Stack, gated_weights, modulations, rotary_table
+from adlm.models.transformer import Layer, Norm, Rotary, Stack, gated_weights, modulations, rotary_table
 
 BRIDGES = ("factored", "direct", "softmax")
 POSITIONS = ("rotary", "learned")
@@ -55,9 +55,7 @@ class ModelConfig:
             f"mask_id {self.mask_id} is outside the vocabulary of {self.vocab_size}",
         )
         require(self.is_causal or self.mask_id is not None, "a masked (not causal) model needs a mask_id")
-        require(
-            not self.time_conditioning or self.cond_dim is not None, "time_conditioning needs a cond_dim"
-        )
+        require(not self.time_conditioning or self.cond_dim is not None, "time_conditioning needs a cond_dim")
 
 
 class Features(NamedTuple):
@@ -72,7 +70,6 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
         super().__init__()
-        self.config = config
         with torch.device("meta"):  # so that building draws nothing from the global generator
             self._build(config)
         self.to_empty(device="cpu")
@@ -94,6 +91,8 @@ class LanguageModel(nn.Module):
             )
 
         vocab, dim = config.vocab_size, config.dim
+        self.config = config
+        self._rotary: Rotary | None = None
         self.embed = nn.Embedding(vocab, dim)
         self.positions = nn.Embedding(config.length, dim) if config.positions == "learned" else None
         self.anchor = stack(config.anchor_layers) if config.anchor_layers else None
@@ -121,7 +120,7 @@ class LanguageModel(nn.Module):
         if self.positions is not None:
             x = x + self.positions.weight[start:length]
         else:
-            cos, sin = rotary_table(config.length, config.dim // config.heads, tokens.device)
+            cos, sin = self.rotary(tokens.device)
             rotary = cos[start:length], sin[start:length]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -131,10 +130,14 @@ class LanguageModel(nn.Module):
         if self.anchor is None:
             return Features(None, self.denoiser(x, level, rotary, attend, cache))
         anchor = self.anchor(x, level, rotary, attend, None if cache is None else cache[:split])
-        final = self.denoiser(
-            self.cross(anchor), level, rotary, attend, None if cache is None else cache[split:]
-        )
+        final = self.denoiser(self.cross(anchor), level, rotary, attend, None if cache is None else cache[split:])
         return Features(anchor, final)
+
+    def rotary(self, device: torch.device) -> Rotary:
+        """The angles, made once: no buffer, because a cast of the model must not round them."""
+        if self._rotary is None or self._rotary[0].device != device:
+            self._rotary = rotary_table(self.config.length, self.config.dim // self.config.heads, device)
+        return self._rotary
 
     def cross(self, anchor: Tensor) -> Tensor:
         """The bridge: the denoiser's only view of the text, from the anchor network's features."""
@@ -151,15 +154,8 @@ class LanguageModel(nn.Module):
         weight = self.bridge.weight @ self.anchor_head.weight
         return weight, torch.mv(self.bridge.weight, self.anchor_head.bias) + self.bridge.bias
 
-    def logits_at(self, features: Tensor) -> Tensor:
-        """The head at some positions (N, dim) -> (N, V), with the mask token ruled out."""
-        logits = self.head(features).float()
-        if self.config.mask_id is not None:
-            logits[..., self.config.mask_id] = NEVER
-        return logits
-
     def log_probs(self, tokens: Tensor, noise_level: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """Every position's log-probabilities (B, L, V), for inspection: (anchor log-softmax or None, SUBS or next token)."""
+        """Log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token)."""
         features = self(tokens, noise_level)
         anchor = None
         if features.anchor is not None and self.anchor_head is not None:
@@ -182,8 +178,12 @@ class LanguageModel(nn.Module):
             raise ValueError("a key-value cache serves causal models; in a masked model every token sees every other")
         return [
             KVCache(
-                batch, config.heads, length or config.length, config.dim // config.heads,
-                device=weight.device, dtype=weight.dtype,
+                batch,
+                config.heads,
+                length or config.length,
+                config.dim // config.heads,
+                device=weight.device,
+                dtype=weight.dtype,
             )
             for _ in range(config.anchor_layers + config.denoiser_layers)
         ]
@@ -195,30 +195,31 @@ class LanguageModel(nn.Module):
                 module.compile(dynamic=False)
         return self
 
-    @torch.no_grad()
     def fold(self) -> LanguageModel:
         """The inference form: bridge product and constant modulations folded into the matrices; equal to rounding."""
-        config = self.config
-        constant = config.cond_dim is not None and not config.time_conditioning
-        state = dict(self.state_dict())
-        if constant:
-            config = replace(config, cond_dim=None, norm_bias=True)
-            for name, stage in (("anchor", self.anchor), ("denoiser", self.denoiser)):
-                if stage is not None:
-                    state |= {f"{name}.{key}": value for key, value in folded_stack(stage).items()}
-        if config.anchor_layers and config.bridge == "factored":
-            config = replace(config, bridge="direct")
-            state["bridge.weight"], state["bridge.bias"] = self.bridge_product()
-        with torch.device("meta"):
-            folded = LanguageModel.__new__(LanguageModel)
-            nn.Module.__init__(folded)
-            folded.config = config
-            folded._build(config)
-        names = folded.state_dict().keys()
-        folded.load_state_dict({name: state[name].clone() for name in names}, assign=True)
-        if config.tied:
-            folded.head.weight = folded.embed.weight
-        return folded.requires_grad_(False).eval()
+        return folded(self)
+
+
+@torch.no_grad()
+def folded(model: LanguageModel) -> LanguageModel:
+    """A copy whose matrices hold what does not depend on the tokens: fewer products, the same function."""
+    config, state = model.config, dict(model.state_dict())
+    if config.cond_dim is not None and not config.time_conditioning:
+        config = replace(config, cond_dim=None, norm_bias=True)
+        for name, stage in (("anchor", model.anchor), ("denoiser", model.denoiser)):
+            if stage is not None:
+                state |= {f"{name}.{key}": value for key, value in folded_stack(stage).items()}
+    if config.anchor_layers and config.bridge == "factored":
+        config = replace(config, bridge="direct")
+        state["bridge.weight"], state["bridge.bias"] = model.bridge_product()
+    copy = LanguageModel.__new__(LanguageModel)
+    nn.Module.__init__(copy)
+    with torch.device("meta"):
+        copy._build(config)
+    copy.load_state_dict({name: state[name].clone() for name in copy.state_dict()}, assign=True)
+    if config.tied:
+        copy.head.weight = copy.embed.weight
+    return copy.requires_grad_(False).eval()
 
 
 def folded_stack(stack: Stack) -> dict[str, Tensor]:

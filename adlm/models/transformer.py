@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ CUDA_KERNELS = [
 ]
 
 
-@lru_cache(maxsize=16)
 def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
     """Cosines and sines (length, head_dim / 2), always float32: a model cast to bfloat16 keeps exact angles."""
     frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
@@ -31,8 +29,8 @@ def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the two halves of every head by the position's angles; x is (B, heads, L, head_dim)."""
-    cos, sin = rotary
+    """Rotate the two halves of every head by the position's angles; x is (B, L, heads, head_dim)."""
+    cos, sin = (table[:, None] for table in rotary)
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -43,6 +41,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tenso
         with sdpa_kernel(CUDA_KERNELS, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attend, is_causal=is_causal)
+
+
+@torch.library.custom_op("adlm::gelu_in_product", mutates_args=())
+def gelu_in_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x W' + b) with the activation in the product's epilogue; a custom op, so that compilers leave it whole."""
+    y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@gelu_in_product.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+    """tanh-GELU of a linear map."""
+    if x.is_cuda and x.dtype == linear.weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+        return gelu_in_product(x, linear.weight, linear.bias)
+    return F.gelu(linear(x), approximate="tanh")
 
 
 class Norm(nn.Module):
@@ -128,9 +145,11 @@ class Layer(nn.Module):
         batch, length, dim = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = modulations(self.modulation, cond, 6)
         qkv = self.qkv(self.norm1(x, shift1, scale1)).view(batch, length, 3, self.heads, dim // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(2)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        # Transposed views, not copies: the kernel answers in the layout of q, ready for the output projection.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         is_causal = self.is_causal
         if cache is not None:
             k, v = cache.append(k, v)
@@ -140,7 +159,7 @@ class Layer(nn.Module):
         y = attention(q, k, v, is_causal=is_causal, attend=attend)
         y = y.transpose(1, 2).reshape(batch, length, dim)
         x = x + F.dropout(gated(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
-        y = F.gelu(self.up(self.norm2(x, shift2, scale2)), approximate="tanh")
+        y = linear_gelu(self.norm2(x, shift2, scale2), self.up)
         return x + F.dropout(gated(self.down, y, gate2), self.dropout, self.training).to(x.dtype)
 
 

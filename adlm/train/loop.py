@@ -14,7 +14,6 @@ from adlm.diffusion.anchors import AnchorRule, anchor_weight, rare_in_sequence
 from adlm.diffusion.masking import corrupt, shifted
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule
-from adlm.diffusion.selected import CHUNK
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.train.ema import EMA
@@ -25,7 +24,7 @@ CHECK_EVERY = 50  # steps between looks at the loss on a GPU, where looking mean
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: what was optimised, what is reported. Reading a loss waits for the device, so read as often as need be."""
+    """One step: what was optimised and what is reported. Reading a loss waits for the device."""
 
     step: int  # from 1
     total: Tensor
@@ -101,7 +100,7 @@ def train_steps(
     two_stages, on_gpu = config.anchor_layers > 0, device.type == "cuda"
     schedule = schedule or LogLinear()
     rule = (anchor_rule or rare_in_sequence(max_count=5)) if two_stages else None
-    multiple = CHUNK["cuda"] if on_gpu else 1  # compiled losses see whole chunks only
+    multiple = 64 if on_gpu else 1  # a GPU's products like round sizes
 
     # How.
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
@@ -138,7 +137,8 @@ def train_steps(
             torch.manual_seed((seed << 32) + step)
             check = not on_gpu or step % CHECK_EVERY == 0
             gamma = torch.tensor(weight, device=device) if weight is not None else None
-            loss = training_loss(model, noised, anchor_weight=gamma, score_entropy=score_entropy, check=check)
+            with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+                loss = training_loss(model, noised, anchor_weight=gamma, score_entropy=score_entropy, check=check)
             loss.total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimiser.step()

@@ -80,7 +80,7 @@ def test_an_older_name_of_the_denoiser():
 
 def test_what_does_not_fit_is_refused():
     state = weights("adlm")
-    with pytest.raises(ValueError, match="no place in our model.*extra"):
+    with pytest.raises(ValueError, match=r"no place in our model.*extra"):
         from_state_dict(state | {"backbone.extra": torch.zeros(1)}, heads=HEADS, mask_id=MASK)
     with pytest.raises(ValueError, match="no place in our model"):
         from_state_dict(state | {"noise.sigma": torch.zeros(1)}, heads=HEADS, mask_id=MASK)
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused():
         )
     with pytest.raises(ValueError, match="number of heads"):
         from_state_dict(state, heads=2, mask_id=MASK)
-    with pytest.raises(ValueError, match="backbone.vocab_embed.embedding"):
+    with pytest.raises(ValueError, match=r"backbone\.vocab_embed\.embedding"):
         from_state_dict({"model.weight": torch.zeros(1)}, heads=HEADS, mask_id=MASK)
     with pytest.raises(ValueError, match="outside the vocabulary"):
         from_state_dict(state, heads=HEADS, mask_id=65)

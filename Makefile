@@ -1,0 +1,50 @@
+# Python 3.11 or later and make are all that is needed; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+EXTRAS := data,eval,mauve,serve,track,dev
+LINT := adlm tests bench
+
+.PHONY: setup demo test test-all check bench
+
+setup: $(VENV)/.dev
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are newer than what they were made from, so an install runs only when a pin or a dependency changed.
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0 -e '.[dev]'
+	touch $@
+
+$(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0 -e '.[$(EXTRAS)]'
+	touch $@ $(VENV)/.dev
+
+demo: setup
+	$(BIN)/adlm demo
+
+check: setup
+	$(BIN)/ruff check $(LINT)
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu'
+	@echo
+	@echo "Left out: tests marked slow or gpu, and tests that need an extra which is not installed (listed above as skipped)."
+	@echo "  make test-all                            installs every extra; all tests but the gpu ones; nothing may be missing"
+	@echo "  $(BIN)/python -m pytest -m gpu    the gpu ones, on a machine with CUDA"
+
+# ADLM_ALL=1: a tool or an extra that is missing is a failure, not a skip.
+test-all: $(VENV)/.all
+	$(BIN)/ruff check $(LINT)
+	$(BIN)/mypy
+	ADLM_ALL=1 $(BIN)/python -m pytest -q -m 'not gpu'
+	@echo
+	@echo "Left out: tests marked gpu. On a machine with CUDA: $(BIN)/python -m pytest -m gpu"
+
+bench: setup
+	$(BIN)/python -m bench.train_step
+	$(BIN)/python -m bench.sample_step

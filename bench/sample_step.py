@@ -1,0 +1,118 @@
+"""One sampling step (loop plan in its middle, half of the positions hidden, p = 0.9, every row evaluated):
+the plain formula against ours, in one run."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from adlm.diffusion.categorical import Draw
+from adlm.diffusion.denoise import State, step_plan
+from adlm.diffusion.plans import remask_loop
+from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.generate import ready
+from bench.plain import plain_step
+from bench.setting import (
+    MASK,
+    arguments,
+    build,
+    commit,
+    device_name,
+    peak_gib,
+    report,
+    seconds_each,
+    size_of,
+    spread_of,
+    zipf_tokens,
+)
+
+TOP_P = 0.9
+
+
+@torch.no_grad()
+def main(args: argparse.Namespace) -> None:
+    size, device = size_of(args), args.device
+    is_cuda = device.startswith("cuda")
+    model = build(size, args.bridge, dropout=0.0).eval()
+    fast = ready(model, device)
+    model = model.to(device, torch.bfloat16 if is_cuda else torch.float32)
+    if is_cuda:
+        model.compile_layers()
+    length = model.config.length
+    plan = remask_loop(1024)
+    transition = plan[len(plan) // 2]
+    rows, records = [], []
+    for batch_size in args.batch or ([1, 8, 32] if is_cuda else [1]):
+        x0 = zipf_tokens(batch_size, length, seed=1).to(device)
+        rng = CounterRng.of(0, batch_size)
+        half = rng.uniform(0, length, Purpose.MASK).argsort(-1) < length // 2
+        xt = torch.where(half.to(device), MASK, x0)
+        everywhere, how = torch.ones_like(half), Draw(top_p=TOP_P)
+        state = State(xt.clone(), half, everywhere, fast.predict, fast.logits_at, MASK, rng, how)
+
+        def ours(state: State = state, xt: torch.Tensor = xt, half: torch.Tensor = half) -> None:
+            """A step of the sampling loop, from the same half-hidden tokens each time."""
+            state.xt.copy_(xt)
+            state.is_hidden = half
+            step_plan(state, transition, state.how)
+
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        repeats = args.repeats or (50 if is_cuda else 15)
+        our_times = seconds_each(ours, 10 if is_cuda else 2, repeats, device)
+        our_peak = peak_gib(device)
+        nfe = int(state.nfe.min())
+        assert nfe == state.step, "every row must be evaluated in every step"
+        mid, half_range = spread_of(our_times)
+        plain_mid, plain_half, plain_peak = float("nan"), 0.0, None
+        if not args.no_plain:
+            if is_cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            plain_repeats = args.repeats or (20 if is_cuda else 3)
+            times = seconds_each(lambda xt=xt: plain_step(model, xt, transition, TOP_P), 1, plain_repeats, device)  # type: ignore[misc]
+            plain_mid, plain_half = spread_of(times)
+            plain_peak = peak_gib(device)
+        ratio = plain_mid / mid
+        rows.append(
+            [
+                str(batch_size),
+                "–" if args.no_plain else f"{1e3 * plain_mid:.1f} ± {1e3 * plain_half:.1f}",
+                f"{1e3 * mid:.2f} ± {1e3 * half_range:.2f}",
+                "–" if our_peak is None else f"{plain_peak or 0:.1f} / {our_peak:.1f}",
+                "–" if args.no_plain else f"{ratio:.1f}×",
+            ]
+        )
+        records.append(
+            {
+                "batch": batch_size,
+                "ratio": None if args.no_plain else round(ratio, 2),
+                "ms_per_step": round(1e3 * mid, 3),
+                "spread_ms": round(1e3 * half_range, 3),
+                "plain_ms_per_step": None if args.no_plain else round(1e3 * plain_mid, 3),
+            }
+        )
+    first = records[0]
+    record = {
+        "bench": "sample_step",
+        "ratio": first["ratio"],
+        "device": device_name(device),
+        "ms_per_step": first["ms_per_step"],
+        "batches": records,
+        "size": size,
+        "length": length,
+        "bridge": args.bridge,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "commit": commit(),
+    }
+    title = f"Sampling step, {size}, length {length}, {device_name(device)}"
+    report(title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--batch", type=int, nargs="+", help="default: 1 on a CPU, 1 8 32 on a GPU")
+    parser.add_argument("--repeats", type=int)
+    main(parser.parse_args())

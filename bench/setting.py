@@ -1,0 +1,119 @@
+"""What both benchmarks share: sizes, random weights, Zipf tokens, timing, the table and its JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from adlm.methods import build_config
+from adlm.models.language_model import LanguageModel
+
+VOCAB, MASK = 50_258, 50_257
+SIZES = {  # name -> (changes to the paper's preset, length)
+    "laptop": ({"dim": 256, "heads": 4, "anchor_layers": 4, "denoiser_layers": 2}, 512),
+    "small": ({}, 1024),
+    "nano": ({"dim": 64, "heads": 2, "anchor_layers": 2, "denoiser_layers": 1}, 64),
+}
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=SIZES, help="laptop: dim 256, 4+2 layers, length 512; small: the paper's")
+    parser.add_argument("--bridge", default="factored", choices=("factored", "direct"))
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--no-plain", action="store_true", help="time ours alone")
+    return parser
+
+
+def size_of(args: argparse.Namespace) -> str:
+    if args.threads or args.device.startswith("cuda"):
+        torch.set_num_threads(args.threads or 2)  # beside a GPU the host does many small things, best undivided
+    return args.size or ("small" if args.device.startswith("cuda") else "laptop")
+
+
+def build(size: str, bridge: str, dropout: float, seed: int = 0) -> LanguageModel:
+    """The model with random numbers where training starts at zero, so that no part of the step is idle."""
+    changes, length = SIZES[size]
+    config = build_config(
+        "adlm", "small", vocab_size=VOCAB, mask_id=MASK, length=length, bridge=bridge, dropout=dropout, **changes
+    )
+    model, rng = LanguageModel(config, seed=seed), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modulation" in name:
+                parameter.normal_(std=0.2, generator=rng)
+            elif name.endswith("head.weight"):
+                parameter.normal_(std=3.8 / config.dim**0.5, generator=rng)  # about 3.6 nats, as after training
+    return model
+
+
+def zipf_tokens(rows: int, length: int, seed: int) -> Tensor:
+    """Tokens whose frequencies fall as (rank + 2.7)^-1.15: the share of tokens that occur at most five times in a row
+    is then that of English in GPT-2's vocabulary (0.67 at length 512, 0.59 at 1,024)."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = (torch.arange(VOCAB - 1, dtype=torch.float64) + 2.7) ** -1.15
+    return torch.multinomial(weights, rows * length, replacement=True, generator=rng).view(rows, length)
+
+
+def seconds_each(step: Callable[[], object], warm_up: int, repeats: int, device: str) -> list[float]:
+    """Seconds of each of `repeats` calls in a row. On a GPU: between the ends of consecutive steps, without waiting
+    in between, as a training or sampling loop runs."""
+    for _ in range(warm_up):
+        step()
+    if not device.startswith("cuda"):
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            step()
+            marks.append(time.perf_counter())
+        return [after - before for before, after in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def peak_gib(device: str) -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else None
+
+
+def spread_of(times: list[float]) -> tuple[float, float]:
+    """Median and half the range between the quartiles."""
+    if len(times) < 4:
+        return statistics.median(times), (max(times) - min(times)) / 2
+    low, middle, high = statistics.quantiles(times, n=4)
+    return middle, (high - low) / 2
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def report(title: str, columns: list[str], rows: list[list[str]], record: dict[str, object]) -> None:
+    """A table for people, then one line for programs."""
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=110).print(table)
+    print(json.dumps(record))

@@ -1,0 +1,147 @@
+"""One training step (forward, backward, clip, AdamW, EMA; dropout on): the plain formula against ours, in one run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from adlm.diffusion.anchors import rare_in_sequence
+from adlm.diffusion.masking import Noised, corrupt
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import LogLinear, loss_weight
+from adlm.methods import training_loss
+from adlm.models.language_model import LanguageModel
+from adlm.train.ema import EMA
+from bench.plain import plain_loss
+from bench.setting import (
+    MASK,
+    arguments,
+    build,
+    commit,
+    device_name,
+    peak_gib,
+    report,
+    seconds_each,
+    size_of,
+    spread_of,
+    zipf_tokens,
+)
+
+GAMMA = 3e-3
+RULE = rare_in_sequence(5)
+
+
+def batches(x0: Tensor, device: str, multiple: int) -> Callable[[], Noised]:
+    """The noise of step after step, made on the host while the device works on the step before."""
+    rng, steps = CounterRng.of(0, len(x0)), count()
+
+    def prepare() -> Noised:
+        batch = corrupt(x0, LogLinear(), rng, next(steps), mask_id=MASK, anchor_rule=RULE, multiple=multiple)
+        return batch.pin().to(device) if device.startswith("cuda") else batch
+
+    ahead = [prepare()]
+
+    def next_batch() -> Noised:
+        batch = ahead.pop()
+        ahead.append(prepare())
+        return batch
+
+    return next_batch
+
+
+def stepper(
+    model: LanguageModel, loss_of: Callable[[Noised], Tensor], next_batch: Callable[[], Noised], device: str
+) -> Callable[[], Tensor]:
+    parameters = list(model.parameters())
+    optimiser = torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.0, fused=True)
+    ema = EMA(model)
+
+    def step() -> Tensor:
+        batch = next_batch()
+        with torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda")):
+            loss = loss_of(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        ema.update(model)
+        return loss.detach()
+
+    return step
+
+
+def main(args: argparse.Namespace) -> None:
+    size, device = size_of(args), args.device
+    is_cuda = device.startswith("cuda")
+    batch_size = args.batch or (32 if is_cuda else 2)
+    repeats = args.repeats or (30 if is_cuda else 5)
+    if is_cuda:
+        torch.set_float32_matmul_precision("high")
+    gamma = torch.tensor(GAMMA, device=device)
+    timed: dict[str, list[float]] = {}
+    memory: dict[str, float | None] = {}
+    losses: dict[str, list[float]] = {}
+    for name in ("ours",) if args.no_plain else ("plain", "ours"):
+        model = build(size, args.bridge, dropout=0.1).to(device).train()
+        if is_cuda:
+            model.compile_layers()
+        x0 = zipf_tokens(batch_size, model.config.length, seed=1)
+
+        def plain(batch: Noised, model: LanguageModel = model) -> Tensor:
+            weight = loss_weight(LogLinear(), batch.t)
+            return plain_loss(model, batch, weight, RULE(batch.x0, None), gamma)
+
+        def ours(batch: Noised, model: LanguageModel = model) -> Tensor:
+            return training_loss(model, batch, anchor_weight=gamma, check=False).total
+
+        next_batch = batches(x0, device, 1024 if is_cuda else 1)
+        step = stepper(model, plain if name == "plain" else ours, next_batch, device)
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        timed[name] = seconds_each(step, 8 if is_cuda else 1, repeats, device)
+        memory[name] = peak_gib(device)
+        losses[name] = [float(step()) for _ in range(2)]
+        del model, step, next_batch
+        if is_cuda:
+            torch.cuda.empty_cache()
+    tokens = batch_size * x0.shape[1]
+    middle = {name: spread_of(times) for name, times in timed.items()}
+    rows = [
+        [
+            name,
+            f"{1e3 * mid:.1f} ± {1e3 * half:.1f}",
+            f"{tokens / mid:,.0f}",
+            "–" if memory[name] is None else f"{memory[name]:.1f}",
+            f"{middle['plain'][0] / mid:.2f}×" if "plain" in middle else "–",
+        ]
+        for name, (mid, half) in middle.items()
+    ]
+    record = {
+        "bench": "train_step",
+        "ratio": round(middle["plain"][0] / middle["ours"][0], 3) if "plain" in middle else None,
+        "device": device_name(device),
+        "tokens_per_s": round(tokens / middle["ours"][0]),
+        "ms_per_step": {name: round(1e3 * mid, 3) for name, (mid, _) in middle.items()},
+        "spread_ms": {name: round(1e3 * half, 3) for name, (_, half) in middle.items()},
+        "peak_gib": memory,
+        "size": size,
+        "batch": batch_size,
+        "length": x0.shape[1],
+        "bridge": args.bridge,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "commit": commit(),
+    }
+    title = f"Training step, {size}, batch {batch_size} × {x0.shape[1]}, {device_name(device)}"
+    report(title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--batch", type=int, help="default: 2 on a CPU, 32 on a GPU")
+    parser.add_argument("--repeats", type=int)
+    main(parser.parse_args())

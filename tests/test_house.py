@@ -1,0 +1,238 @@
+"""The house rules as tests: tiers, sizes, names, annotations, the README, no traces of a machine."""
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import adlm
+
+ROOT = Path(__file__).resolve().parent.parent
+TIERS = {
+    "diffusion": 0,
+    "models": 0,
+    "data": 0,
+    "config": 1,
+    "methods": 1,
+    "checkpoint": 1,
+    "generate": 2,
+    "interop": 2,
+    "evaluate": 2,
+    "train": 3,
+    "reasoning": 4,
+    "cli": 5,
+    "serve": 5,
+}
+TIER_0_MAY_IMPORT = {"diffusion": {"torch", "numpy", "triton"}, "models": {"torch", "numpy"}}
+TIER_0_MAY_IMPORT["data"] = TIER_0_MAY_IMPORT["models"] | {"tokenizers"}
+MOST_LINES, MOST_CLASS_LINES, MEDIAN_LINES = 400, 150, 180
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path, source: str | None = None) -> Iterator[str]:
+    """Dotted names that a file imports, wherever in the file; a `from` import is the module and its name."""
+    for node in ast.walk(ast.parse(source or path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "adlm").parts[0].removesuffix(".py")
+
+
+def wrong_imports(part: str, names: Iterator[str]) -> list[str]:
+    """The names that a file of this part of the package may not import."""
+    wrong = []
+    for name in names:
+        top, *rest = name.split(".")
+        if top == "adlm":
+            other = rest[0] if rest else ""
+            if other in TIERS and (other == part or TIERS[other] < TIERS[part]):
+                continue
+            if other not in TIERS and TIERS[part] == 5:
+                continue  # the shells may use the public names
+            wrong.append(name)
+        elif TIERS[part] == 0 and top not in TIER_0_MAY_IMPORT[part] | set(sys.stdlib_module_names):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("path", sources("adlm"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    part = part_of(path)
+    if part == "__init__":
+        return  # the public API gathers from everywhere
+    assert part in TIERS, f"{part} has no tier: give it one here and in docs/architecture.md"
+    assert not wrong_imports(part, imports(path))
+
+
+@pytest.mark.parametrize(
+    ("part", "line"),
+    [
+        ("diffusion", "from adlm.models.cache import KVCache"),
+        ("models", "from adlm.data import packing"),
+        ("models", "from adlm.methods import METHODS"),
+        ("diffusion", "import rich"),
+        ("models", "from tokenizers import Tokenizer"),
+        ("generate", "from adlm.train.ema import EMA"),
+        ("evaluate", "from adlm.interop.reference import from_state_dict"),
+        ("methods", "from adlm import LanguageModel"),
+    ],
+)
+def test_the_tier_guard_bites(part: str, line: str) -> None:
+    assert wrong_imports(part, imports(Path("x.py"), line))
+
+
+def test_files_and_classes_are_short() -> None:
+    files = {path: path.read_text("utf-8") for path in sources("adlm", "bench", "tests")}
+    lines = {path: len(text.splitlines()) for path, text in files.items()}
+    assert {str(path): n for path, n in lines.items() if n > MOST_LINES} == {}
+    classes = {
+        f"{path}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path, text in files.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: n for name, n in classes.items() if n > MOST_CLASS_LINES} == {}
+    assert statistics.median(n for path, n in lines.items() if n and path.is_relative_to(ROOT / "adlm")) < MEDIAN_LINES
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    names = {path.stem for path in sources("adlm", "bench", "tests")}
+    assert not names & {"utils", "util", "helpers", "common", "misc", "base", "manager"}
+
+
+def test_public_names_exist_and_are_all_listed() -> None:
+    imported = {
+        alias.asname or alias.name
+        for node in ast.parse((ROOT / "adlm/__init__.py").read_text("utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(adlm.__all__) == imported | {"__version__"}
+    assert len(adlm.__all__) == len(set(adlm.__all__))
+    # Constants, classes, functions; each group in order.
+    groups = [(not name.isupper(), name[0].islower() or name[0] == "_", name) for name in adlm.__all__]
+    assert groups == sorted(groups)
+    assert all(hasattr(adlm, name) for name in adlm.__all__)
+
+
+def test_the_version_is_said_once_more_only() -> None:
+    assert f'version = "{adlm.__version__}"' in (ROOT / "pyproject.toml").read_text("utf-8")
+
+
+@pytest.mark.parametrize("path", sources("adlm"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_functions_are_annotated(path: Path) -> None:
+    assert not unannotated(path.read_text("utf-8"))
+
+
+def unannotated(source: str) -> list[str]:
+    """Public functions and methods (and constructors) that leave an argument or their result without a type."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if node.name.startswith("_") and node.name != "__init__":
+            continue
+        a = node.args
+        every = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+        missing = [arg.arg for arg in every if arg and arg.annotation is None and arg.arg not in ("self", "cls")]
+        if missing or node.returns is None:
+            found.append(f"{node.name}: {missing}")
+    return found
+
+
+def test_the_annotation_guard_bites() -> None:
+    assert unannotated("def f(x) -> int: ...") and unannotated("def f(x: int): ...")
+    assert unannotated("class A:\n    def __init__(self, x) -> None: ...")
+    assert not unannotated("def _f(x): ...")
+
+
+def test_public_things_say_what_they_are() -> None:
+    for name in adlm.__all__:
+        thing = getattr(adlm, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert (thing.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def readme_snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snippets = readme_snippets()
+    assert len(snippets) >= 3
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for number, snippet in enumerate(snippets, 1):
+        exec(compile(snippet, f"README.md, snippet {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("command", ["make demo", "make test", "make test-all", "make bench"])
+def test_the_readme_and_the_makefile_name_the_same_commands(command: str) -> None:
+    assert command in (ROOT / "README.md").read_text("utf-8")
+    assert re.search(rf"^{command.removeprefix('make ')}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+
+
+def tracked_files() -> list[Path]:
+    """What is or would be committed; outside a repository, everything that is not hidden."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+    hidden = {".venv", ".git"}
+    return [path for path in ROOT.rglob("*") if path.is_file() and not hidden & set(path.relative_to(ROOT).parts)]
+
+
+# Put together here, so that this file does not find itself.
+TRACES = [f"/{name}/" for name in ("work", "root", "tmp", "home")] + ["index" + "-url", "local" + "host:"]
+
+
+def traces_in(text: str) -> list[str]:
+    return [trace for trace in TRACES if re.search(rf"(?<![\w.>}}]){re.escape(trace)}", text)]
+
+
+def test_no_file_names_a_machine() -> None:
+    found = {}
+    for path in tracked_files():
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue  # numbers and compressed text
+        if traces := traces_in(text):
+            found[str(path.relative_to(ROOT))] = traces
+    assert found == {}
+
+
+def test_the_trace_guard_bites() -> None:
+    assert traces_in(f"see {os.sep}tmp{os.sep}x") and traces_in("--extra-" + "index" + "-url x")
+    assert not traces_in("frame" + "work/") and not traces_in(f"src{TRACES[0]}")
+
+
+def test_every_part_of_the_package_imports() -> None:
+    for path in sources("adlm"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":  # comes with CUDA builds of torch alone
+                raise
