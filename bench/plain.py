@@ -54,10 +54,11 @@ def plain_law(model: LanguageModel, xt: Tensor, transition: Transition, top_p: f
     mask_id = model.config.mask_id
     assert mask_id is not None
     _, logits = plain_logits(model, xt)
-    probs = subs(logits, xt, mask_id).double().exp()
+    probs = subs(logits, xt, mask_id).exp()
     ordered, ids = probs.sort(-1, descending=True)
     ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0)
     probs = torch.zeros_like(probs).scatter_(-1, ids, ordered / ordered.sum(-1, keepdim=True))
+    del ordered, ids
     is_hidden = (xt == mask_id)[..., None]
     reveal, remask = float(transition.reveal_prob), float(transition.remask_prob)
     law = probs * torch.where(is_hidden, reveal, 1 - remask)
@@ -68,5 +69,5 @@ def plain_law(model: LanguageModel, xt: Tensor, transition: Transition, top_p: f
 
 def plain_step(model: LanguageModel, xt: Tensor, transition: Transition, top_p: float) -> Tensor:
     """One sampling step: exponential noise in float64 for every logit."""
-    law = plain_law(model, xt, transition, top_p)
+    law = plain_law(model, xt, transition, top_p).double()
     return (law / torch.empty_like(law).exponential_()).argmax(-1)

@@ -77,9 +77,10 @@ class _SelectedLoss(torch.autograd.Function):
         grad_x = torch.empty_like(x) if wants_x else None
         grad_matrix = grad_bias = None
         each = x.new_empty(x.shape[0], dtype=wide)
+        buffer = x.new_empty(min(chunk, x.shape[0]), matrix.shape[0])  # one for all chunks
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = torch.addmm(shift, x[part], matrix.t())
+            logits = torch.addmm(shift, x[part], matrix.t(), out=buffer[: x[part].shape[0]])
             if not x.is_cuda:  # half precision is for GPUs, whose kernel computes in float32 and stores in half
                 logits = logits.to(wide)
             each[part], slope = loss_and_slope(logits, target[part], weight[part], offset)

@@ -1,0 +1,131 @@
+"""What only a GPU runs: the kernels, half precision, compiled graphs. `pytest -m gpu` where there is one."""
+
+import pytest
+import torch
+
+from adlm.diffusion.anchors import rare_in_sequence
+from adlm.diffusion.categorical import Draw, distribution
+from adlm.diffusion.masking import corrupt
+from adlm.diffusion.plans import remask_loop
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import LogLinear
+from adlm.diffusion.selected import loss_and_slope
+from adlm.generate import ready, stream_tokens
+from adlm.methods import build_config, build_sampler, training_loss
+from adlm.models.language_model import LanguageModel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCAB, MASK = 9001, 17
+
+
+def small_model(**changes):
+    config = build_config(
+        "adlm", "nano", vocab_size=VOCAB, mask_id=MASK, length=64, dim=128, heads=2, dropout=0.0, **changes
+    )
+    model, rng = LanguageModel(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modulation" in name or name.endswith("head.weight"):
+                parameter.normal_(std=0.2, generator=rng)
+    return model.eval()
+
+
+def random_rows(rows, length=64):
+    tokens = torch.randint(0, VOCAB - 1, (rows, length), generator=torch.Generator().manual_seed(1))
+    return tokens + (tokens >= MASK)
+
+
+@pytest.mark.parametrize("offset", [None, 9.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_kernel_is_the_formula(dtype, offset):
+    rng = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(33, VOCAB, generator=rng)).to(dtype)
+    logits[:, MASK] = -torch.inf
+    target, weight = torch.randint(20, VOCAB, (33,), generator=rng), torch.rand(33, generator=rng)
+    shift = None if offset is None else torch.tensor(offset)
+    loss, slope = loss_and_slope(logits.clone().float(), target, weight, shift)  # it overwrites what it is given
+    on_gpu = [None if x is None else x.cuda() for x in (logits, target, weight, shift)]
+    gpu_loss, gpu_slope = loss_and_slope(*on_gpu)
+    torch.testing.assert_close(gpu_loss.cpu(), loss, atol=1e-4, rtol=1e-5)
+    tolerance = 1e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(gpu_slope.float().cpu(), slope, atol=1e-6, rtol=tolerance)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.3, 3.8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
+    from adlm.diffusion.kernels import draw_nucleus
+
+    logits = (scale * torch.randn(256, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype).cuda()
+    logits[:, MASK] = -torch.inf
+    u = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).cuda()
+    u[0], u[1] = 0.0, 1 - 2**-53
+    tokens, probs = draw_nucleus(logits, u, top_p)
+    law = distribution(logits.float(), Draw(top_p=top_p))
+    total = law.cumsum(-1)
+    expected = torch.searchsorted(total, (u * total[:, -1])[:, None], right=True)[:, 0].clamp(max=VOCAB - 1)
+    # float32 sums may move a token across a boundary of the distribution function, or the nucleus by one token
+    assert (tokens == expected).float().mean() > 0.98
+    assert (law.gather(1, tokens[:, None]) > 0).float().mean() > 0.99
+    same = tokens == expected
+    torch.testing.assert_close(probs[same], law.gather(1, tokens[:, None])[:, 0][same], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
+def test_half_precision_training_agrees_with_float32(bridge):
+    model = small_model(bridge=bridge)
+    batch = corrupt(
+        random_rows(8), LogLinear(), CounterRng.of(0, 8), 0, mask_id=MASK, anchor_rule=rare_in_sequence(5), multiple=64
+    )
+    loss = training_loss(model, batch, anchor_weight=0.5)
+    loss.total.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.cuda().compile_layers()
+    with torch.autocast("cuda", torch.bfloat16):
+        gpu_loss = training_loss(model, batch.pin().to("cuda"), anchor_weight=0.5)
+    gpu_loss.total.backward()
+    assert float(gpu_loss.total) == pytest.approx(float(loss.total), rel=1e-2)
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad.cpu() - grads[name]).norm() / (grads[name].norm() + 1e-8)
+        assert error < 0.05, f"{name}: relative error {float(error):.3f}"
+
+
+def test_a_graph_gives_the_features_of_the_model():
+    model = small_model()
+    predictor = ready(model, "cuda", torch.float32)
+    for rows in (4, 3, 1):
+        xt = random_rows(rows)
+        xt[:, ::2] = MASK
+        with torch.no_grad():
+            expected = model.cpu()(xt).final
+            ours = predictor.predict(xt.cuda(), torch.zeros(rows), None)
+        torch.testing.assert_close(ours.cpu(), expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["remask_loop", "remask_conf", "first_hitting", "confidence"])
+def test_deterministic_rows_do_not_depend_on_the_batch(name):
+    options = {} if name == "first_hitting" else {"steps": 16}
+    sampler, how = build_sampler(name, **options), Draw(top_p=0.9)
+    predictor = ready(small_model(), "cuda", deterministic=True)
+    xt = torch.full((8, 64), MASK)
+    *_, together = stream_tokens(predictor, xt, sampler, seed=1, how=how)
+    assert not (together.tokens == MASK).any()
+    for row in (0, 5):
+        rows = torch.tensor([row])
+        *_, alone = stream_tokens(predictor, xt[:1], sampler, seed=1, rows=rows, how=how)
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+
+
+def test_prompts_are_kept():
+    predictor = ready(small_model(), "cuda")
+    xt = random_rows(4)
+    xt[:, 20:50] = MASK
+    *_, last = stream_tokens(predictor, xt, remask_loop(32, eta=0.5), seed=3, how=Draw(top_p=0.9))
+    kept = xt != MASK
+    assert torch.equal(last.tokens.cpu()[kept], xt[kept])
+    assert not (last.tokens == MASK).any()
