@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,18 @@ from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
 from adlm.models.language_model import LanguageModel
 
+Inputs = tuple[Tensor | None, ...]
 ALIGN = 64  # a GPU's half-precision product wants rows that start on a boundary
 
 
 class Graph:
     """A CUDA graph of a function for one set of shapes. Its output is overwritten by the next call."""
 
-    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor | None, ...]) -> None:
+    def __init__(self, function: Callable[..., Tensor], inputs: Inputs, pool: Any) -> None:
         self.inputs = tuple(None if x is None else x.clone() for x in inputs)
+        for x in self.inputs:
+            if x is not None and x.shape[0] > 1:
+                torch._dynamo.mark_dynamic(x, 0)  # one compilation for every number of rows
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile and warm up outside the capture
@@ -31,10 +36,10 @@ class Graph:
                 function(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.output = function(*self.inputs)
 
-    def __call__(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+    def __call__(self, inputs: Inputs) -> Tensor:
         for static, fresh in zip(self.inputs, inputs, strict=True):
             if static is not None and fresh is not None:
                 static.copy_(fresh)
@@ -45,8 +50,8 @@ class Graph:
 class Predictor:
     """A model as the samplers see it: folded, on its device, on a GPU compiled into graphs of few batch sizes.
 
-    `deterministic` pads every call to the largest batch seen, so that on a GPU, too, a row's features do not depend
-    on how many other rows needed an evaluation.
+    With a `fixed_batch` the network always sees that many rows, padded or in turns: then on a GPU, too, whose kernels
+    round differently at different sizes, a row's text does not depend on its batch.
     """
 
     def __init__(
@@ -55,12 +60,12 @@ class Predictor:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         *,
-        deterministic: bool = False,
+        fixed_batch: int | None = None,
     ) -> None:
         device = torch.device(device)
         is_cuda = device.type == "cuda"
         self.model = model.fold().to(device, dtype or (torch.bfloat16 if is_cuda else torch.float32))
-        self.config, self.device, self.deterministic, self.largest = model.config, device, deterministic, 0
+        self.config, self.device, self.fixed_batch, self.largest = model.config, device, fixed_batch, 1
         head = self.model.head
         bias = torch.zeros_like(head.weight[:, 0]) if head.bias is None else head.bias.clone()
         if self.config.mask_id is not None:
@@ -69,22 +74,30 @@ class Predictor:
         self.head = F.pad(head.weight, (0, 0, 0, pad)), F.pad(bias, (0, pad), value=-torch.inf)
         if self.model.positions is None:
             self.model.rotary(self.head[0].device)  # before compiling, which would compute the angles in every layer
-        self.final = torch.compile(self._final, dynamic=False) if is_cuda else self._final
+        self.final = torch.compile(self._final) if is_cuda else self._final
         self.graphs: dict[tuple[int, ...], Graph] = {}
+        self.pool = torch.cuda.graph_pool_handle() if is_cuda else None
 
     def _final(self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
         return self.model(tokens, noise_level, valid=valid).final
 
     def predict(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
-        """Features (n, L, dim) of n rows."""
+        """Features (n, L, dim) of n rows; on a GPU they are good until the next call."""
         level = noise_level.to(self.device) if self.config.time_conditioning else None
-        rows = tokens.shape[0]
-        size = rows
-        self.largest = max(self.largest, rows)
-        if self.deterministic:
-            size = self.largest
-        elif tokens.is_cuda:
-            size = min(self.largest, 1 << (rows - 1).bit_length())
+        most = self.fixed_batch or tokens.shape[0]
+        if tokens.shape[0] <= most:
+            return self._predict(tokens, level, valid)
+        parts = [[None] * len(tokens) if x is None else x.split(most) for x in (tokens, level, valid)]
+        return torch.cat([self._predict(*part).clone() for part in zip(*parts, strict=False)])
+
+    def _predict(self, tokens: Tensor, level: Tensor | None, valid: Tensor | None) -> Tensor:
+        rows = size = tokens.shape[0]
+        if self.fixed_batch:
+            size = self.fixed_batch
+        elif tokens.is_cuda:  # eight sizes up to the largest batch
+            self.largest = max(self.largest, rows)
+            unit = max(1, self.largest // 8)
+            size = min(self.largest, -(-rows // unit) * unit)
         if size > rows:
             repeat = torch.arange(size, device=tokens.device).clamp(max=rows - 1)
             tokens = tokens[repeat]
@@ -93,7 +106,7 @@ class Predictor:
             return self.final(tokens, level, valid)[:rows]
         shape = (*tokens.shape, valid is not None)
         if shape not in self.graphs:
-            self.graphs[shape] = Graph(self.final, (tokens, level, valid))
+            self.graphs[shape] = Graph(self.final, (tokens, level, valid), self.pool)
         return self.graphs[shape]((tokens, level, valid))[:rows]
 
     def logits_at(self, features: Tensor) -> Tensor:
@@ -106,10 +119,10 @@ def ready(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     *,
-    deterministic: bool = False,
+    fixed_batch: int | None = None,
 ) -> Predictor:
     """Make a model ready to sample: make it once, use it for many calls (a GPU: bfloat16 unless told)."""
-    return Predictor(model, device, dtype, deterministic=deterministic)
+    return Predictor(model, device, dtype, fixed_batch=fixed_batch)
 
 
 @torch.no_grad()
@@ -130,6 +143,7 @@ def stream_tokens(
     `rows` are the numbers that the rows are known by: a row's text depends on the seed and its number alone.
     """
     config, xt = predictor.config, xt.to(predictor.device)
+    predictor.largest = max(predictor.largest, xt.shape[0])
     rng = CounterRng.of(seed, xt.shape[0] if rows is None else rows)
     is_fixed = None if is_fixed is None else is_fixed.to(xt.device)
     valid = None if valid is None else valid.to(xt.device)
