@@ -22,8 +22,9 @@ def plain_logits(model: LanguageModel, xt: Tensor) -> tuple[Tensor | None, Tenso
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if model.anchor is not None and model.anchor_head is not None and model.bridge is not None:
-        anchor_logits = model.anchor_head(model.anchor(x, None, rotary))
-        x = model.bridge(anchor_logits)
+        features = model.anchor(x, None, rotary)
+        anchor_logits = model.anchor_head(features)
+        x = model.bridge(features if model.config.bridge == "direct" else anchor_logits)
     return anchor_logits, model.head(model.denoiser(x, None, rotary))
 
 

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from adlm.diffusion.anchors import AnchorRule, in_scope
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.diffusion.schedules import NoiseSchedule, loss_weight, noise_level
+from adlm.diffusion.schedules import (
+    NoiseSchedule,
+    discrete_loss_weight,
+    discrete_time,
+    loss_weight,
+    noise_level,
+)
 
 MIN_TIME = 1e-3
 
@@ -126,6 +132,7 @@ def corrupt(
     mask_id: int,
     index: Tensor | None = None,
     total: int | None = None,
+    steps: int | None = None,
     valid: Tensor | None = None,
     is_fixed: Tensor | None = None,
     attend_padding: bool = False,
@@ -133,7 +140,8 @@ def corrupt(
 ) -> Noised:
     """The forward process on a batch: stratified times, hidden tokens, the positions of the losses.
 
-    Everything follows from (seed, row, step): the same rows give the same noise in any batch and on any device.
+    Everything follows from (seed, row, step) and the row's place in the whole batch (`index` of `total`): the noise is
+    the same however the batch is spread. `steps` gives the discrete-time form with that many steps.
     """
     if (x0 == mask_id).any():
         row, position = (x0 == mask_id).nonzero()[0].tolist()
@@ -142,6 +150,8 @@ def corrupt(
             "target. Give the model a mask id that the tokenizer never produces"
         )
     t = stratified_times(rng.uniform(step, 1, Purpose.TIME)[:, 0], index, total).float()
+    t = t if steps is None else discrete_time(t, steps)
+    weight = loss_weight(schedule, t) if steps is None else discrete_loss_weight(schedule, t, steps)
     u = rng.uniform(step, x0.shape[1], Purpose.MASK)
     unmaskable = is_fixed
     if valid is not None and not attend_padding:
@@ -151,7 +161,7 @@ def corrupt(
         x0,
         xt,
         t,
-        loss_weight(schedule, t),
+        weight,
         noise_level(schedule, t),
         mask_id=mask_id,
         valid=valid,

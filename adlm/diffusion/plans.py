@@ -181,6 +181,17 @@ def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: i
     return torch.where(is_hidden, reveal * probs + (1 - reveal) * mask, (1 - remask) * stay + remask * mask)
 
 
+def reverse_divergence(xt: Tensor, x0: Tensor, probs: Tensor, step: Transition, mask_id: int) -> Tensor:
+    """KL divergence (B, L) of one step's law with the true tokens from its law with predicted ones.
+
+    With the denoiser's `probs`, summed over steps in expectation, the NELBO; with the anchor network's, over anchors
+    alone, the paper's L_anchor.
+    """
+    truth = torch.nn.functional.one_hot(x0, probs.shape[-1]).to(probs.dtype)
+    q, p = (reverse_distribution(xt, law, step, mask_id) for law in (truth, probs))
+    return torch.where(q > 0, q * (q / p).log(), 0.0).sum(-1)
+
+
 def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor, compat: bool, **how: bool) -> Plan:
     if compat:
         level = -torch.log(1 - (1 - EPS) * t)

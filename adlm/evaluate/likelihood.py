@@ -36,9 +36,12 @@ def held_out_bound(
     draws: int = 1,
     seed: int = 0,
     schedule: NoiseSchedule | None = None,
+    steps: int | None = None,
     score_entropy: bool = False,
 ) -> Bound:
     """The NELBO of rows (n, L), never with an anchor term; `draws` noises each, the same for every model.
+
+    Continuous time, or with `steps` the bound of a process with that many steps.
 
     A row's noise follows from (seed, its number, the draw), its time from its place among all rows: the batch size
     changes nothing but rounding.
@@ -66,6 +69,7 @@ def held_out_bound(
                     mask_id=model.config.mask_id,
                     index=number,
                     total=rows.shape[0],
+                    steps=steps,
                 )
             loss = training_loss(model, noised.to(device), score_entropy=score_entropy)
             row_nll[number] += loss.row_nll.double().cpu() / draws
