@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adlm.diffusion.rng import Purpose, uniform_pair
+from adlm.diffusion.rng import LOW, Purpose, philox, uniform_pair
 
 # (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
 AnchorRule = Callable[[Tensor, Tensor | None], Tensor]
@@ -17,8 +17,8 @@ SCOPES = ("all", "masked", "visible")
 
 def counts_in_row(tokens: Tensor, valid: Tensor | None = None) -> Tensor:
     """How often each position's token occurs in its own row."""
-    counted = tokens if valid is None else torch.where(valid, tokens, -1)
-    ordered = counted.sort(-1).values
+    counted = (tokens if valid is None else torch.where(valid, tokens, -1)).contiguous()
+    ordered = counted.sort(-1).values.contiguous()
     return torch.searchsorted(ordered, counted, right=True) - torch.searchsorted(ordered, counted)
 
 
@@ -72,9 +72,10 @@ def random_positions(fraction: float, seed: int) -> AnchorRule:
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
-        text = tokens if valid is None else torch.where(valid, tokens, -1)
-        row = (text * (2 * position + 1) * 0x9E3779B1).sum(-1, keepdim=True)  # the row's own number: a hash of it
         zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
+        # The row is known by its text: the sum of a hash of every (token, position) that is not padding.
+        high, low, _, _ = philox((tokens & LOW, position, zero, zero + Purpose.ANCHOR), (zero, zero))
+        row = _only((high << 32) | low, valid).sum(-1, keepdim=True)
         return _only(uniform_pair(zero + seed, row, zero, position, Purpose.ANCHOR)[0] < fraction, valid)
 
     return rule
@@ -108,5 +109,6 @@ def _lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:
     return (torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid).sum(-1, keepdim=True)
 
 
-def _only(is_anchor: Tensor, valid: Tensor | None) -> Tensor:
-    return is_anchor if valid is None else is_anchor & valid
+def _only(values: Tensor, valid: Tensor | None) -> Tensor:
+    """False, or 0, at padding."""
+    return values if valid is None else values * valid

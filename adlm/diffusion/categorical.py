@@ -73,12 +73,14 @@ def candidates(logits: Tensor, how: Draw, size: int) -> tuple[Tensor, Tensor, Te
     if how.top_k is not None and how.top_k < size:
         values, ids = values[:, : how.top_k], ids[:, : how.top_k]
     whole = values if how.top_k is not None else logits
-    probs = (values.double() - whole.float().logsumexp(-1, keepdim=True)).exp()
-    total = probs.cumsum(-1)
-    keep = total - probs < how.top_p if how.nucleus == "usual" else total <= how.top_p
-    keep[:, 0] = True
-    if how.nucleus == "usual":  # equally likely tokens share their fate, whatever order a sort puts them in
-        keep = values >= torch.where(keep, values, torch.inf).amin(-1, keepdim=True)
+    probs = (values.double() - whole.double().logsumexp(-1, keepdim=True)).exp()
+    keep = torch.ones_like(values, dtype=torch.bool)
+    if how.top_p < 1:
+        total = probs.cumsum(-1)
+        keep = total - probs < how.top_p if how.nucleus == "usual" else total <= how.top_p
+        keep[:, 0] = True
+        if how.nucleus == "usual":  # equally likely tokens share their fate, whatever order a sort puts them in
+            keep = values >= torch.where(keep, values, torch.inf).amin(-1, keepdim=True)
     is_whole = ~keep[:, -1] if values.shape[1] < whole.shape[1] else torch.ones_like(keep[:, 0])
     probs = torch.where(keep, probs, 0)
     return probs / probs.sum(-1, keepdim=True), ids, is_whole

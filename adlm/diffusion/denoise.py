@@ -24,6 +24,7 @@ LogitsAt = Callable[[Tensor], Tensor]
 
 POSITIONS_AT_ONCE = {"cuda": 4096, "cpu": 256}  # rows of logits that exist at a time
 NUMBERS_AT_ONCE = 65536  # random numbers made in one go
+STEPS_OF_A_BLOCK = 1 << 20  # how far apart the clocks of two blocks stand
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class State:
     rng: CounterRng
     how: Draw
     valid: Tensor | None = None
-    step: int = 0
+    step: int = 0  # frames so far
+    clock: int = 0  # which random numbers are next: not the frames', because how many a block takes depends on all rows
     nfe: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,11 +65,11 @@ class State:
 
     def numbers(self) -> tuple[Tensor, Tensor]:
         """This step's random numbers (B, L) for positions and for tokens."""
-        if self._numbers is None or not 0 <= self.step - self._numbers[0] < len(self._numbers[1]):
+        if self._numbers is None or not 0 <= self.clock - self._numbers[0] < len(self._numbers[1]):
             steps = max(1, NUMBERS_AT_ONCE // self.xt.numel())
-            self._numbers = (self.step, *self.rng.pairs(self.step, steps, self.xt.shape[1], Purpose.SAMPLE))
+            self._numbers = (self.clock, *self.rng.pairs(self.clock, steps, self.xt.shape[1], Purpose.SAMPLE))
         start, where, what = self._numbers
-        return where[self.step - start], what[self.step - start]
+        return where[self.clock - start], what[self.clock - start]
 
     def features_at(self, is_asked: Tensor, noise_level: Tensor) -> Tensor:
         """The network's features (N, dim) at the positions asked for, in the order of the flattened batch."""
@@ -108,7 +110,7 @@ class State:
 
     def frame(self, changed: Tensor) -> Frame:
         """Close a step."""
-        self.step += 1
+        self.step, self.clock = self.step + 1, self.clock + 1
         return Frame(self.step, self.xt.clone(), self.is_hidden, changed, self.nfe.clone())
 
     def send(self, x: Tensor) -> Tensor:
@@ -141,14 +143,14 @@ def denoise(
         raise ValueError(f"row {row}, position {position} is fixed but holds the mask token: fixed tokens must be text")
     is_free = ~fixed if valid is None else ~fixed & valid.cpu()
     state = State(xt.clone(), is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid)
-    for window in _windows(is_free, block):
-        state.is_free = window
+    for number, window in _windows(is_free, block):
+        state.is_free, state.clock = window, number * STEPS_OF_A_BLOCK
         yield from _run_plan(state, sampler) if isinstance(sampler, Plan) else _run_order(state, sampler)
 
 
-def _windows(is_free: Tensor, block: int | None) -> Iterator[Tensor]:
+def _windows(is_free: Tensor, block: int | None) -> Iterator[tuple[int, Tensor]]:
     if block is None:
-        yield is_free
+        yield 0, is_free
         return
     if block < 1:
         raise ValueError(f"block must be at least 1 position, got {block}")
@@ -156,7 +158,7 @@ def _windows(is_free: Tensor, block: int | None) -> Iterator[Tensor]:
     for start in range(0, is_free.shape[1], block):
         window = is_free & (position >= start) & (position < start + block)
         if bool(window.any()):
-            yield window
+            yield start // block, window
 
 
 def _run_plan(state: State, plan: Plan) -> Iterator[Frame]:
@@ -198,9 +200,9 @@ def _run_order(state: State, order: Order) -> Iterator[Frame]:
     while bool((is_hidden := state.is_hidden & state.is_free).any()):
         hidden = is_hidden.sum(-1)
         if order.score is None:  # at random: the positions are known before the network runs
-            u = state.rng.uniform(state.step, length + 1, Purpose.ORDER)
+            (scores,), (other,) = state.rng.pairs(state.clock, 1, length, Purpose.ORDER)
             # The next reveal of n hidden positions comes at t u^(1/n).
-            scores, time = u[:, :-1], time * u[:, -1] ** (1 / hidden.clamp(min=1))
+            time = time * other[:, 0] ** (1 / hidden.clamp(min=1))
             chosen = next_positions(order, scores, is_hidden, state.step - start)
             features = state.features_at(chosen, _level(time))
         else:

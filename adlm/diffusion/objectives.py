@@ -27,7 +27,7 @@ class Loss(NamedTuple):
             names = (bad if rows is None else rows.cpu()[bad]).tolist()
             where = f"rows {names}" if names else "the anchor term, in no single row"
             raise FloatingPointError(
-                f"the loss is {float(self.total)} (nll {float(self.nll)}, anchor {float(self.anchor)}): see {where}. "
+                f"the loss is {self.total.item()} (nll {self.nll.item()}, anchor {self.anchor.item()}): see {where}. "
                 "Look at those rows' tokens, then at the learning rate"
             )
         return self

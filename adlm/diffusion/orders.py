@@ -51,8 +51,7 @@ def entropy_bounded(bound: float = 0.1) -> Order:
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of each row's distribution."""
-    log_probs = logits.log_softmax(-1)
-    return -(log_probs.exp() * log_probs).sum(-1)
+    return torch.special.entr(logits.softmax(-1)).sum(-1)  # 0 log 0 is 0: ruled-out tokens have logit -inf
 
 
 def next_positions(order: Order, scores: Tensor, is_hidden: Tensor, step: int) -> Tensor:

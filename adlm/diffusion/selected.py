@@ -92,8 +92,9 @@ class _SelectedLoss(torch.autograd.Function):
             if wants_bias:
                 column = slope.sum(0, dtype=wide)
                 grad_bias = column if grad_bias is None else grad_bias.add_(column)
-        if grad_matrix is None and wants_matrix:  # nothing was selected
-            grad_matrix, grad_bias = torch.zeros_like(matrix), torch.zeros_like(shift)
+        if x.shape[0] == 0:  # nothing was selected: zeros, so that every parameter has its gradient
+            grad_matrix = torch.zeros_like(matrix) if wants_matrix else None
+            grad_bias = torch.zeros_like(shift) if wants_bias else None
         ctx.save_for_backward(
             grad_x,
             None if grad_matrix is None else grad_matrix[:vocab],

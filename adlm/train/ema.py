@@ -21,10 +21,11 @@ class EMA:
         torch._foreach_lerp_(list(self.shadow.values()), [current[n].detach() for n in self.shadow], 1 - decay)
 
     def copy_to(self, model: nn.Module) -> None:
-        """Put the averaged weights into a model."""
+        """Put the averaged weights into a model; parameters that were frozen have none and stay."""
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.shadow[name])
+            parameters = dict(model.named_parameters())
+            for name, average in self.shadow.items():
+                parameters[name].copy_(average)
 
     def state_dict(self) -> dict[str, Tensor | int | float]:
         return {"decay": self.decay, "updates": self.updates, **{f"shadow.{k}": v for k, v in self.shadow.items()}}

@@ -1,0 +1,181 @@
+"""Anchor rules against loops that say what they mean."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from adlm.diffusion.anchors import (
+    SCOPES,
+    anchor_weight,
+    counts_in_row,
+    every_token,
+    in_scope,
+    listed,
+    random_positions,
+    rare_in_corpus,
+    rare_in_sequence,
+    tf_idf,
+)
+
+VOCAB = 15
+
+
+def text(rows=6, length=20, seed=0, vocab=VOCAB):
+    return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def ends(tokens, seed=0):
+    """Rows of different lengths: True where there is text."""
+    length = torch.randint(1, tokens.shape[1] + 1, (len(tokens), 1), generator=torch.Generator().manual_seed(seed))
+    return torch.arange(tokens.shape[1]) < length
+
+
+def loop_counts(tokens, valid):
+    counts = []
+    for row, ok in zip(tokens.tolist(), valid.tolist(), strict=True):
+        seen = Counter(token for token, is_text in zip(row, ok, strict=True) if is_text)
+        counts.append([seen[token] for token in row])
+    return torch.tensor(counts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_by_a_loop(seed):
+    tokens = text(seed=seed)
+    valid = ends(tokens, seed)
+    assert torch.equal(counts_in_row(tokens), loop_counts(tokens, torch.ones_like(valid)))
+    assert torch.equal(counts_in_row(tokens, valid)[valid], loop_counts(tokens, valid)[valid])
+    assert torch.equal(counts_in_row(tokens.t().contiguous().t()), counts_in_row(tokens))
+
+
+@pytest.mark.parametrize("max_count", [0, 1, 2, 20])
+def test_rare_by_count(max_count):
+    tokens = text()
+    valid = ends(tokens)
+    expected = (loop_counts(tokens, valid) <= max_count) & valid
+    assert torch.equal(rare_in_sequence(max_count)(tokens, valid), expected)
+    if max_count in (0, 20):
+        assert rare_in_sequence(max_count)(tokens, None).all() == (max_count == 20)
+
+
+@pytest.mark.parametrize("max_fraction", [0.05, 0.1, 0.5])
+def test_rare_by_share_of_the_row(max_fraction):
+    """The share is of the row's own text, however it is padded."""
+    tokens = text()
+    valid = ends(tokens)
+    expected = (loop_counts(tokens, valid) <= max_fraction * valid.sum(-1, keepdim=True)) & valid
+    assert torch.equal(rare_in_sequence(max_fraction=max_fraction)(tokens, valid), expected)
+    # At length 20, at most 10 % is at most two.
+    assert torch.equal(rare_in_sequence(max_fraction=0.1)(tokens, None), rare_in_sequence(2)(tokens, None))
+
+
+def test_rare_in_the_corpus():
+    counts = torch.tensor([70, 20, 9, 1])
+    tokens = torch.tensor([[0, 1, 2, 3, 3, 0]])
+    assert rare_in_corpus(counts, 0.1)(tokens, None).tolist() == [[False, False, True, True, True, False]]
+    valid = torch.tensor([[True, True, True, True, False, False]])
+    assert rare_in_corpus(counts, 0.09)(tokens, valid).tolist() == [[False, False, True, True, False, False]]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.15, 0.5, 1.0])
+def test_tf_idf_picks_its_share_of_the_highest_scores(fraction):
+    tokens, documents = text(), 100
+    document_counts = torch.arange(VOCAB) * 7
+    for valid in (torch.ones_like(tokens, dtype=torch.bool), ends(tokens)):
+        found = tf_idf(document_counts, documents, fraction)(tokens, valid)
+        for row, ok, chosen in zip(tokens.tolist(), valid.tolist(), found.tolist(), strict=True):
+            length = sum(ok)
+            seen = Counter(row[:length])
+            scores = [
+                seen[token] * (math.log((1 + documents) / (1 + int(document_counts[token]))) + 1)
+                for token in row[:length]
+            ]
+            best = sorted(range(length), key=lambda i, scores=scores: (-round(scores[i], 9), i))
+            share = round(fraction * length)
+            assert sum(chosen) == share
+            assert {i for i, is_chosen in enumerate(chosen) if is_chosen} == set(best[:share])
+    assert torch.equal(
+        tf_idf(document_counts, documents, fraction)(tokens, None),
+        tf_idf(document_counts, documents, fraction)(tokens, torch.ones_like(tokens, dtype=torch.bool)),
+    )
+
+
+def test_listed_tokens():
+    tokens = text()
+    assert torch.equal(listed([3, 7], VOCAB)(tokens, None), (tokens == 3) | (tokens == 7))
+    assert not listed([], VOCAB)(tokens, None).any()
+    with pytest.raises(ValueError, match=r"\[15, -1\] are outside the vocabulary of 15"):
+        listed([2, VOCAB, -1], VOCAB)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.6, 1.0])
+def test_random_anchors_are_a_share_of_all_positions(fraction):
+    tokens = text(rows=400, length=100, vocab=1000)
+    found = random_positions(fraction, seed=2)(tokens, None).double()
+    error = math.sqrt(fraction * (1 - fraction) / found.numel())
+    assert abs(float(found.mean()) - fraction) <= 4 * error
+    # No position and no row is preferred, and rows are independent of each other.
+    per_position, per_row = found.mean(0), found.mean(1)
+    assert (per_position - fraction).abs().max() <= 5 * error * 10
+    assert (per_row - fraction).abs().max() <= 5 * error * 20
+    if 0 < fraction < 1:
+        assert float((found[0] != found[1]).double().mean()) == pytest.approx(2 * fraction * (1 - fraction), abs=0.2)
+
+
+def test_random_anchors_belong_to_the_row():
+    """Wherever the row stands and whoever its neighbours are; another seed or another text has others."""
+    tokens, rule = text(), random_positions(0.5, seed=3)
+    whole = rule(tokens, None)
+    order = torch.tensor([4, 0, 5, 1, 3, 2])
+    assert torch.equal(rule(tokens[order], None), whole[order])
+    assert torch.equal(rule(tokens[2:3], None), whole[2:3])
+    assert not torch.equal(random_positions(0.5, seed=4)(tokens, None), whole)
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % VOCAB
+    assert not torch.equal(rule(changed, None)[0], whole[0])
+
+
+def test_texts_that_differ_rarely_share_their_random_anchors():
+    """Swapping or shifting tokens makes another text: its anchors are drawn anew."""
+    rule = random_positions(0.5, seed=3)
+    base = torch.zeros(1, 24, dtype=torch.long)
+    # 3·x[0] + 1·x[1] and the like: rows that a linear hash of tokens and positions cannot tell apart
+    rows = []
+    for token, position in ((15, 0), (5, 1), (3, 2)):
+        row = base.clone()
+        row[0, position] = token
+        rows.append(row)
+    found = rule(torch.cat(rows), None)
+    assert len({tuple(row) for row in found.tolist()}) == 3
+
+
+def test_every_token_is_every_token_of_the_text():
+    tokens = text()
+    valid = ends(tokens)
+    assert every_token()(tokens, None).all()
+    assert torch.equal(every_token()(tokens, valid), valid)
+
+
+def test_scopes_partition_the_anchors():
+    rng = torch.Generator().manual_seed(0)
+    is_anchor, is_hidden = (torch.rand(5, 30, generator=rng) < 0.5 for _ in range(2))
+    everything, hidden, visible = (in_scope(is_anchor, is_hidden, scope) for scope in SCOPES)
+    assert torch.equal(everything, is_anchor)
+    assert torch.equal(hidden | visible, everything) and not (hidden & visible).any()
+    assert (is_hidden[hidden]).all() and not is_hidden[visible].any()
+    with pytest.raises(ValueError, match="all, masked, visible"):
+        in_scope(is_anchor, is_hidden, "hidden")
+
+
+def test_the_ramp_of_gamma():
+    assert anchor_weight(0, 1000) == 0
+    assert anchor_weight(1, 1000) == 1e-3
+    assert anchor_weight(3, 1000) == anchor_weight(1000, 1000) == 3e-3
+    assert anchor_weight(900, 1000, peak=2.0) == 0.9
+
+
+@pytest.mark.parametrize("wrong", [{}, {"max_count": 2, "max_fraction": 0.1}])
+def test_rare_takes_a_count_or_a_share(wrong):
+    with pytest.raises(ValueError, match="max_count"):
+        rare_in_sequence(**wrong)

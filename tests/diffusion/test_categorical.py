@@ -1,0 +1,149 @@
+"""Draws: exact in float64, the same with and without a full sort, nuclei worked by hand."""
+
+import math
+
+import pytest
+import torch
+
+from adlm.diffusion import categorical
+from adlm.diffusion.categorical import Draw, distribution, draw
+from adlm.models.language_model import NEVER
+from tests.world import filtered
+
+
+def logits_of(rows, vocab, spread, seed=0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def numbers(rows, seed=1):
+    return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("how", [Draw(temperature=0.0), Draw(top_k=1), Draw(top_p=1e-6), Draw(temperature=1e-6)])
+@pytest.mark.parametrize("nucleus", ["usual", "lineage"])
+def test_no_choice_is_argmax(how, nucleus):
+    logits = logits_of(500, 30, 2.0)
+    drawn = draw(logits, numbers(500), Draw(how.temperature, how.top_k, how.top_p, nucleus))
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+    assert torch.equal(drawn.probs, torch.ones(500, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "nucleus", "kept"),
+    [
+        (0.75, "usual", [5 / 8, 3 / 8, 0, 0]),  # the token that crosses p is in
+        (0.75, "lineage", [1, 0, 0, 0]),  # and here it is out
+        (0.85, "usual", [50 / 95, 30 / 95, 15 / 95, 0]),
+        (0.85, "lineage", [5 / 8, 3 / 8, 0, 0]),
+        (0.3, "usual", [1, 0, 0, 0]),
+        (0.3, "lineage", [1, 0, 0, 0]),  # the first is always in
+        (0.999, "usual", [0.5, 0.3, 0.15, 0.05]),
+        (1.0, "lineage", [0.5, 0.3, 0.15, 0.05]),
+    ],
+)
+def test_nuclei_by_hand(top_p, nucleus, kept):
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    order = torch.tensor([2, 0, 3, 1])  # the law does not depend on where the tokens stand
+    found = distribution(probs.log()[:, order], Draw(top_p=top_p, nucleus=nucleus))
+    expected = torch.tensor([kept], dtype=torch.float64)[:, order]
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
+
+
+def test_equally_likely_tokens_share_their_fate():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    found = distribution(logits, Draw(top_p=0.3))
+    torch.testing.assert_close(found, torch.tensor([[1, 1, 1, 0]]).double() / 3)
+
+
+HOWS = [
+    Draw(),
+    Draw(temperature=0.7),
+    Draw(top_p=0.9),
+    Draw(top_p=0.5, nucleus="lineage"),
+    Draw(top_k=5),
+    Draw(top_k=5, top_p=0.8),
+    Draw(top_k=17, top_p=0.95, temperature=1.7, nucleus="lineage"),
+    Draw(top_k=100, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_partial_selection_is_the_full_sort(how, spread, monkeypatch):
+    """Nuclei wider than the first and the second selection fall back to more: the same tokens, the same chances."""
+    logits, u = logits_of(300, 40, spread), numbers(300)
+    monkeypatch.setattr(categorical, "PARTIAL", (40,))
+    whole = draw(logits, u, how)
+    monkeypatch.setattr(categorical, "PARTIAL", (2, 4))
+    asked, candidates = [], categorical.candidates
+
+    def spy(logits, how, size):
+        asked.append(size)
+        return candidates(logits, how, size)
+
+    monkeypatch.setattr(categorical, "candidates", spy)
+    part = draw(logits, u, how)
+    assert torch.equal(part.tokens, whole.tokens)
+    torch.testing.assert_close(part.probs, whole.probs, atol=1e-12, rtol=1e-9)
+    if how.top_k is None and how.top_p < 1 and spread < 1:
+        assert asked == [2, 4, 40]
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
+@pytest.mark.parametrize("how", HOWS)
+def test_the_law_is_the_one_written_down(how, spread):
+    logits = logits_of(40, 12, spread, seed=2)
+    logits[:, 11] = -torch.inf
+    found = distribution(logits, how)
+    for row, probs in zip(found, logits.double().softmax(-1), strict=True):
+        torch.testing.assert_close(row, filtered(probs, how), atol=1e-6, rtol=1e-5)
+    assert (found[:, 11] == 0).all()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_draw_inverts_its_distribution(how):
+    """Equally spaced numbers u give every token its share to within one number, and each its own probability."""
+    logits, n = logits_of(1, 12, 1.5, seed=3), 20_000
+    u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    drawn = draw(logits.expand(n, -1), u, how)
+    law = distribution(logits, how)[0]
+    share = torch.bincount(drawn.tokens, minlength=12).double() / n
+    torch.testing.assert_close(share, law, atol=1.5 / n, rtol=0)
+    torch.testing.assert_close(drawn.probs, law[drawn.tokens], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", [Draw(), Draw(temperature=1 + 1e-9), Draw(top_k=3), Draw(top_k=3, nucleus="lineage")])
+@pytest.mark.parametrize("shift", [0.0, 30.0, 300.0])
+def test_rare_tokens_are_reachable(how, shift):
+    """Draws are float64: a token of probability 1e-9 has its share of the numbers, however large the logits are."""
+    logits = torch.tensor([[math.log(0.5), math.log(0.5), math.log(1e-9), -torch.inf]]) + shift
+    u = torch.tensor([1 - 2**-53, 1 - 4e-10, 1 - 3e-9], dtype=torch.float64)
+    tokens = draw(logits.expand(3, -1), u, how).tokens
+    assert tokens[:2].tolist() == [2, 2]
+    assert tokens[2] != 2
+
+
+def test_impossible_tokens_are_never_drawn():
+    """At both ends of the unit interval, with -inf and with the finite stand-in."""
+    u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    for never in (-torch.inf, NEVER):
+        logits = torch.tensor([[never, 0.3, -0.2, never]]).expand(2, -1)
+        for how in HOWS:
+            tokens = draw(logits, u, how).tokens.tolist()
+            assert set(tokens) <= {1, 2}, how
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be 0"),
+        ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p must be above 0"),
+        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"nucleus": "top"}, "usual, lineage"),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Draw(**wrong)

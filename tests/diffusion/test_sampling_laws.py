@@ -1,0 +1,329 @@
+"""Laws of sampling: prompts stay, neighbours and padding do not matter, frames say what happened, draws are exact."""
+
+import pytest
+import torch
+
+from adlm.diffusion import denoise as denoise_module
+from adlm.diffusion import plans
+from adlm.diffusion.categorical import Draw, distribution
+from adlm.diffusion.denoise import denoise
+from adlm.diffusion.plans import spread
+from adlm.diffusion.rng import CounterRng
+from adlm.generate import ready, stream_tokens
+from adlm.methods import SAMPLERS, build_sampler
+from tests.world import random_model
+
+VOCAB, MASK, LENGTH, ROWS = 12, 11, 14, 8
+OPTIONS = {
+    "ancestral": {"steps": 6},
+    "forward_backward": {"steps": 6},
+    "remask_cap": {"steps": 6, "eta": 0.3},
+    "remask_rescale": {"steps": 6, "eta": 0.3},
+    "remask_conf": {"steps": 6},
+    "remask_loop": {"steps": 8, "eta": 0.3},
+    "ddpm": {"steps": 6},
+    "dfm": {"steps": 4},
+    "first_hitting": {},
+    "confidence": {"steps": 5},
+    "margin": {"steps": 5},
+    "entropy_bounded": {"bound": 2.0},
+}
+NAMES = tuple(SAMPLERS)
+
+
+def model_of(method="adlm", **changes):
+    size = {"vocab_size": VOCAB, "mask_id": MASK, "length": 20, "dim": 16, "seed": 3, "scale": 0.6}
+    return random_model(method, **(size | changes))
+
+
+LEARNED = ready(model_of(positions="learned"))
+ROTARY = ready(model_of())
+TOLD = ready(model_of(positions="learned", time_conditioning=True))
+
+
+def templates(seed, rows=ROWS, length=LENGTH):
+    """Rows with holes: all hidden, nothing hidden, a prompt, and holes of every density."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(MASK, (rows, length), generator=rng)
+    is_hidden = torch.rand(rows, length, generator=rng) < torch.linspace(0.1, 1, rows)[:, None]
+    is_hidden[0], is_hidden[1], is_hidden[2] = True, False, torch.arange(length) >= 5
+    return torch.where(is_hidden, MASK, x)
+
+
+def sampler_of(name, **changes):
+    return build_sampler(name, **(OPTIONS[name] | changes))
+
+
+def frames_of(predictor, xt, name, seed=3, **how):
+    return list(stream_tokens(predictor, xt, sampler_of(name), seed=seed, **how))
+
+
+def last_tokens(*args, **kwargs):
+    return frames_of(*args, **kwargs)[-1].tokens
+
+
+def test_every_sampler_is_here():
+    assert set(OPTIONS) == set(SAMPLERS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_are_never_touched_and_frames_say_what_happened(name):
+    """Over random templates: given tokens stand in every frame, the last has no mask, nothing changes unannounced."""
+    revealed_somewhere = False
+    for seed in range(6):
+        xt = templates(seed)
+        given, before, was_masked = xt != MASK, xt, xt == MASK
+        frames = frames_of(LEARNED, xt, name, seed, block=None if seed % 2 else 5)
+        for number, frame in enumerate(frames, 1):
+            assert frame.step == number
+            assert torch.equal(frame.tokens[given], xt[given])
+            assert torch.equal(frame.is_masked, frame.tokens == MASK)
+            assert torch.equal(frame.changed, was_masked ^ frame.is_masked)
+            assert torch.equal(frame.tokens[~frame.changed], before[~frame.changed])
+            revealed_somewhere |= bool((frame.changed & ~frame.is_masked).any())
+            before, was_masked = frame.tokens, frame.is_masked
+        assert not frames[-1].is_masked.any()
+        assert frames[-1].tokens.max() < VOCAB
+    assert revealed_somewhere
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_network_runs_only_where_something_is_revealed(name):
+    """A row's nfe counts the frames that reveal something in it; a row that is given runs no network at all."""
+    xt = templates(1)
+    frames = frames_of(LEARNED, xt, name)
+    steps_with_reveal = sum((frame.changed & ~frame.is_masked).any(-1).long() for frame in frames)
+    assert torch.equal(frames[-1].nfe, steps_with_reveal)
+    assert frames[-1].nfe[1] == 0 and frames[-1].nfe[0] > 0
+    if name == "first_hitting":
+        assert torch.equal(frames[-1].nfe, (xt == MASK).sum(-1))
+    if name in ("confidence", "margin"):
+        assert torch.equal(frames[-1].nfe, (xt == MASK).sum(-1).clamp(max=5))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_given_text_needs_no_network(name):
+    def never(*_):
+        raise AssertionError("the network ran")
+
+    xt = templates(2)[1:2]
+    frames = list(denoise(xt, sampler_of(name), never, never, mask_id=MASK, rng=CounterRng.of(0, 1)))
+    assert all(torch.equal(frame.tokens, xt) and not frame.changed.any() and frame.nfe[0] == 0 for frame in frames)
+
+
+PLACES = ([[i] for i in range(ROWS)], [[0, 1, 2], [3, 4, 5], [6, 7]], [[6, 2, 0, 7, 1, 5, 3, 4]])
+
+
+@pytest.mark.parametrize("block", [None, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
+    """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
+    for seed, predictor in ((0, LEARNED), (1, TOLD)):
+        xt, numbers = templates(seed), torch.arange(ROWS) * 1000 + 7
+        whole = frames_of(predictor, xt, name, rows=numbers, block=block, how=Draw(top_p=0.95))[-1]
+        for place in PLACES:
+            for rows in place:
+                frames = frames_of(
+                    predictor, xt[rows], name, rows=numbers[rows], block=block, how=Draw(top_p=0.95)
+                )  # fmt: skip
+                if not frames:  # nothing to do in this block of rows
+                    assert torch.equal(whole.tokens[rows], xt[rows])
+                    continue
+                assert torch.equal(frames[-1].tokens, whole.tokens[rows]), f"rows {rows}"
+                assert torch.equal(frames[-1].nfe, whole.nfe[rows])
+        other = last_tokens(predictor, xt, name, rows=numbers + 1, block=block)
+        assert not torch.equal(other, whole.tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_that_predict_the_same_are_chosen_alike_in_every_batch(name):
+    """Rotary positions are relative: all-hidden positions differ by rounding alone, which must not pick the order."""
+    xt = torch.full((ROWS, LENGTH), MASK)
+    whole = last_tokens(ROTARY, xt, name)
+    for rows in ([0], [3], [2, 1], [5, 6, 7, 0, 4]):
+        assert torch.equal(last_tokens(ROTARY, xt[rows], name, rows=torch.tensor(rows)), whole[rows])
+
+
+def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
+    """The lineage's grid ends before zero: whether a neighbour needs the fill must not move a row's next block."""
+    monkeypatch.setattr(plans, "LINEAGE_END", 0.15)
+    sampler, xt = build_sampler("ancestral", steps=3, compat=True), templates(3)
+
+    def run(rows):
+        *_, last = stream_tokens(LEARNED, xt[rows], sampler, seed=1, rows=torch.tensor(rows), block=4)
+        return last.tokens
+
+    whole = run(list(range(ROWS)))
+    for row in (0, 2, 3, 4, 5, 6, 7):
+        assert torch.equal(run([row])[0], whole[row]), f"row {row}"
+
+
+@pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_causal_rows_do_not_depend_on_their_neighbours(method):
+    predictor = ready(model_of(method))
+    xt, rng = templates(0), torch.Generator().manual_seed(0)
+    xt[:, 0] = torch.randint(MASK, (ROWS,), generator=rng)
+    is_fixed, numbers = xt != MASK, torch.arange(ROWS) + 50
+
+    def run(rows):
+        frames = list(
+            stream_tokens(predictor, xt[rows], seed=9, rows=numbers[rows], is_fixed=is_fixed[rows], how=Draw(top_k=6))
+        )
+        for frame in frames:
+            assert torch.equal(frame.tokens[is_fixed[rows]], xt[rows][is_fixed[rows]])
+        return frames[-1].tokens if frames else xt[rows]
+
+    whole = run(torch.arange(ROWS))
+    assert not (whole == MASK).any()
+    for place in PLACES:
+        for rows in place:
+            assert torch.equal(run(torch.tensor(rows)), whole[rows]), f"rows {rows}"
+    wide = torch.nn.functional.pad(xt, (0, 4), value=2)
+    padded = torch.nn.functional.pad(is_fixed, (0, 4), value=True)
+    *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, is_fixed=padded, how=Draw(top_k=6))
+    assert torch.equal(last.tokens[:, :LENGTH], whole) and (last.tokens[:, LENGTH:] == 2).all()
+
+
+@pytest.mark.parametrize("value", [0, 9])
+@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_changes_no_text(name, is_told, value):
+    """A row padded to a longer length, with `valid`, gets the tokens of the row; the padding stays."""
+    predictor, xt = TOLD if is_told else LEARNED, templates(4)
+    wide = torch.nn.functional.pad(xt, (0, 5), value=value)
+    valid = torch.arange(LENGTH + 5).expand(ROWS, -1) < LENGTH
+    for block in (None, 4):
+        found = last_tokens(predictor, wide, name, valid=valid, block=block)
+        assert torch.equal(found[:, :LENGTH], last_tokens(predictor, xt, name, block=block))
+        assert (found[:, LENGTH:] == value).all()
+
+
+@pytest.mark.parametrize("name", ["remask_cap", "remask_rescale"])
+def test_no_remasking_is_ancestral(name):
+    """η = 0: the same table, and the same tokens from the same seed."""
+    for compat in (False, True):
+        plan, plain = (
+            build_sampler(name, steps=7, eta=0.0, compat=compat),
+            build_sampler("ancestral", steps=7, compat=compat),
+        )
+        for field in ("t", "alpha_t", "alpha_s", "remask_prob", "noise_level"):
+            assert torch.equal(getattr(plan, field), getattr(plain, field)), field
+        xt = templates(5)
+        *_, one = stream_tokens(LEARNED, xt, plan, seed=2)
+        *_, other = stream_tokens(LEARNED, xt, plain, seed=2)
+        assert torch.equal(one.tokens, other.tokens)
+
+
+def test_a_loop_without_eta_remasks_nothing():
+    plan = build_sampler("remask_loop", steps=20, eta=0.0)
+    assert not plan.remask_prob.any()
+    assert not torch.equal(plan.alpha_t, build_sampler("ancestral", steps=20).alpha_t)
+    inside = (plan.t <= 0.55) & (plan.t - 1 / 20 > 0.05)
+    assert all(float(step.reveal_prob) < 1e-9 for step, is_in in zip(plan, inside.tolist(), strict=True) if is_in)
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize(
+    "name", ["ancestral", "forward_backward", "remask_cap", "remask_rescale", "remask_loop", "dfm"]
+)
+def test_tables_hold_probabilities_and_meet_at_their_ends(name, compat):
+    """Every step starts where the last one ended (but for the lineage's loop, which leaps), from 0 to 1 visible."""
+    for steps in (1, 2, 3, 10, 128):
+        plan = build_sampler(name, steps=steps, compat=compat)
+        leaps = name == "remask_loop" and compat  # the lineage's, even beyond 1 where the steps are few
+        reveal = torch.stack([step.reveal_prob for step in plan])
+        for x in (plan.alpha_t, plan.remask_prob, reveal, *([] if leaps else [plan.alpha_s])):
+            assert ((x >= 0) & (x <= 1)).all() and x.dtype == torch.float64
+        assert plan.alpha_t[0] == 0 and (plan.alpha_s >= plan.alpha_t - 1e-12).all()
+        if not leaps:
+            torch.testing.assert_close(plan.alpha_s[:-1], plan.alpha_t[1:], atol=1e-12, rtol=0)
+        if not compat:
+            assert plan.alpha_s[-1] == 1 and plan[-1].reveal_prob == 1
+            assert plan.remask_prob[-1] == 0 or steps == 1
+        # A time-conditioned network is told how much is visible, on the schedule that it was trained with.
+        visible = 1 - plan.t if compat else plan.alpha_t
+        torch.testing.assert_close(torch.exp(-plan.noise_level), 1e-3 + 0.999 * visible, atol=1e-12, rtol=0)
+
+
+def test_confidence_is_the_probability_of_the_draw(monkeypatch):
+    """conf remembers, for every visible token, what the network gave it in the state in which it was drawn."""
+    xt, seen = templates(7), []
+
+    def spy(remask_prob, confidence, is_hidden):
+        seen.append(confidence.clone())
+        return spread(remask_prob, confidence, is_hidden)
+
+    monkeypatch.setattr(denoise_module, "spread", spy)
+    how, before, compared = Draw(temperature=1.3, top_k=4), xt, 0
+    frames = frames_of(LEARNED, xt, "remask_conf", how=how)
+    for frame, confidence in zip(frames, seen[1:], strict=False):
+        logits = LEARNED.logits_at(LEARNED.predict(before, torch.zeros(ROWS), None))
+        law = distribution(logits.flatten(0, 1), how).view(logits.shape)
+        revealed = frame.changed & ~frame.is_masked
+        expected = law.gather(-1, frame.tokens[..., None])[..., 0][revealed]
+        torch.testing.assert_close(confidence[revealed], expected, atol=1e-5, rtol=0)
+        before, compared = frame.tokens, compared + int(revealed.sum())
+    assert compared > 20
+
+
+def levels_told(name, xt, **how):
+    """The noise levels that the network is told, a row of numbers a call."""
+    told = []
+
+    def predict(tokens, level, valid):
+        told.append(level.clone())
+        return LEARNED.predict(tokens, level, valid)
+
+    rng = CounterRng.of(0, len(xt))
+    list(denoise(xt, sampler_of(name), predict, LEARNED.logits_at, mask_id=MASK, rng=rng, **how))
+    return told
+
+
+def test_orders_tell_the_share_that_is_hidden():
+    xt = torch.full((1, 10), MASK)
+    for name in ("confidence", "margin"):  # ten positions in five steps
+        told = torch.stack(levels_told(name, xt))[:, 0]
+        expected = -torch.log(1 - 0.999 * torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2]))
+        torch.testing.assert_close(told, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_first_hitting_times_are_those_of_uniform_arrivals():
+    """The k-th of n reveals comes, on average, at t = (n + 1 - k) / (n + 1), and times fall."""
+    rows, n = 4000, 4
+    time = (1 - torch.exp(-torch.stack(levels_told("first_hitting", torch.full((rows, n), MASK))).double())) / 0.999
+    assert (time[1:] < time[:-1]).all() and (time < 1).all() and (time > 0).all()
+    expected = torch.arange(n, 0, -1, dtype=torch.float64) / (n + 1)
+    error = (expected * (1 - expected) / (n + 2) / rows).sqrt()
+    assert ((time.mean(1) - expected).abs() < 4 * error).all()
+
+
+def test_a_row_that_is_all_hidden_shares_out_nothing():
+    confidence = torch.tensor([[0.9, 0.1, 0.5], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    is_hidden = torch.tensor([[False, False, True], [True, True, True]])
+    shared = spread(torch.tensor(0.4, dtype=torch.float64), confidence, is_hidden)
+    assert torch.equal(shared[1], torch.zeros(3, dtype=torch.float64))
+    assert float(shared[0].sum()) == pytest.approx(0.4)
+    assert shared[0, 1] > shared[0, 0] and shared[0, 2] == 0
+
+
+@pytest.mark.parametrize("how", [Draw(temperature=0.0), Draw(top_k=1), Draw(top_p=1e-9)])
+@pytest.mark.parametrize("name", ["confidence", "margin", "entropy_bounded"])
+def test_without_chance_the_seed_does_not_matter(name, how):
+    xt = templates(6)
+    one, other = (last_tokens(LEARNED, xt, name, seed=seed, how=how) for seed in (1, 2))
+    assert torch.equal(one, other)
+    first = frames_of(LEARNED, xt, name, how=how)[0]
+    with torch.no_grad():
+        best = LEARNED.logits_at(LEARNED.predict(xt, torch.zeros(ROWS), None)).argmax(-1)
+    assert torch.equal(first.tokens[first.changed], best[first.changed])
+
+
+def test_fixed_masks_and_empty_blocks_are_refused():
+    xt = templates(0)
+    is_fixed = torch.ones_like(xt, dtype=torch.bool)
+    with pytest.raises(ValueError, match="row 0, position 0 is fixed but holds the mask"):
+        frames_of(LEARNED, xt, "ancestral", is_fixed=is_fixed)
+    with pytest.raises(ValueError, match="block must be at least 1"):
+        frames_of(LEARNED, xt, "ancestral", block=0)
+    with pytest.raises(ValueError, match="needs a sampler"):
+        list(stream_tokens(LEARNED, xt, seed=0))

@@ -1,0 +1,240 @@
+"""Fused equals plain: losses, every gradient, score entropy as SEDD writes it, and the law of a sampling step."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from adlm.diffusion import selected
+from adlm.diffusion.anchors import rare_in_sequence
+from adlm.diffusion.categorical import Draw, distribution
+from adlm.diffusion.masking import Selection, corrupt, noised, select
+from adlm.diffusion.objectives import diffusion_loss, score_entropy_loss, token_nll
+from adlm.diffusion.plans import ancestral, remask_cap, reverse_distribution
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
+from adlm.diffusion.selected import _SelectedLoss, selected_loss
+from adlm.generate import ready
+from adlm.methods import training_loss
+from bench.plain import plain_law, plain_logits, plain_loss, subs
+from tests.world import random_model
+
+VOCAB, MASK, LENGTH = 20, 19, 12
+
+
+def build(method="adlm", **changes):
+    size = {"vocab_size": VOCAB, "mask_id": MASK, "length": LENGTH, "dim": 16, "seed": 5, "scale": 0.6}
+    return random_model(method, **(size | changes))
+
+
+def text(rows, seed=0):
+    return torch.randint(MASK, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def linear(dim=6, vocab=9, dtype=torch.float64, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    head = nn.Linear(dim, vocab, dtype=dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng))
+    return head
+
+
+@pytest.mark.parametrize("multiple", [1, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 10_000])
+@pytest.mark.parametrize(("method", "bridge"), [("adlm", "factored"), ("adlm", "direct"), ("mdlm", "factored")])
+def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multiple, monkeypatch):
+    """Whatever the chunk, with and without positions that only pad the selection."""
+    monkeypatch.setitem(selected.CHUNK, "cpu", chunk)
+    model, x0, rule = build(method, bridge=bridge), text(5), rare_in_sequence(1)
+    batch = corrupt(
+        x0, LogLinear(), CounterRng.of(1, 5), 0, mask_id=MASK, anchor_rule=rule, multiple=multiple
+    )  # fmt: skip
+    gamma = 0.3 if method == "adlm" else None
+
+    model.zero_grad()
+    loss = training_loss(model, batch, anchor_weight=gamma)
+    loss.total.backward()
+    fused = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    model.zero_grad()
+    weight = loss_weight(LogLinear(), batch.t)
+    if bridge == "direct":  # plain_logits applies the bridge to logits, which a direct one never sees
+        features = model(batch.xt)
+        log_probs = subs(model.head(features.final), batch.xt, MASK).gather(-1, x0[..., None])[..., 0]
+        anchored = model.anchor_head(features.anchor).log_softmax(-1).gather(-1, x0[..., None])[..., 0]
+        plain = -((log_probs + gamma * rule(x0, None) * anchored) * weight[:, None]).mean()
+    else:
+        plain = plain_loss(model, batch, weight, rule(x0, None), gamma or 0.0)
+    plain.backward()
+    assert float(loss.total.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(fused[name], parameter.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        assert fused[name].any(), f"{name} has no gradient to compare"
+
+
+@pytest.mark.parametrize("offset", [None, 0.7])
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_gradients_agree_with_finite_differences(chunk, offset):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 4, generator=rng, dtype=torch.float64, requires_grad=True)
+    head = linear(4, 6)
+    target, weight = torch.tensor([0, 5, 2, 2, 1]), torch.tensor([1.0, 0.3, 2.0, 0.0, 5.0], dtype=torch.float64)
+    shift = None if offset is None else torch.tensor(offset, dtype=torch.float64)
+
+    def total(x, matrix, bias):
+        return _SelectedLoss.apply(x, matrix, bias, target, weight, shift, chunk)[0]
+
+    assert torch.autograd.gradcheck(total, (x, head.weight, head.bias))
+
+
+@pytest.mark.parametrize("frozen", ["features", "weight", "bias", "no bias"])
+def test_any_of_the_inputs_may_be_frozen(frozen):
+    """What needs no gradient gets none, and the others keep theirs."""
+    head = linear()
+    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x.requires_grad_(frozen != "features")
+    head.weight.requires_grad_(frozen != "weight")
+    head.bias.requires_grad_(frozen != "bias")
+    if frozen == "no bias":
+        head.bias = None
+    target = torch.randint(8, (2, 3), generator=torch.Generator().manual_seed(2))
+    where = select(torch.ones(2, 3, dtype=torch.bool), torch.tensor([1.0, 2.0], dtype=torch.float64))
+    inputs = [p for p in (x, head.weight, head.bias) if p is not None and p.requires_grad]
+    fused = torch.autograd.grad(selected_loss(x, head, target, where, without=8, chunk=2).total, inputs)
+    logits = head(x).flatten(0, 1).index_fill(-1, torch.tensor(8), -torch.inf)
+    each = nn.functional.cross_entropy(logits, target.flatten(), reduction="none")
+    plain = torch.autograd.grad((each * where.weight).sum(), inputs)
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_empty_selection_costs_nothing(frozen):
+    """Loss zero, gradients zero (not missing, not NaN)."""
+    head = linear(dtype=torch.float32)
+    head.weight.requires_grad_(not frozen)
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    where = select(torch.zeros(2, 3, dtype=torch.bool), torch.ones(2))
+    found = selected_loss(x, head, torch.zeros(2, 3, dtype=torch.long), where, without=8)
+    assert float(found.total.detach()) == 0 and found.each.numel() == 0
+    found.total.backward()
+    for parameter in [x, head.bias] + ([] if frozen else [head.weight]):
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
+def test_a_batch_with_nothing_hidden_has_loss_zero():
+    model, x0 = build(), text(2)
+    batch = noised(x0, x0, torch.ones(2), torch.ones(2), torch.zeros(2), mask_id=MASK, anchor_rule=rare_in_sequence(0))
+    loss = training_loss(model, batch, anchor_weight=0.1)
+    loss.total.backward()
+    assert float(loss.total.detach()) == 0 and not loss.row_nll.any()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_padding_of_a_selection_may_point_anywhere():
+    """Padded entries repeat position 0: even if that token is impossible there, nothing of it is felt."""
+    head, x = linear(), torch.randn(1, 3, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x.requires_grad_()
+    target = torch.tensor([[8, 2, 1]])  # position 0 asks for the ruled-out token: infinite if it counted
+    is_selected = torch.tensor([[False, True, True]])
+    results = []
+    for multiple in (1, 16):
+        where = select(is_selected, torch.tensor([1.5], dtype=torch.float64), multiple)
+        found = selected_loss(x, head, target, where, without=8, chunk=3)
+        grads = torch.autograd.grad(found.total, [x, head.weight, head.bias])
+        results.append((found.total.detach(), *grads, token_nll(found, where, target.shape)))
+    for one, other in zip(*results, strict=True):
+        assert torch.isfinite(other).all()
+        torch.testing.assert_close(other, one)
+
+
+def score_entropy_as_written(logits, x0, level, rate):
+    """SEDD, absorbing, at a hidden position: Σ_y s_y - r log s_x + r (log r - 1), with r = 1 / (e^σ - 1), times σ'.
+
+    The score is exp(logit) / ((e^σ - 1) (V - 1)); the mask itself is no y.
+    """
+    vocab = logits.shape[-1]
+    log_score = logits - torch.log(torch.expm1(level))[:, None] - math.log(vocab - 1)
+    possible = log_score.index_fill(-1, torch.tensor(MASK), -torch.inf)
+    ratio = 1 / torch.expm1(level)
+    picked = log_score.gather(-1, x0[:, None])[:, 0]
+    return rate * (possible.exp().sum(-1) - ratio * picked + ratio * (ratio.log() - 1))
+
+
+def test_score_entropy_is_sedds_in_value_and_gradient():
+    model, x0 = build("mdlm").double(), text(6)
+    schedule = LogLinear()
+    t = torch.linspace(0.1, 0.95, 6, dtype=torch.float64)
+    xt = torch.where(torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0)
+    batch = noised(x0, xt, t, loss_weight(schedule, t), noise_level(schedule, t), mask_id=MASK)
+    features = model(xt).final.detach().requires_grad_()
+    head = model.head
+    ours = score_entropy_loss(features, head, batch, mask_id=MASK)
+    grads = torch.autograd.grad(ours.total, [features, head.weight, head.bias])
+
+    is_hidden = xt == MASK
+    row = is_hidden.nonzero()[:, 0]
+    level, rate = noise_level(schedule, t)[row], (-schedule.dalpha(t) / schedule.alpha(t))[row]
+    written = score_entropy_as_written(head(features)[is_hidden], x0[is_hidden], level, rate)
+    torch.testing.assert_close(ours.total.detach(), (written.sum() / x0.numel()).detach(), rtol=1e-6, atol=1e-6)
+    expected = torch.autograd.grad(written.sum() / x0.numel(), [features, head.weight, head.bias])
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_score_entropy_is_at_least_the_nelbo():
+    """And equal to it where the logits' mass is V - 1."""
+    model, x0 = build("mdlm"), text(4)
+    batch = corrupt(x0, LogLinear(), CounterRng.of(2, 4), 0, mask_id=MASK)
+    with torch.no_grad():
+        final = model(batch.xt).final
+        nelbo = diffusion_loss(final, model.head, batch, mask_id=MASK)
+        entropy = score_entropy_loss(final, model.head, batch, mask_id=MASK)
+        assert (entropy.row_nll > nelbo.row_nll - 1e-5).all() and entropy.total > nelbo.total + 1e-3
+        # A head without weights says the same everywhere: its bias can have any mass.
+        model.head.weight.zero_()
+        shift = math.log(VOCAB - 1) - float(model.head.bias[:MASK].logsumexp(0))
+        model.head.bias += shift
+        equal = score_entropy_loss(final, model.head, batch, mask_id=MASK)
+        torch.testing.assert_close(
+            equal.row_nll, diffusion_loss(final, model.head, batch, mask_id=MASK).row_nll, atol=1e-4, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5])
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_the_law_of_a_sampling_step_is_the_plain_one(step, top_p):
+    model, xt = build(), text(4)
+    xt[:, ::2] = MASK
+    for plan in (ancestral(7), remask_cap(7, eta=0.3)):
+        with torch.no_grad():
+            plain = plain_law(model, xt, plan[step], top_p)
+            logits = ready(model).logits_at(model(xt).final)
+        probs = distribution(logits.flatten(0, 1), Draw(top_p=top_p)).view(logits.shape)
+        ours = reverse_distribution(xt, probs, plan[step], MASK)
+        torch.testing.assert_close(ours, plain.double(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["mdlm", "adlm"])
+def test_log_probs_are_the_plain_ones(method):
+    """SUBS: the mask impossible, a visible token certain of itself."""
+    model, xt = build(method), text(3)
+    xt[:, 1::3] = MASK
+    with torch.no_grad():
+        anchor, log_probs = model.log_probs(xt)
+        anchor_logits, logits = plain_logits(model, xt)
+    torch.testing.assert_close(log_probs.exp(), subs(logits, xt, MASK).exp(), atol=1e-6, rtol=1e-5)
+    if anchor is not None:
+        torch.testing.assert_close(anchor, anchor_logits.log_softmax(-1), atol=1e-5, rtol=0)
+    assert (log_probs.exp()[..., MASK] == 0).all()
+    assert (log_probs.exp().gather(-1, xt[..., None])[xt != MASK] == 1).all()
+
+
+def test_selections_keep_positions_and_weights():
+    is_selected = torch.tensor([[True, False, True], [False, False, False], [False, True, True]])
+    where = select(is_selected, torch.tensor([0.5, 9.0, 2.0]), multiple=3)
+    assert where.index.tolist() == [0, 2, 7, 8, 0, 0]
+    assert where.weight.tolist() == [0.5, 0.5, 2.0, 2.0, 0.0, 0.0]
+    assert isinstance(where, Selection)

@@ -1,0 +1,270 @@
+"""Bounds and likelihoods on a world that can be counted: every text, every mask, every order, every step."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from adlm.diffusion.anchors import every_token, listed, random_positions, rare_in_sequence
+from adlm.diffusion.masking import corrupt, noised
+from adlm.diffusion.orders import first_hitting
+from adlm.diffusion.plans import ancestral, reverse_distribution
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import Cosine, LogLinear, discrete_loss_weight, discrete_time, loss_weight
+from adlm.methods import training_loss
+from tests.world import World, joint, law_of, random_model
+
+WORLDS = {2: World(random_model(seed=39, length=2)), 3: World(random_model(seed=113, positions="learned"))}
+LENGTHS = tuple(WORLDS)
+EXACT = LogLinear(eps=0.0)
+
+
+def texts(world):
+    return world.states[world.texts]
+
+
+def hidden_costs(world, x0):
+    """Σ over hidden positions of -log p(x0 | xt) for every pattern of hidden positions, and how many are hidden."""
+    xt = world.hidings(x0)
+    log_probs = world.log_probs()[1][world.number(xt)].gather(-1, x0.expand_as(xt)[..., None])[..., 0]
+    return -(log_probs * (xt == world.mask)).sum(-1), (xt == world.mask).sum(-1)
+
+
+def beta(a, b):
+    return math.exp(math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b))
+
+
+def pattern_weights(hidden, length):
+    """∫ (1/t) t^h (1 - t)^(L - h) dt: what a pattern with h hidden positions weighs in the NELBO."""
+    return torch.tensor([beta(h, length - h + 1) if h else 0.0 for h in hidden.tolist()], dtype=torch.float64)
+
+
+def nelbo(world, x0):
+    cost, hidden = hidden_costs(world, x0)
+    return float((cost * pattern_weights(hidden, world.length)).sum())
+
+
+def discrete_nelbo(world, x0, steps):
+    """Σ over steps of (alpha_s - alpha_t) / (1 - alpha_t) E Σ_hidden -log p, with alpha = 1 - t."""
+    cost, hidden = hidden_costs(world, x0)
+    total = 0.0
+    for i in range(1, steps + 1):
+        t = i / steps
+        chance = t**hidden * (1 - t) ** (world.length - hidden)
+        total += float((chance * cost).sum()) * (1 / steps) / t
+    return total
+
+
+def loss_of(world, x0, xt, weight, anchor_weight=None, **where):
+    """The library's loss summed over tokens, for hiding patterns with given weights."""
+    rows = len(xt)
+    batch = noised(
+        x0.expand(rows, -1), xt, torch.ones(rows), weight.float(), torch.zeros(rows), mask_id=world.mask, **where
+    )
+    with torch.no_grad():
+        loss = training_loss(world.model, batch, anchor_weight=anchor_weight)
+    return loss, batch.tokens
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_nelbo_is_the_weighted_sum_over_all_masks(length):
+    world = WORLDS[length]
+    for x0 in texts(world):
+        xt = world.hidings(x0)
+        weight = pattern_weights((xt == world.mask).sum(-1), length)
+        loss, tokens = loss_of(world, x0, xt, weight)
+        assert float(loss.nll * tokens) == pytest.approx(nelbo(world, x0), rel=1e-5)
+        assert float(loss.total) == float(loss.nll)
+        torch.testing.assert_close(loss.row_nll.double(), hidden_costs(world, x0)[0] * weight, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", [LogLinear(), EXACT, Cosine()], ids=["eps", "exact", "cosine"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_corruption_estimates_the_nelbo(length, schedule):
+    """The mean over many noises lies within four standard errors of the integral over t in [1e-3, 1)."""
+    world, rows = WORLDS[length], 20_000
+    nodes, node_weights = np.polynomial.legendre.leggauss(60)
+    t = torch.from_numpy((nodes + 1) / 2 * (1 - 1e-3) + 1e-3)
+    is_hidden_prob = 1 - schedule.alpha(t)
+    for number, x0 in enumerate(texts(world)[::5]):
+        cost, hidden = hidden_costs(world, x0)
+        chance = is_hidden_prob[:, None] ** hidden * (1 - is_hidden_prob[:, None]) ** (length - hidden)
+        each_time = -schedule.dalpha(t) / is_hidden_prob * (chance * cost).sum(-1)
+        expected = float((torch.from_numpy(node_weights) / 2 * each_time).sum())
+        batch = corrupt(x0.expand(rows, -1), schedule, CounterRng.of(7, rows), number, mask_id=world.mask)
+        with torch.no_grad():
+            row_nll = training_loss(world.model, batch).row_nll.double()
+        error = float(row_nll.std()) / math.sqrt(rows)
+        assert error < 0.05 * expected
+        assert abs(float(row_nll.mean()) - expected) < 4 * error
+    if schedule is EXACT:  # the integral from 1e-3 is the closed form but for the first thousandth
+        assert expected == pytest.approx(nelbo(world, x0), rel=2e-3)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 16])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_discrete_time_is_the_sum_over_its_steps(length, steps):
+    world = WORLDS[length]
+    t = torch.arange(1, steps + 1) / steps
+    weight = discrete_loss_weight(EXACT, t.double(), steps) / steps
+    for x0 in texts(world):
+        xt = world.hidings(x0)
+        hidden = (xt == world.mask).sum(-1)
+        chance = t[:, None] ** hidden * (1 - t[:, None]) ** (length - hidden)
+        loss, tokens = loss_of(world, x0, xt.repeat(steps, 1), (chance * weight[:, None]).flatten())
+        assert float(loss.nll * tokens) == pytest.approx(discrete_nelbo(world, x0, steps), rel=1e-5)
+    uniform = (torch.arange(steps * 100) + 0.5) / (steps * 100)
+    found, count = discrete_time(uniform, steps).unique(return_counts=True)
+    torch.testing.assert_close(found, t)
+    assert count.tolist() == [100] * steps
+
+
+def test_discrete_weight_tends_to_the_continuous_one():
+    t = torch.linspace(0.1, 1, 10, dtype=torch.float64)
+    for schedule in (LogLinear(), Cosine()):
+        wanted, found = loss_weight(schedule, t), discrete_loss_weight(schedule, t, 100_000)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_discrete_bound_tends_to_the_continuous_one(length):
+    """Twice the steps, half the difference."""
+    world = WORLDS[length]
+    for x0 in texts(world):
+        far, near = (abs(discrete_nelbo(world, x0, steps) - nelbo(world, x0)) for steps in (128, 256))
+        assert near == pytest.approx(far / 2, rel=0.1, abs=1e-4)
+        assert near < 0.01 * nelbo(world, x0)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_any_order_likelihood_is_below_the_nelbo(length):
+    """First-hitting: p(x) is the mean over orders of products of conditionals, and the NELBO bounds -log p(x)."""
+    world = WORLDS[length]
+    log_probs, total = world.log_probs()[1], 0.0
+    law = law_of(world, first_hitting())
+    for x0 in texts(world):
+        chances = []
+        for order in itertools.permutations(range(length)):
+            xt, chance = world.start(), 0.0
+            for position in order:
+                chance += float(log_probs[world.number(xt), position, x0[position]])
+                xt[position] = x0[position]
+            chances.append(chance)
+        likelihood = sum(math.exp(c) for c in chances) / len(chances)
+        assert float(law[world.number(x0)]) == pytest.approx(likelihood, rel=1e-9)
+        # The NELBO is the same mean taken over logarithms, hence the bound (Jensen).
+        assert nelbo(world, x0) == pytest.approx(-sum(chances) / len(chances), rel=1e-9)
+        assert -math.log(likelihood) <= nelbo(world, x0) + 1e-12
+        total += likelihood
+    assert total == pytest.approx(1, abs=1e-9)
+
+
+def ancestral_law(world, steps):
+    """The exact Markov chain over all states by `reverse_distribution`."""
+    reach = torch.zeros(len(world.states), dtype=torch.float64)
+    reach[world.number(world.start())] = 1
+    for step in ancestral(steps):
+        reach = reach @ joint(world, reverse_distribution(world.states, world.probs(), step, world.mask))
+    return reach
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_ancestral_likelihood_is_below_its_nelbo(length, steps):
+    world = WORLDS[length]
+    law = ancestral_law(world, steps)
+    assert float(law[world.texts].sum()) == pytest.approx(1, abs=1e-9)
+    torch.testing.assert_close(law, law_of(world, ancestral(steps)), atol=1e-12, rtol=0)
+    gaps = [
+        discrete_nelbo(world, x0, steps) + math.log(float(law[n]))
+        for n, x0 in zip(world.texts.tolist(), texts(world), strict=True)
+    ]
+    assert min(gaps) >= -1e-9
+    if steps == 1:
+        assert max(gaps) == pytest.approx(0, abs=1e-9)  # one step: the bound is the likelihood
+    else:
+        assert max(gaps) > 1e-3
+
+
+RULES = {
+    "every": every_token(),
+    "rare": rare_in_sequence(1),
+    "listed": listed([0, 2], 4),
+    "random": random_positions(0.5, seed=3),
+}
+
+
+def kl(p, q):
+    return torch.where(p > 0, p * (p.clamp(min=1e-300).log() - q.clamp(min=1e-300).log()), 0.0).sum(-1)
+
+
+def divergences(world, x0, is_anchor, steps):
+    """Σ over steps of the expected KL of the denoiser's and of the anchor network's reverse transitions (METHOD §4)."""
+    xt = world.hidings(x0)
+    number, hidden = world.number(xt), (xt == world.mask).sum(-1)
+    anchor, final = (x.exp()[number] for x in world.log_probs())
+    truth = torch.nn.functional.one_hot(x0, world.vocab).double().expand_as(final)
+    of_denoiser = of_anchor = 0.0
+    for step in ancestral(steps):
+        chance = (1 - step.alpha_t) ** hidden * step.alpha_t ** (world.length - hidden)
+        true, said, anchored = (reverse_distribution(xt, p, step, world.mask) for p in (truth, final, anchor))
+        of_denoiser += float((chance * kl(true, said).sum(-1)).sum())
+        of_anchor += float((chance * (kl(true, anchored) * is_anchor).sum(-1)).sum())
+    return of_denoiser, of_anchor
+
+
+def anelbo(world, x0, rule, gamma, steps, scope):
+    t = torch.arange(1, steps + 1, dtype=torch.float64) / steps
+    xt = world.hidings(x0)
+    hidden = (xt == world.mask).sum(-1)
+    chance = t[:, None] ** hidden * (1 - t[:, None]) ** (world.length - hidden)
+    weight = chance * discrete_loss_weight(EXACT, t, steps)[:, None] / steps
+    loss, tokens = loss_of(
+        world, x0, xt.repeat(steps, 1), weight.flatten(), gamma, anchor_rule=rule, anchor_scope=scope
+    )
+    return tuple(float(part * tokens) for part in (loss.total, loss.nll, loss.anchor))
+
+
+def silent_world(length):
+    """A world whose anchor network never names the mask, as its theory assumes."""
+    world = World(random_model(seed=39 if length == 2 else 48, length=length))
+    with torch.no_grad():
+        world.model.anchor_head.bias[world.mask] = -1e4
+        world.model.bridge.weight[:, world.mask] = 0  # so that the denoiser does not hear the -1e4
+    return world
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_anelbo_is_the_sum_of_both_divergences(length, rule):
+    """With an anchor network that never names the mask, in the scope of the text: what is hidden."""
+    world, steps, compared = silent_world(length), 4, 0
+    for x0 in texts(world):
+        is_anchor = RULES[rule](x0[None], None)[0]
+        of_denoiser, of_anchor = divergences(world, x0, is_anchor, steps)
+        total, nll, anchor = anelbo(world, x0, RULES[rule], 0.7, steps, "masked")
+        assert nll == pytest.approx(of_denoiser, rel=1e-5)
+        assert anchor == pytest.approx(of_anchor, rel=1e-5, abs=1e-6)
+        assert total == pytest.approx(of_denoiser + 0.7 * of_anchor, rel=1e-5)
+        compared += of_anchor > 0.01
+    assert compared
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("gamma", [0.0, 3e-3, 0.5, 2.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_anelbo_bounds_likelihood_and_anchor_loss(rule, gamma, steps):
+    """-log p(x) + γ L_anchor ≤ ANELBO (the paper's theorem) for every text; the lineage's scope only adds to it."""
+    world = WORLDS[3]
+    law = law_of(world, ancestral(steps))
+    for x0 in texts(world)[::2]:
+        _, of_anchor = divergences(world, x0, RULES[rule](x0[None], None)[0], steps)
+        left = -math.log(float(law[world.number(x0)])) + gamma * of_anchor
+        total, nll, anchor = anelbo(world, x0, RULES[rule], gamma, steps, "masked")
+        assert left <= total + 1e-5
+        assert nll == pytest.approx(discrete_nelbo(world, x0, steps), rel=1e-5)
+        assert total <= anelbo(world, x0, RULES[rule], gamma, steps, "all")[0] + 1e-5
+        if gamma > 0 and anchor > 0:  # an anchor network that names the mask loses more than the divergence
+            assert anchor > of_anchor - 1e-6

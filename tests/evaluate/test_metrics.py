@@ -1,0 +1,76 @@
+"""Reported figures: the authors' totals, and a loss that is not finite never vanishes."""
+
+import math
+
+import pytest
+import torch
+
+from adlm.diffusion.masking import noised
+from adlm.diffusion.objectives import token_nll
+from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
+from adlm.diffusion.selected import selected_loss
+from adlm.evaluate.metrics import Likelihood
+from adlm.methods import training_loss
+from tests.goldens import MASK, arrays, model
+
+
+def test_figures_are_the_authors():
+    golden, figures = arrays("metrics"), Likelihood()
+    for i in (0, 1):
+        figures.add(golden[f"nlls{i}"], golden[f"mask{i}"])
+    assert figures.nll == pytest.approx(float(golden["out_nll"]), rel=1e-6)
+    assert figures.bpt == pytest.approx(float(golden["out_bpd"]), rel=1e-6)
+    assert figures.ppl == pytest.approx(float(golden["out_ppl"]), rel=1e-5)
+
+
+def test_a_nan_is_raised_where_theirs_is_dropped():
+    golden, figures = arrays("metrics"), Likelihood()
+    assert torch.isnan(golden["nan_nlls"]).any() and math.isfinite(float(golden["out_nll_nan_dropped"]))
+    row, position = torch.isnan(golden["nan_nlls"]).nonzero()[0].tolist()
+    with pytest.raises(FloatingPointError, match=f"row {row}, position {position} is nan"):
+        figures.add(golden["nan_nlls"])
+    assert figures.tokens == 0  # nothing of the batch was counted
+
+
+def test_what_is_masked_out_may_be_anything():
+    figures = Likelihood()
+    figures.add(torch.tensor([[1.0, math.nan], [3.0, math.inf]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    assert figures.nll == 2.0 and figures.tokens == 2
+
+
+def test_long_sums_stay_exact():
+    """Ten million tokens of 0.1 nats: a float32 sum would be off in the third digit."""
+    figures = Likelihood()
+    nll = torch.full((1000, 1000), 0.1)
+    for _ in range(10):
+        figures.add(nll)
+    assert figures.nll == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+
+
+def test_no_tokens_no_figure():
+    with pytest.raises(ValueError, match="no tokens were counted"):
+        _ = Likelihood().nll
+
+
+@pytest.mark.parametrize("multiple", [1, 32])
+def test_a_validation_pass_is_the_authors(multiple):
+    """Two batches of their validation loop through the golden model, padding read as they read it."""
+    golden, ours, figures = arrays("validation_pass"), model("adlm"), Likelihood()
+    schedule, mask = LogLinear(), golden["attention_mask"]
+    x0, total, tokens = golden["x0"], 0.0, 0.0
+    for i in (0, 1):
+        t = golden[f"t{i}"]
+        batch = noised(
+            x0, golden[f"xt{i}"], t, loss_weight(schedule, t), noise_level(schedule, t),
+            mask_id=MASK, valid=mask.bool(), attend_padding=True, multiple=multiple,
+        )  # fmt: skip
+        with torch.no_grad():
+            final = ours(batch.xt, batch.noise_level, valid=batch.valid).final
+            each = selected_loss(final, ours.head, x0, batch.hidden, without=MASK)
+            loss = training_loss(ours, batch)
+        figures.add(token_nll(each, batch.hidden, x0.shape), mask)
+        total, tokens = total + float(loss.nll * batch.tokens), tokens + float(batch.tokens)
+    assert figures.nll == pytest.approx(float(golden["out_nll"]), rel=1e-5)
+    assert figures.bpt == pytest.approx(float(golden["out_bpd"]), rel=1e-5)
+    assert figures.ppl == pytest.approx(float(golden["out_ppl"]), rel=1e-4)
+    assert total / tokens == pytest.approx(float(golden["out_nll"]), rel=1e-5)

@@ -1,0 +1,302 @@
+"""The model: parameter counts of the paper, a build that leaves no trace, caches, GPT-2, casts and refusals."""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adlm.diffusion.masking import shifted
+from adlm.methods import build_config, training_loss
+from adlm.models.language_model import LanguageModel, ModelConfig
+from tests.goldens import facts
+from tests.world import random_model
+
+COUNTS = facts("param_counts")
+TINY = {"dim": 512, "heads": 8, "anchor_layers": 8, "denoiser_layers": 4}  # the lineage's `tiny`
+
+
+def shapes_only(config):
+    """The model on the meta device: shapes without memory."""
+    model = LanguageModel.__new__(LanguageModel)
+    nn.Module.__init__(model)
+    model.config = config
+    with torch.device("meta"):
+        model._build(config)
+    return model
+
+
+def count(*modules):
+    return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
+
+def stage_counts(stack, embed, head):
+    """A stage as the lineage counts it: its input map, blocks, output layer and noise embedding."""
+    norm_and_modulation = count(stack.norm, stack.modulation)
+    found = {
+        "vocab_embed": count(embed),
+        "blocks": count(stack.layers),
+        "per_block": count(stack.layers[0]),
+        "n_blocks": len(stack.layers),
+        "output_layer": count(head) + norm_and_modulation,
+    }
+    if stack.condition is not None:
+        found["sigma_map"] = count(stack.condition)
+    return found | {"total": sum(found.get(k, 0) for k in ("vocab_embed", "blocks", "output_layer", "sigma_map"))}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts_are_the_authors(name):
+    """In total and per part, for all eight sizes."""
+    method, size, _ = name.split("_")
+    expected = COUNTS[name]
+    changes = dict(TINY) if size == "tiny" else {}
+    config = build_config(
+        method,
+        "small" if size == "tiny" else size,
+        vocab_size=expected["vocab_size"],
+        mask_id=expected["mask_index"],
+        **changes,
+    )
+    model = shapes_only(config)
+    assert count(model) == expected["total"]
+    assert count(model) - count(model.embed) == expected["total_non_embedding"]
+    if "denoiser" in expected:
+        assert stage_counts(model.anchor, model.embed, model.anchor_head) == expected["backbone"]
+        assert stage_counts(model.denoiser, model.bridge, model.head) == expected["denoiser"]
+    else:
+        assert stage_counts(model.denoiser, model.embed, model.head) == expected["backbone"]
+
+
+def test_all_eight_counts_are_there():
+    assert len(COUNTS) == 8
+    assert f"{COUNTS['adlm_small_gpt2']['total'] / 1e6:.1f}" == "293.2"
+
+
+@pytest.mark.parametrize("method", ["adlm", "ar"])
+def test_building_follows_from_the_seed_alone(method):
+    """The global generator is neither read nor moved."""
+    config = build_config(method, "nano", vocab_size=30, mask_id=29, dim=16, heads=2)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one = LanguageModel(config, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    same, other = LanguageModel(config, seed=4), LanguageModel(config, seed=5)
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.isfinite(a).all() and torch.equal(a, b), name
+        assert torch.equal(a, c) == bool((a == a.flatten()[0]).all() or "bridge" in name), name
+
+
+def test_a_new_model_knows_nothing():
+    """Heads start at zero: every token that is not the mask is as likely as any other."""
+    model = LanguageModel(build_config("adlm", "nano", vocab_size=30, mask_id=29, dim=16, heads=2))
+    anchor, log_probs = model.log_probs(torch.full((1, 5), 29))
+    torch.testing.assert_close(log_probs[..., :29], torch.full((1, 5, 29), -math.log(29)))
+    torch.testing.assert_close(anchor, torch.full((1, 5, 30), -math.log(30)))
+
+
+CAUSAL = {"vocab_size": 20, "mask_id": None, "dim": 16, "length": 13, "seed": 2, "scale": 0.6}
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "learned"}, {"cond_dim": 8}], ids=str)
+@pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_cached_features_are_the_full_ones(method, changes):
+    """In chunks of any size, in any order of sizes."""
+    model = random_model(method, **(CAUSAL | {"denoiser_layers": 2} | changes))
+    tokens = torch.randint(20, (3, 13), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full = model(tokens)
+        for sizes in ([1] * 13, [13], [5, 1, 1, 6], [1, 12], [4, 4, 4, 1], [12, 1]):
+            cache, start = model.new_cache(3), 0
+            for size in sizes:
+                part = model(tokens[:, start : start + size], cache=cache)
+                torch.testing.assert_close(part.final, full.final[:, start : start + size], atol=1e-5, rtol=1e-5)
+                if method == "a2r":
+                    torch.testing.assert_close(part.anchor, full.anchor[:, start : start + size], atol=1e-5, rtol=1e-5)
+                start += size
+    with pytest.raises(ValueError, match="length of 13"):
+        model(tokens[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_causal_models_do_not_see_the_future(method):
+    model = random_model(method, **CAUSAL)
+    tokens = torch.randint(20, (2, 13), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 20
+    with torch.no_grad():
+        one, other = model(tokens).final, model(changed).final
+    torch.testing.assert_close(one[:, :7], other[:, :7], atol=0, rtol=0)
+    assert (one[:, 7:] - other[:, 7:]).abs().amax((0, 2)).min() > 1e-3
+
+
+@pytest.mark.parametrize("method", ["mdlm", "adlm"])
+def test_masked_models_see_everything(method):
+    model = random_model(method, vocab_size=20, mask_id=19, dim=16, length=9, seed=2, scale=0.6)
+    tokens = torch.randint(19, (1, 9), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 19
+    with torch.no_grad():
+        difference = (model(tokens).final - model(changed).final).abs().amax(-1)
+    assert difference.min() > 1e-4
+
+
+GPT2 = {
+    "vocab_size": 40, "mask_id": None, "dim": 24, "heads": 4, "denoiser_layers": 3, "length": 16, "is_causal": True,
+    "positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True, "cond_dim": None, "dropout": 0.0,
+}  # fmt: skip
+
+
+def ours_from_gpt2(state):
+    """GPT-2's weights by name; its Conv1D holds matrices transposed."""
+    model = LanguageModel(ModelConfig(**GPT2)).eval()
+    names = {"wte.weight": "embed.weight", "wpe.weight": "positions.weight"}
+    names |= {f"ln_f.{part}": f"denoiser.norm.{part}" for part in ("weight", "bias")}
+    pieces = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "qkv", "attn.c_proj": "out", "mlp.c_fc": "up"}
+    pieces |= {"mlp.c_proj": "down"}
+    for layer in range(GPT2["denoiser_layers"]):
+        for theirs, ours in pieces.items():
+            for part in ("weight", "bias"):
+                names[f"h.{layer}.{theirs}.{part}"] = f"denoiser.layers.{layer}.{ours}.{part}"
+    new = {}
+    for theirs, ours in names.items():
+        value = state[theirs]
+        is_conv = value.dim() == 2 and theirs.startswith("h.")
+        new[ours] = value.t() if is_conv else value
+    missing, unexpected = model.load_state_dict(new | {"head.weight": state["wte.weight"]}, strict=True)
+    assert not missing and not unexpected
+    return model
+
+
+def plain_gpt2(state, tokens):
+    """GPT-2 written out, so that the layout is checked where transformers is not installed."""
+    heads, dim = GPT2["heads"], GPT2["dim"]
+    x = state["wte.weight"][tokens] + state["wpe.weight"][: tokens.shape[1]]
+    causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+
+    def norm(x, name):
+        return F.layer_norm(x, (dim,), state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def conv(x, name):
+        return x @ state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    for i in range(GPT2["denoiser_layers"]):
+        q, k, v = conv(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").split(dim, -1)
+        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in (q, k, v))
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(dim // heads)).masked_fill(~causal, -torch.inf)
+        x = x + conv((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
+        inner = conv(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        inner = 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+        x = x + conv(inner, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ state["wte.weight"].t()
+
+
+def random_gpt2():
+    rng, dim = torch.Generator().manual_seed(0), GPT2["dim"]
+    shapes = {"wte.weight": (40, dim), "wpe.weight": (16, dim), "ln_f.weight": (dim,), "ln_f.bias": (dim,)}
+    for i in range(GPT2["denoiser_layers"]):
+        widths = {"attn.c_attn": (dim, 3 * dim), "attn.c_proj": (dim, dim)}
+        widths |= {"mlp.c_fc": (dim, 4 * dim), "mlp.c_proj": (4 * dim, dim)}
+        for name, shape in widths.items():
+            shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[1:]}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"h.{i}.{name}.weight": (dim,), f"h.{i}.{name}.bias": (dim,)}
+    return {name: torch.randn(shape, generator=rng) * 0.3 for name, shape in shapes.items()}
+
+
+TOKENS = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_gpt2_written_out(folded):
+    state = random_gpt2()
+    model = ours_from_gpt2(state)
+    assert model.head.weight is model.embed.weight
+    model = model.fold() if folded else model
+    assert model.head.weight is model.embed.weight
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.head(model(TOKENS).final), plain_gpt2(state, TOKENS), atol=1e-4, rtol=1e-4
+        )  # fmt: skip
+
+
+def test_gpt2_of_transformers():
+    if os.environ.get("ADLM_ALL") == "1":
+        import transformers
+    else:
+        transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=GPT2["dim"], n_layer=3, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        state = {name.removeprefix("transformer."): value for name, value in theirs.state_dict().items()}
+        ours = ours_from_gpt2(state)
+        expected = theirs(TOKENS, labels=TOKENS)
+        torch.testing.assert_close(ours.head(ours(TOKENS).final), expected.logits, atol=1e-4, rtol=1e-4)
+        loss = training_loss(ours, shifted(TOKENS))
+        assert float(loss.total) == pytest.approx(float(expected.loss), rel=1e-5)
+        assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+
+def test_a_cast_keeps_the_angles_exact():
+    """bfloat16 knows no angle of position 257: the rotary table stays float32 through casts and folds."""
+    position = torch.arange(600, dtype=torch.float64)[:, None]
+    angle = position * 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    casts = (lambda m: m.bfloat16(), lambda m: m.bfloat16().fold(), lambda m: m.fold().to(torch.float16))
+    for cast in casts:
+        model = cast(random_model(vocab_size=20, mask_id=19, dim=16, length=600))
+        assert model.head.weight.dtype != torch.float32
+        for table, expected in zip(model.rotary(torch.device("cpu")), (angle.cos(), angle.sin()), strict=True):
+            assert table.dtype == torch.float32
+            torch.testing.assert_close(table.double(), expected, atol=1e-4, rtol=0)
+        assert not any("rotary" in name for name in model.state_dict())
+
+
+def test_half_precision_is_near_full():
+    model = random_model(vocab_size=20, mask_id=19, dim=16, length=12, scale=0.3)
+    xt = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full = model(xt).final
+        half = model.bfloat16()(xt).final
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - full).abs().mean() < 0.05 * full.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dim": 10, "heads": 3}, "dim 10 must be a multiple of heads 3"),
+        ({"dim": 9, "heads": 3}, "must be even"),
+        ({"bridge": "none"}, "factored, direct, softmax"),
+        ({"positions": "sinus"}, "rotary, learned"),
+        ({"denoiser_layers": 0}, "denoiser_layers must be at least 1"),
+        ({"anchor_layers": -1}, "anchor_layers must not be negative"),
+        ({"mask_id": 20}, "mask_id 20 is outside the vocabulary of 20"),
+        ({"mask_id": -1}, "mask_id -1 is outside"),
+        ({"mask_id": None}, "needs a mask_id"),
+        ({"time_conditioning": True, "cond_dim": None}, "needs a cond_dim"),
+    ],
+)
+def test_impossible_shapes_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**({"vocab_size": 20, "mask_id": 19} | wrong))
+
+
+def test_uses_that_make_no_sense_are_refused():
+    model = random_model(length=3)
+    with pytest.raises(ValueError, match="4 tokens are longer than this model's length of 3"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="cache serves causal models"):
+        model.new_cache(1)
+    causal = random_model("ar", **CAUSAL)
+    cache = causal.new_cache(1, 2)
+    with pytest.raises(ValueError, match="the cache holds 2 positions"):
+        causal(torch.zeros(1, 3, dtype=torch.long), cache=cache)

@@ -1,0 +1,115 @@
+"""Names become functions once: unknown names list the known ones, the lineage's names work, wrong options fail."""
+
+import pytest
+import torch
+
+from adlm.diffusion.orders import Order
+from adlm.diffusion.plans import Plan
+from adlm.methods import (
+    ALIASES,
+    ANCHOR_RULES,
+    METHODS,
+    SAMPLERS,
+    SCHEDULES,
+    build_config,
+    build_sampler,
+    named,
+)
+from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.presets import SIZES
+
+TABLES = {"sampler": SAMPLERS, "schedule": SCHEDULES, "rule": ANCHOR_RULES, "method": METHODS, "preset": SIZES}
+NEEDS_NO_STEPS = {"first_hitting", "entropy_bounded"}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_unknown_names_are_answered_with_the_known_ones(what):
+    with pytest.raises(ValueError, match=f"unknown {what} 'nonsense'") as error:
+        named(TABLES[what], "nonsense", what)
+    assert all(name in str(error.value) for name in TABLES[what])
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_the_lineages_names_mean_ours(alias):
+    ours = ALIASES[alias]
+    table = SAMPLERS if ours in SAMPLERS else SCHEDULES
+    assert named(table, alias, "name") is table[ours]
+    assert alias not in table
+
+
+def test_an_alias_of_one_table_is_no_name_in_another():
+    assert named(METHODS, "mdlm", "method") is METHODS["mdlm"]
+    with pytest.raises(ValueError, match="unknown method 'remdm-cap'"):
+        named(METHODS, "remdm-cap", "method")
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_can_be_made_and_checks_its_options(name):
+    options = {} if name in NEEDS_NO_STEPS else {"steps": 4}
+    made = build_sampler(name, **options)
+    assert isinstance(made, Plan | Order) and made.name == name
+    with pytest.raises(ValueError, match=f"sampler '{name}' has no option speed") as error:
+        build_sampler(name, speed=3, **options)
+    assert "it takes:" in str(error.value)
+    if name in NEEDS_NO_STEPS:
+        with pytest.raises(ValueError, match="no option steps"):
+            build_sampler(name, steps=4)
+        return
+    with pytest.raises(ValueError, match="needs steps"):
+        build_sampler(name)
+    for steps in (0, -3):
+        with pytest.raises(ValueError, match=f"steps must be at least 1, got {steps}"):
+            build_sampler(name, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("remask_cap", {"eta": 1.5}, "eta must be between 0 and 1"),
+        ("remask_rescale", {"eta": -0.1}, "eta must be between 0 and 1"),
+        ("remask_loop", {"alpha_on": 1.2}, "alpha_on must be between 0 and 1"),
+        ("remask_loop", {"t_on": 0.1, "t_off": 0.2}, "t_off < t_on"),
+        ("remask_loop", {"t_on": 1.0}, "t_on < 1"),
+        ("entropy_bounded", {"bound": -1.0}, "must not be negative"),
+    ],
+)
+def test_settings_out_of_range_are_refused(name, wrong, message):
+    options = wrong if name in NEEDS_NO_STEPS else wrong | {"steps": 8}
+    with pytest.raises(ValueError, match=message):
+        build_sampler(name, **options)
+
+
+def test_plans_can_be_printed():
+    table = str(build_sampler("remask_cap", steps=3, eta=0.5))
+    assert len(table.splitlines()) == 5
+    assert table.startswith("remask_cap: 3 steps")
+
+
+@pytest.mark.parametrize("preset", SIZES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_config_for_every_corner(method, preset):
+    """One stage has the anchor network's depth; causal models have no modulation; the rest is the preset's."""
+    shape, size = METHODS[method], SIZES[preset]
+    config = build_config(method, preset, vocab_size=100, mask_id=99)
+    assert isinstance(config, ModelConfig)
+    assert config.is_causal == shape.is_causal == (method in ("ar", "a2r"))
+    assert bool(config.anchor_layers) == shape.two_stages == (method in ("adlm", "a2r"))
+    assert (config.dim, config.heads, config.bridge) == (size.dim, size.heads, size.bridge)
+    assert config.denoiser_layers == (size.denoiser_layers if shape.two_stages else size.anchor_layers)
+    assert config.cond_dim == (None if shape.is_causal else size.cond_dim)
+    assert shape.score_entropy == (method == "sedd")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_config_makes_a_model_that_runs(method):
+    config = build_config(method, "nano", vocab_size=12, mask_id=11, dim=8, heads=2, length=6)
+    features = LanguageModel(config)(torch.zeros(2, 6, dtype=torch.long))
+    assert features.final.shape == (2, 6, 8)
+    assert (features.anchor is not None) == METHODS[method].two_stages
+
+
+def test_changes_win_over_the_preset():
+    config = build_config("adlm", "small", vocab_size=12, mask_id=3, dim=48, bridge="softmax", length=7)
+    assert (config.dim, config.bridge, config.length, config.mask_id) == (48, "softmax", 7, 3)
+    with pytest.raises(TypeError, match="depth"):
+        build_config("adlm", "small", vocab_size=12, mask_id=3, depth=4)
