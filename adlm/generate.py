@@ -152,6 +152,7 @@ def stream_tokens(
             raise ValueError("a causal model samples from left to right: leave sampler and block out")
         if is_fixed is None:
             raise ValueError("is_fixed must say which tokens are given: a causal model has no mask token to tell")
+        is_fixed = is_fixed if valid is None else is_fixed | ~valid  # padding is no one's to write
         model = predictor.model
         cache = model.new_cache(xt.shape[0], xt.shape[1])
         yield from continue_tokens(

@@ -159,6 +159,17 @@ def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_causal_padding_is_kept_and_changes_nothing(method):
+    predictor = ready(model_of(method))
+    xt = torch.tensor([[0, 1, 2, 2, 2, 7, 7]])
+    is_fixed, valid = torch.tensor([[1, 1, 0, 0, 0, 0, 0]]).bool(), torch.tensor([[1, 1, 1, 1, 1, 0, 0]]).bool()
+    *_, padded = stream_tokens(predictor, xt, seed=2, is_fixed=is_fixed, valid=valid)
+    *_, plain = stream_tokens(predictor, xt[:, :5], seed=2, is_fixed=is_fixed[:, :5])
+    assert torch.equal(padded.tokens[:, :5], plain.tokens)
+    assert padded.tokens[0, 5:].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_causal_rows_do_not_depend_on_their_neighbours(method):
     predictor = ready(model_of(method))
     xt, rng = templates(0), torch.Generator().manual_seed(0)
