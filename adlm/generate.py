@@ -64,6 +64,13 @@ class Predictor:
     ) -> None:
         device = torch.device(device)
         is_cuda = device.type == "cuda"
+        if fixed_batch is not None and fixed_batch < 1:
+            raise ValueError(f"fixed_batch must be at least 1 row, or None, got {fixed_batch}")
+        broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+        if broken:
+            raise ValueError(
+                f"{len(broken)} parameters are not finite, {broken[0]} among them: this model has diverged"
+            )
         self.model = model.fold().to(device, dtype or (torch.bfloat16 if is_cuda else torch.float32))
         self.config, self.device, self.fixed_batch, self.largest = model.config, device, fixed_batch, 1
         head = self.model.head
@@ -143,6 +150,12 @@ def stream_tokens(
     `rows` are the numbers that the rows are known by: a row's text depends on the seed and its number alone.
     """
     config, xt = predictor.config, xt.to(predictor.device)
+    if xt.shape[1] > config.length:
+        raise ValueError(f"{xt.shape[1]} tokens are longer than this model's length of {config.length}")
+    if rows is not None and rows.shape != xt.shape[:1]:
+        raise ValueError(f"rows has shape {tuple(rows.shape)}: give one number for each of the {xt.shape[0]} rows")
+    if isinstance(sampler, str):
+        raise ValueError(f"sampler is a name, {sampler!r}: make it with adlm.build_sampler({sampler!r}, ...) first")
     predictor.largest = max(predictor.largest, xt.shape[0])
     rng = CounterRng.of(seed, xt.shape[0] if rows is None else rows)
     is_fixed = None if is_fixed is None else is_fixed.to(xt.device)

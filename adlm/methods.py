@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from adlm.diffusion.plans import Plan
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.presets import SIZES
 
-T = TypeVar("T")
+Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ ALIASES = {  # what users of the lineage and of its neighbours type
 }
 
 
-def named(table: Mapping[str, T], name: str, what: str) -> T:
+def named(table: Mapping[str, Named], name: str, what: str) -> Named:
     """Look a name up; an unknown one is answered with the known ones."""
     found = table.get(name, table.get(ALIASES.get(name, "")))
     if found is None:
@@ -93,14 +93,28 @@ def named(table: Mapping[str, T], name: str, what: str) -> T:
 
 def build_sampler(name: str, **options: Any) -> Plan | Order:
     """A plan or an order by name, with its own options (steps, eta, …)."""
-    factory = named(SAMPLERS, name, "sampler")
+    return _build(SAMPLERS, name, "sampler", options)
+
+
+def build_schedule(name: str, **options: Any) -> schedules.NoiseSchedule:
+    """A noise schedule by name."""
+    return _build(SCHEDULES, name, "schedule", options)
+
+
+def build_anchor_rule(name: str, **options: Any) -> anchors.AnchorRule:
+    """An anchor rule by name, with its own options (max_count, ids, …)."""
+    return _build(ANCHOR_RULES, name, "anchor rule", options)
+
+
+def _build(table: Mapping[str, Callable[..., Named]], name: str, what: str, options: dict[str, Any]) -> Named:
+    factory = named(table, name, what)
     known = inspect.signature(factory).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"sampler {name!r} has no option {', '.join(unknown)}; it takes: {', '.join(known) or 'none'}")
+        raise ValueError(f"{what} {name!r} has no option {', '.join(unknown)}; it takes: {', '.join(known) or 'none'}")
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in options]
     if missing:
-        raise ValueError(f"sampler {name!r} needs {', '.join(missing)}")
+        raise ValueError(f"{what} {name!r} needs {', '.join(missing)}")
     return factory(**options)
 
 
@@ -111,8 +125,12 @@ def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | No
         size |= {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}
     if shape.is_causal:
         size |= {"cond_dim": None}  # the lineage's causal layers have no modulation
-    fields = size | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id} | changes
-    return ModelConfig(**fields)
+    known = [field.name for field in fields(ModelConfig)]
+    unknown = [change for change in changes if change not in known]
+    if unknown:
+        raise ValueError(f"a model has no setting {', '.join(unknown)}; it has: {', '.join(known)}")
+    settings = size | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id} | changes
+    return ModelConfig(**settings)
 
 
 def training_loss(
@@ -124,6 +142,10 @@ def training_loss(
     check: bool = True,
 ) -> Loss:
     """The loss of a model on a batch from `corrupt` (masked models) or `shifted` (causal ones)."""
+    if batch.is_causal != model.config.is_causal:
+        raise ValueError("a masked model learns from batches of `corrupt`, a causal one from batches of `shifted`")
+    if score_entropy and anchor_weight is not None:
+        raise ValueError("score entropy has no anchor term: leave anchor_weight out")
     features = model(batch.xt, batch.noise_level, valid=batch.valid)
     mask_id = model.config.mask_id
     if score_entropy:

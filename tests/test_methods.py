@@ -3,17 +3,23 @@
 import pytest
 import torch
 
+from adlm.diffusion.masking import corrupt, shifted
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import LogLinear
 from adlm.methods import (
     ALIASES,
     ANCHOR_RULES,
     METHODS,
     SAMPLERS,
     SCHEDULES,
+    build_anchor_rule,
     build_config,
     build_sampler,
+    build_schedule,
     named,
+    training_loss,
 )
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.presets import SIZES
@@ -108,8 +114,32 @@ def test_a_config_makes_a_model_that_runs(method):
     assert (features.anchor is not None) == METHODS[method].two_stages
 
 
+def test_schedules_and_rules_have_names():
+    assert build_schedule("cosinesqr").alpha(torch.tensor(0.0)) == 1
+    rule = build_anchor_rule("rare_in_sequence", max_count=1)
+    assert rule(torch.tensor([[1, 1, 2]]), None).tolist() == [[False, False, True]]
+    with pytest.raises(ValueError, match="anchor rule 'listed' needs ids, vocab_size"):
+        build_anchor_rule("listed")
+    with pytest.raises(ValueError, match="schedule 'cosine' has no option low"):
+        build_schedule("cosine", low=1)
+
+
+def test_a_batch_must_fit_its_model():
+    x0 = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))
+    noisy = corrupt(x0, LogLinear(), CounterRng.of(0, 2), 0, mask_id=11)
+    size = {"vocab_size": 12, "mask_id": 11, "dim": 8, "heads": 2, "length": 6}
+    masked, causal = (LanguageModel(build_config(name, "nano", **size)) for name in ("mdlm", "ar"))
+    for model, batch in ((masked, shifted(x0)), (causal, noisy)):
+        with pytest.raises(ValueError, match="from batches of"):
+            training_loss(model, batch)
+    with pytest.raises(ValueError, match="no anchor term"):
+        training_loss(masked, noisy, score_entropy=True, anchor_weight=0.1)
+    with pytest.raises(ValueError, match="no token of this batch counts"):
+        corrupt(x0, LogLinear(), CounterRng.of(0, 2), 0, mask_id=11, valid=torch.zeros_like(x0).bool())
+
+
 def test_changes_win_over_the_preset():
     config = build_config("adlm", "small", vocab_size=12, mask_id=3, dim=48, bridge="softmax", length=7)
     assert (config.dim, config.bridge, config.length, config.mask_id) == (48, "softmax", 7, 3)
-    with pytest.raises(TypeError, match="depth"):
+    with pytest.raises(ValueError, match="no setting depth; it has: vocab_size"):
         build_config("adlm", "small", vocab_size=12, mask_id=3, depth=4)

@@ -1,6 +1,6 @@
 """A world small enough to be counted: three tokens and a mask, two or three positions, every state enumerated.
 
-Nothing here calls the sampling code: the laws are written down a second time, naively, from METHOD §4.
+Nothing here calls the sampling code: the laws are written down a second time, naively, from the paper's Algorithm 1.
 """
 
 import itertools

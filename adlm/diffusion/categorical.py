@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,12 +23,12 @@ class Draw:
     nucleus: str = "usual"
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (take the likeliest token) or above, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (keep everything), got {self.top_p}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, or None to keep everything, got {self.top_k}")
+        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
+            raise ValueError(f"top_k must be a whole number from 1, or None to keep everything, got {self.top_k}")
         if self.nucleus not in NUCLEI:
             raise ValueError(f"nucleus {self.nucleus!r} is not one of {', '.join(NUCLEI)}")
 
@@ -44,8 +45,7 @@ def draw(logits: Tensor, u: Tensor, how: Draw) -> Drawn:
     if how.temperature == 0:
         tokens = logits.argmax(-1)
         return Drawn(tokens, torch.ones_like(tokens, dtype=torch.float64))
-    if how.temperature != 1:
-        logits = logits.float() / how.temperature
+    logits = _cooled(logits, how.temperature)
     vocab = logits.shape[-1]
     if how.top_p == 1 and (how.top_k is None or how.top_k >= vocab):
         probs = logits.double().softmax(-1)
@@ -90,8 +90,16 @@ def distribution(logits: Tensor, how: Draw) -> Tensor:
     """What `draw` draws from: probabilities (N, V) in float64, for inspection and tests."""
     if how.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    probs, ids, _ = candidates(logits / how.temperature, how, logits.shape[-1])
+    probs, ids, _ = candidates(_cooled(logits, how.temperature), how, logits.shape[-1])
     return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, ids, probs)
+
+
+def _cooled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits at a temperature, less their largest: however low it is, nothing overflows."""
+    if temperature == 1:
+        return logits
+    logits = logits.double() if temperature < 1e-30 else logits.float()
+    return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
 def _invert(probs: Tensor, u: Tensor) -> Drawn:

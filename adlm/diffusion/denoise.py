@@ -66,7 +66,7 @@ class State:
     def numbers(self) -> tuple[Tensor, Tensor]:
         """This step's random numbers (B, L) for positions and for tokens."""
         if self._numbers is None or not 0 <= self.clock - self._numbers[0] < len(self._numbers[1]):
-            steps = max(1, NUMBERS_AT_ONCE // self.xt.numel())
+            steps = max(1, NUMBERS_AT_ONCE // max(1, self.xt.numel()))
             self._numbers = (self.clock, *self.rng.pairs(self.clock, steps, self.xt.shape[1], Purpose.SAMPLE))
         start, where, what = self._numbers
         return where[self.clock - start], what[self.clock - start]
@@ -77,7 +77,7 @@ class State:
         if rows.numel() == 0:
             return torch.empty(0, 0)
         self.nfe[rows] += 1
-        level = noise_level.float().expand(self.xt.shape[0])
+        level = noise_level.float().reshape(-1).expand(self.xt.shape[0])
         if rows.numel() == self.xt.shape[0]:
             features = self.predict(self.xt, level, self.valid)
         else:
@@ -134,18 +134,27 @@ def denoise(
     """Fill the mask tokens of xt (B, L) and yield a frame per step.
 
     Tokens that are visible in xt may be hidden again by a remasking plan unless `is_fixed`, which by default is
-    everything that is visible at the start. `block` fills windows of that many positions from left to right.
+    everything that is visible at the start. `block` fills windows of that many positions from left to right, each with
+    all of the sampler's steps. At least one frame comes, even where nothing is hidden.
     """
+    xt = xt.to(torch.int64).clone(memory_format=torch.contiguous_format)
+    for name, mask in (("is_fixed", is_fixed), ("valid", valid)):
+        if mask is not None and mask.shape != xt.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(mask.shape)}, the tokens {tuple(xt.shape)}: they must be the same"
+            )
     is_hidden = (xt == mask_id).cpu()
     fixed = ~is_hidden if is_fixed is None else is_fixed.cpu()
     if bool((fixed & is_hidden).any()):
         row, position = (fixed & is_hidden).nonzero()[0].tolist()
         raise ValueError(f"row {row}, position {position} is fixed but holds the mask token: fixed tokens must be text")
     is_free = ~fixed if valid is None else ~fixed & valid.cpu()
-    state = State(xt.clone(), is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid)
+    state = State(xt, is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid)
     for number, window in _windows(is_free, block):
         state.is_free, state.clock = window, number * STEPS_OF_A_BLOCK
         yield from _run_plan(state, sampler) if isinstance(sampler, Plan) else _run_order(state, sampler)
+    if state.step == 0:
+        yield state.frame(torch.zeros_like(is_hidden))
 
 
 def _windows(is_free: Tensor, block: int | None) -> Iterator[tuple[int, Tensor]]:

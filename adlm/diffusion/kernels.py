@@ -130,6 +130,7 @@ def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.const
         where = tl.where(here, start, where)
         before = tl.where(here, passed, before)
         passed += mass
+    where = tl.maximum(where, 0)  # NaN logits have no mass anywhere
     z = _row(line, where, lane, vocab)
     share = tl.where((_ordered(z) >> SHIFT) >= low, tl.exp(z - peak), 0.0).to(tl.float64)
     first = tl.min(tl.where((tl.cumsum(share, 0) + before > goal) & (share > 0), lane, BLOCK), 0)

@@ -67,6 +67,7 @@ class Noised:
     anchors: Selection | None
     tokens: Tensor  # (), float: how many tokens the mean is over
     valid: Tensor | None = None  # (B, L): what attention may read; None is everything
+    is_causal: bool = False  # for a causal model: xt is what comes before x0
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Noised:
         def apply(value: object) -> object:
@@ -105,6 +106,7 @@ def noised(
     counted = torch.ones_like(is_hidden) if valid is None else valid
     if is_fixed is not None:
         counted = counted & ~is_fixed
+    _require_tokens(counted)
     anchors = None
     if anchor_rule is not None:
         # The lineage counts padding like text; elsewhere padding changes nothing.
@@ -133,25 +135,37 @@ def corrupt(
     index: Tensor | None = None,
     total: int | None = None,
     steps: int | None = None,
+    anchor_rule: AnchorRule | None = None,
+    anchor_scope: str = "all",
     valid: Tensor | None = None,
     is_fixed: Tensor | None = None,
     attend_padding: bool = False,
-    **where: object,
+    multiple: int = 1,
 ) -> Noised:
     """The forward process on a batch: stratified times, hidden tokens, the positions of the losses.
 
     Everything follows from (seed, row, step) and the row's place in the whole batch (`index` of `total`): the noise is
-    the same however the batch is spread. `steps` gives the discrete-time form with that many steps.
+    the same however the batch is spread. `steps` gives the discrete-time form with that many steps (of a schedule whose
+    alpha is 1 at time 0; where it is less, a reconstruction term is missing). `multiple` rounds selections up.
     """
-    if (x0 == mask_id).any():
-        row, position = (x0 == mask_id).nonzero()[0].tolist()
+    if x0.is_cuda:
+        raise ValueError(
+            "noise is made on the host: give corrupt tokens on the CPU and move its result with .to(device)"
+        )
+    is_mask = (x0 == mask_id) if valid is None else (x0 == mask_id) & valid
+    if is_mask.any():
+        row, position = is_mask.nonzero()[0].tolist()
         raise ValueError(
             f"row {row} holds the mask id {mask_id} as text at position {position}: a hidden token would have no "
             "target. Give the model a mask id that the tokenizer never produces"
         )
-    t = stratified_times(rng.uniform(step, 1, Purpose.TIME)[:, 0], index, total).float()
-    t = t if steps is None else discrete_time(t, steps)
-    weight = loss_weight(schedule, t) if steps is None else discrete_loss_weight(schedule, t, steps)
+    u = rng.uniform(step, 1, Purpose.TIME)[:, 0]
+    if steps is None:
+        t = stratified_times(u, index, total).float()
+        weight = loss_weight(schedule, t)
+    else:
+        t = discrete_time(stratified_times(u, index, total, eps=0.0), steps).float()
+        weight = discrete_loss_weight(schedule, t, steps)
     u = rng.uniform(step, x0.shape[1], Purpose.MASK)
     unmaskable = is_fixed
     if valid is not None and not attend_padding:
@@ -164,10 +178,12 @@ def corrupt(
         weight,
         noise_level(schedule, t),
         mask_id=mask_id,
+        anchor_rule=anchor_rule,
+        anchor_scope=anchor_scope,
         valid=valid,
         is_fixed=is_fixed,
         attend_padding=attend_padding,
-        **where,  # type: ignore[arg-type]
+        multiple=multiple,
     )
 
 
@@ -177,6 +193,7 @@ def shifted(
     """The batch of a causal model: every next token is hidden and weighs 1; anchors are found in the whole row."""
     rows, ones = x0.shape[0], torch.ones(x0.shape[0], device=x0.device)
     counted = torch.ones_like(x0[:, 1:], dtype=torch.bool) if valid is None else valid[:, 1:]
+    _require_tokens(counted)
     anchors = None
     if anchor_rule is not None:
         anchors = select(anchor_rule(x0, valid)[:, 1:] & counted, ones, multiple)
@@ -188,4 +205,10 @@ def shifted(
         hidden=select(counted, ones, multiple),
         anchors=anchors,
         tokens=counted.sum().float(),
+        is_causal=True,
     )
+
+
+def _require_tokens(counted: Tensor) -> None:
+    if not bool(counted.any()):
+        raise ValueError("no token of this batch counts: every position is padding or fixed")

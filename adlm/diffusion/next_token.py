@@ -30,10 +30,11 @@ def continue_tokens(
     """
     if not bool(is_fixed[:, 0].all()):
         raise ValueError("a causal model continues text: position 0 of every row must be given (the BOS token, say)")
-    xt, how = xt.clone(), how or Draw()
+    xt, how = xt.to(torch.int64).clone(), how or Draw()
     batch, length = xt.shape
+    is_fixed = is_fixed.cpu()
     is_masked = ~is_fixed
-    nfe = torch.zeros(batch, dtype=torch.int64, device=xt.device)
+    nfe = torch.zeros(batch, dtype=torch.int64)
     given = int(is_fixed.long().cumprod(-1).sum(-1).min())  # the prefix that all rows have is read at once
     read = 0
     for position in range(given, length):
@@ -43,8 +44,10 @@ def continue_tokens(
         u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0].to(xt.device)
         drawn = draw(logits_at(features), u, how).tokens
         is_new = ~is_fixed[:, position]
-        xt[:, position] = torch.where(is_new, drawn, xt[:, position])
+        xt[:, position] = torch.where(is_new.to(xt.device), drawn, xt[:, position])
         is_masked[:, position] = False
         changed = torch.zeros_like(is_fixed)
         changed[:, position] = is_new
         yield Frame(position - given + 1, xt.clone(), is_masked.clone(), changed, nfe.clone())
+    if given == length:
+        yield Frame(1, xt, is_masked, torch.zeros_like(is_fixed), nfe)

@@ -19,16 +19,16 @@ class Loss(NamedTuple):
     nll: Tensor
     anchor: Tensor
     row_nll: Tensor  # (B,), detached: each row's share of nll, summed over its tokens
+    row_anchor: Tensor  # (B,), likewise of the anchor term
 
     def check(self, rows: Tensor | None = None) -> Loss:
         """Raise if the loss is not finite, naming the rows (their place in the batch, or their own numbers)."""
         if not bool(torch.isfinite(self.total)):
-            bad = (~torch.isfinite(self.row_nll)).nonzero()[:, 0].cpu()
+            bad = (~torch.isfinite(self.row_nll + self.row_anchor)).nonzero()[:, 0].cpu()
             names = (bad if rows is None else rows.cpu()[bad]).tolist()
-            where = f"rows {names}" if names else "the anchor term, in no single row"
             raise FloatingPointError(
-                f"the loss is {self.total.item()} (nll {self.nll.item()}, anchor {self.anchor.item()}): see {where}. "
-                "Look at those rows' tokens, then at the learning rate"
+                f"the loss is {self.total.item()} (nll {self.nll.item()}, anchor {self.anchor.item()}); "
+                f"rows {names} are not finite. Look at those rows' tokens, then at the learning rate"
             )
         return self
 
@@ -45,7 +45,7 @@ def diffusion_loss(
     offset: float | None = None,
     check: bool = True,
 ) -> Loss:
-    """NELBO and, with an `anchor_weight`, ANELBO (METHOD §3): the mean over tokens of
+    """NELBO and, with an `anchor_weight`, ANELBO: the mean over tokens of
 
     w(t) [ 1{hidden} · -log p_denoiser(x) + anchor_weight · 1{anchor} · -log softmax(anchor logits)[x] ].
 
@@ -59,7 +59,15 @@ def diffusion_loss(
                 "anchor_weight needs a two-stage model (anchor features and head) and a batch made with an anchor_rule"
             )
         anchored = selected_loss(anchor, anchor_head, batch.x0, batch.anchors)
-    return _loss(shown, batch.hidden, anchored, anchor_weight, batch.tokens, batch.x0.shape, check)
+    nll = shown.total / batch.tokens
+    row_nll = token_nll(shown, batch.hidden, batch.x0.shape).sum(-1).detach()
+    total, mean_anchor, row_anchor = nll, torch.zeros_like(nll), torch.zeros_like(row_nll)
+    if anchored is not None and batch.anchors is not None and anchor_weight is not None:
+        mean_anchor = anchored.total / batch.tokens
+        total = nll + anchor_weight * mean_anchor  # at weight 0 too: every parameter stays in the graph
+        row_anchor = token_nll(anchored, batch.anchors, batch.x0.shape).sum(-1).detach()
+    loss = Loss(total, nll, mean_anchor, row_nll, row_anchor)
+    return loss.check() if check else loss
 
 
 def score_entropy_loss(final: Tensor, head: nn.Linear, batch: Noised, *, mask_id: int, check: bool = True) -> Loss:
@@ -81,22 +89,3 @@ def token_nll(selected: Selected, selection: Selection, shape: torch.Size) -> Te
     weighted = torch.where(selection.weight > 0, selected.each * selection.weight, 0.0)
     flat = torch.zeros(shape.numel(), device=weighted.device, dtype=weighted.dtype)
     return flat.index_add_(0, selection.index, weighted).view(shape)
-
-
-def _loss(
-    shown: Selected,
-    where: Selection,
-    anchored: Selected | None,
-    anchor_weight: float | Tensor | None,
-    tokens: Tensor,
-    shape: torch.Size,
-    check: bool,
-) -> Loss:
-    nll = shown.total / tokens
-    if anchored is None or anchor_weight is None:
-        anchor, total = torch.zeros_like(nll), nll
-    else:
-        anchor = anchored.total / tokens
-        total = nll + anchor_weight * anchor  # at weight 0 too: every parameter stays in the graph
-    loss = Loss(total, nll, anchor, token_nll(shown, where, shape).sum(-1).detach())
-    return loss.check() if check else loss

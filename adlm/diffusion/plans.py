@@ -20,7 +20,7 @@ LINEAGE_END = 1e-5
 
 @dataclass(frozen=True)
 class Transition:
-    """One step, each field broadcastable to (B, L): rows may be at different times, tokens at different risk."""
+    """One step, each field broadcastable to (B, L): rows may be at different times (B, 1), tokens at different risk."""
 
     t: Tensor
     alpha_t: Tensor
@@ -31,7 +31,7 @@ class Transition:
     @property
     def reveal_prob(self) -> Tensor:
         reveal = (self.alpha_s - (1 - self.remask_prob) * self.alpha_t) / (1 - self.alpha_t)
-        return reveal.clamp(0, 1)
+        return torch.where(self.alpha_t < 1, reveal.clamp(0, 1), 1.0)  # where all should be visible, reveal all
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def remask_loop(
     return _plan("remask_loop", t, alpha_t, alpha_s, remask, compat)
 
 
-def ddpm(steps: int, *, compat: bool = True) -> Plan:
+def ddpm(steps: int, *, compat: bool = False) -> Plan:
     """The lineage's uncached sampler: ancestral on the training schedule, without nucleus."""
     t, s = _grid(steps, compat)
     alpha_t, alpha_s = 1 - (1 - EPS) * t, 1 - (1 - EPS) * s
@@ -148,17 +148,24 @@ def dfm(steps: int, *, compat: bool = False) -> Plan:
     _at_least_one(steps)
     times, ends, remasks, t = [], [], [], 1.0
     while t > (1 - LINEAGE_END) / steps:
-        a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
-        b = a - 1
-        dt = 1 / steps if t == 1 else min(1 / steps, 1 / (a / t + b / (1 - t)))
+        dt, remask = dfm_step(t, steps)
         times.append(t)
         ends.append(t - dt)
-        remasks.append(0.0 if t == 1 else b * dt / (1 - t))
+        remasks.append(remask)
         t -= dt
     if not compat and t > 0:
         times, ends, remasks = [*times, t], [*ends, 0.0], [*remasks, 0.0]
-    start, end, remask = (torch.tensor(x, dtype=torch.float64) for x in (times, ends, remasks))
-    return _plan("dfm", start, 1 - start, 1 - end, remask, compat)
+    start, end, back = (torch.tensor(x, dtype=torch.float64) for x in (times, ends, remasks))
+    return _plan("dfm", start, 1 - start, 1 - end, back, compat)
+
+
+def dfm_step(t: float, steps: int) -> tuple[float, float]:
+    """The width of dfm's step from time t and its remasking probability: a forward rate a, a backward rate a - 1."""
+    if t == 1:
+        return 1 / steps, 0.0
+    a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
+    dt = min(1 / steps, 1 / (a / t + (a - 1) / (1 - t)))
+    return dt, (a - 1) * dt / (1 - t)
 
 
 def spread(remask_prob: Tensor, confidence: Tensor, is_hidden: Tensor) -> Tensor:

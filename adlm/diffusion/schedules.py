@@ -102,7 +102,7 @@ def loss_weight(schedule: NoiseSchedule, t: Tensor) -> Tensor:
 
 def discrete_time(t: Tensor, steps: int) -> Tensor:
     """The end of the step of width 1 / steps that t falls into."""
-    return torch.floor(t * steps) / steps + 1 / steps
+    return torch.clamp(torch.floor(t * steps) / steps + 1 / steps, max=1.0)
 
 
 def discrete_loss_weight(schedule: NoiseSchedule, t: Tensor, steps: int) -> Tensor:

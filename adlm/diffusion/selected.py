@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from adlm.diffusion.masking import Selection
 
@@ -106,9 +107,10 @@ class _SelectedLoss(torch.autograd.Function):
         return (used * weight).sum(), each
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         grads = (
-            None if grad is None else grad.to(dtype) * outer[0].to(dtype)
+            None if grad is None else (grad * outer[0]).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*grads, None, None, None, None)

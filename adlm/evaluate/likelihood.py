@@ -52,28 +52,30 @@ def held_out_bound(
     draws = 1 if is_causal else draws
     row_nll = torch.zeros(rows.shape[0], dtype=torch.float64)
     model.eval()
-    for first in range(0, rows.shape[0], batch):
-        x0 = rows[first : first + batch]
-        number = torch.arange(first, first + len(x0))
-        rng = CounterRng.of(seed, number)
-        for draw in range(draws):
-            if is_causal:
-                noised = shifted(x0)
-            else:
-                assert model.config.mask_id is not None
-                noised = corrupt(
-                    x0,
-                    schedule or LogLinear(),
-                    rng,
-                    draw,
-                    mask_id=model.config.mask_id,
-                    index=number,
-                    total=rows.shape[0],
-                    steps=steps,
-                )
-            loss = training_loss(model, noised.to(device), score_entropy=score_entropy)
-            row_nll[number] += loss.row_nll.double().cpu() / draws
-    model.train(was_training)
+    try:
+        for first in range(0, rows.shape[0], batch):
+            x0 = rows[first : first + batch]
+            number = torch.arange(first, first + len(x0))
+            rng = CounterRng.of(seed, number)
+            for draw in range(draws):
+                if is_causal:
+                    noised = shifted(x0)
+                else:
+                    assert model.config.mask_id is not None
+                    noised = corrupt(
+                        x0,
+                        schedule or LogLinear(),
+                        rng,
+                        draw,
+                        mask_id=model.config.mask_id,
+                        index=number,
+                        total=rows.shape[0],
+                        steps=steps,
+                    )
+                loss = training_loss(model, noised.to(device), score_entropy=score_entropy)
+                row_nll[number] += loss.row_nll.double().cpu() / draws
+    finally:
+        model.train(was_training)
     length = rows.shape[1] - is_causal  # a causal model is not asked for the first token
     row_nll /= length
     return Bound(float(row_nll.mean()), float(row_nll.std() / math.sqrt(len(row_nll))), row_nll.numel() * length)

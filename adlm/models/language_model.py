@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adlm.models.cache import KVCache
-from adlm.models.transformer import Layer, Norm, Rotary, Stack, gated_weights, modulations, rotary_table
+from adlm.models.transformer import Layer, Norm, Rotary, Stack, causal_mask, gated_weights, modulations, rotary_table
 
 BRIDGES = ("factored", "direct", "softmax")
 POSITIONS = ("rotary", "learned")
@@ -109,7 +109,8 @@ class LanguageModel(nn.Module):
         valid: Tensor | None = None,
         cache: list[KVCache] | None = None,
     ) -> Features:
-        """Tokens (B, L) -> Features. `valid` (B, L) is False at padding, which then changes nothing elsewhere."""
+        """Tokens (B, L) -> Features. `valid` (B, L) is False at padding, which then changes nothing elsewhere (with
+        learned positions: on the right)."""
         config = self.config
         start = cache[0].used if cache else 0
         length = start + tokens.shape[1]
@@ -124,8 +125,8 @@ class LanguageModel(nn.Module):
             rotary = cos[start:length], sin[start:length]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        level = noise_level if config.time_conditioning else None
-        attend = None if valid is None or config.is_causal else valid[:, None, None, :]
+        level = checked_level(noise_level, tokens.shape[0]) if config.time_conditioning else None
+        attend = None if valid is None else readable(valid, config.is_causal, cache is not None)
         split = config.anchor_layers
         if self.anchor is None:
             return Features(None, self.denoiser(x, level, rotary, attend, cache))
@@ -136,7 +137,8 @@ class LanguageModel(nn.Module):
     def rotary(self, device: torch.device) -> Rotary:
         """The angles, made once: no buffer, because a cast of the model must not round them."""
         if self._rotary is None or self._rotary[0].device != device:
-            self._rotary = rotary_table(self.config.length, self.config.dim // self.config.heads, device)
+            with torch.inference_mode(False):  # they outlive the call, and training must be able to use them
+                self._rotary = rotary_table(self.config.length, self.config.dim // self.config.heads, device)
         return self._rotary
 
     def cross(self, anchor: Tensor) -> Tensor:
@@ -198,6 +200,25 @@ class LanguageModel(nn.Module):
     def fold(self) -> LanguageModel:
         """The inference form: bridge product and constant modulations folded into the matrices; equal to rounding."""
         return folded(self)
+
+
+def checked_level(noise_level: Tensor | None, rows: int) -> Tensor:
+    """One noise level a row, or an error that says so: a silent zero would be another model."""
+    if noise_level is None or noise_level.shape != (rows,):
+        got = "none" if noise_level is None else f"shape {tuple(noise_level.shape)}"
+        raise ValueError(f"a time-conditioned model needs a noise_level of shape ({rows},), one a row; got {got}")
+    return noise_level
+
+
+def readable(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
+    """Which keys each query may read: what is valid; in a causal model what came before, and itself."""
+    if not is_causal:
+        return valid[:, None, None, :]
+    if is_cached:
+        raise ValueError("a causal model takes either `valid` or a cache: cached tokens are all read")
+    length = valid.shape[1]
+    itself = torch.eye(length, dtype=torch.bool, device=valid.device)  # or a padded query would have nothing to read
+    return (causal_mask(length, length, valid.device) & valid[:, None, None, :]) | itself
 
 
 @torch.no_grad()

@@ -150,7 +150,7 @@ class Layer(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         # Transposed views, not copies: the kernel answers in the layout of q, ready for the output projection.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        is_causal = self.is_causal
+        is_causal = self.is_causal and attend is None
         if cache is not None:
             k, v = cache.append(k, v)
             if is_causal and length > 1 and k.shape[2] > length:

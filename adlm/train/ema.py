@@ -28,7 +28,11 @@ class EMA:
                 parameters[name].copy_(average)
 
     def state_dict(self) -> dict[str, Tensor | int | float]:
-        return {"decay": self.decay, "updates": self.updates, **{f"shadow.{k}": v for k, v in self.shadow.items()}}
+        return {
+            "decay": self.decay,
+            "updates": self.updates,
+            **{f"shadow.{k}": v.clone() for k, v in self.shadow.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Tensor | int | float]) -> None:
         self.decay, self.updates = float(state["decay"]), int(state["updates"])

@@ -63,6 +63,8 @@ def learning_rate(step: int, steps: int, *, peak: float, warmup: int, decay: str
 
 def shuffled(rows: int, batch: int, rng: torch.Generator) -> Iterator[Tensor]:
     """Row numbers, a batch at a time, for ever: every row once before any row twice."""
+    if rows < 1 or batch < 1:
+        raise ValueError(f"training needs at least one row and a batch of at least one, got {rows} rows, batch {batch}")
     waiting = torch.empty(0, dtype=torch.int64)
     while True:
         while waiting.numel() < batch:
@@ -91,7 +93,7 @@ def train_steps(
     ema: EMA | None = None,
     seed: int = 0,
 ) -> Iterator[StepRecord]:
-    """Train a model in place on rows (n, L) and yield a record a step. The defaults are the paper's (METHOD §3).
+    """Train a model in place on rows (n, L) and yield a record a step. The defaults are the paper's.
 
     What the model is decides what it is asked: hidden tokens or, if causal, the next one; with two stages, anchors too.
     """
@@ -106,6 +108,8 @@ def train_steps(
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     order = shuffled(rows.shape[0], batch, torch.Generator().manual_seed(seed))
     model.train()
+    if on_gpu:
+        model.compile_layers()
     start = time.perf_counter()
 
     # The loop.
@@ -134,11 +138,13 @@ def train_steps(
 
         # Dropout follows from (seed, step) as the noise does, and the caller's generators are left as they were.
         with torch.random.fork_rng([device] if on_gpu else []):
-            torch.manual_seed((seed << 32) + step)
-            check = not on_gpu or step % CHECK_EVERY == 0
+            reseed = torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed
+            reseed((seed * 0x9E3779B97F4A7C15 + step) % 2**63)
             gamma = torch.tensor(weight, device=device) if weight is not None else None
             with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
-                loss = training_loss(model, noised, anchor_weight=gamma, score_entropy=score_entropy, check=check)
+                loss = training_loss(model, noised, anchor_weight=gamma, score_entropy=score_entropy, check=False)
+            if not on_gpu or step % CHECK_EVERY == 0:
+                loss.check(number)
             loss.total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimiser.step()

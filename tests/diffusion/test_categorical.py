@@ -140,7 +140,7 @@ def test_impossible_tokens_are_never_drawn():
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.1}, "top_p must be above 0"),
-        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"top_k": 0}, "top_k must be a whole number from 1"),
         ({"nucleus": "top"}, "usual, lineage"),
     ],
 )

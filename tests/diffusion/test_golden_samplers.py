@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adlm.diffusion.categorical import Draw, distribution
-from adlm.diffusion.plans import reverse_distribution, spread
+from adlm.diffusion.plans import LINEAGE_END, Transition, dfm_step, reverse_distribution, spread
 from adlm.generate import ready
 from adlm.methods import build_sampler
 from tests.goldens import MASK, arrays, facts, model
@@ -76,26 +76,30 @@ def test_reverse_distributions(name, top_p):
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_reverse_distribution_of_flow_matching(top_p):
-    """dfm's steps depend on where it stands, so each golden time is compared with a table made of that time alone."""
-    from adlm.diffusion.plans import LINEAGE_END, Transition
-
+    """dfm's steps depend on where it stands: its rule is asked at each golden time, and the plan follows the rule."""
     golden = arrays(f"reverse_adlm_p{top_p}")
     xt, probs = golden["xt"], predicted(golden["xt"], None, Draw(top_p=top_p, nucleus="lineage"))
     for i, t in enumerate(golden["t"].double()):
-        a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
-        b = a - 1
-        dt = torch.tensor(1 / 64) if t == 1 else torch.minimum(torch.tensor(1 / 64), 1 / (a / t + b / (1 - t)))
-        remask = torch.tensor(0.0) if t == 1 else b * dt / (1 - t)
-        ours = reverse_distribution(xt, probs, Transition(t, 1 - t, 1 - t + dt, remask.double(), t), MASK)
+        dt, remask = dfm_step(float(t), 64)
+        step = Transition(t, 1 - t, 1 - t + dt, torch.tensor(remask, dtype=torch.float64), t)
+        ours = reverse_distribution(xt, probs, step, MASK)
         torch.testing.assert_close(ours, golden[f"dfm/{i}/dist"], atol=1e-4, rtol=0)
-    # and the plan is that rule, followed from t = 1
     plan = build_sampler("dfm", steps=64, compat=True)
     assert plan.t[0] == 1
     for now, after in zip(plan, list(plan)[1:], strict=False):
-        assert after.t == pytest.approx(float(1 - now.alpha_s), abs=1e-12)
-        a = 10 * now.t**0.25 * (1 - now.t) ** 0.25 + 1
-        torch.testing.assert_close(now.reveal_prob, a * (now.alpha_s - now.alpha_t) / (1 - now.alpha_t))
+        dt, remask = dfm_step(float(now.t), 64)
+        assert after.t == pytest.approx(float(now.t) - dt, abs=1e-12)
+        assert now.remask_prob == pytest.approx(remask, abs=1e-12)
     assert plan.t[-1] > (1 - LINEAGE_END) / 64 >= 1 - plan.alpha_s[-1]
+
+
+def test_confidences_in_half_precision():
+    """The authors hold confidences in bfloat16: their remasking probabilities are ours, rounded."""
+    golden, plan = arrays("reverse_adlm_conf_bf16"), plan_of("remdm-conf", 64)
+    for i, t in enumerate(golden["t"].double()):
+        most = plan.remask_prob[int((plan.t - t).abs().argmin())]
+        ours = spread(most, -golden["conf_in"].double(), golden["xt"] == MASK)
+        torch.testing.assert_close(ours.float(), golden[f"{i}/sigma"], atol=1e-3, rtol=1.5e-2)
 
 
 RUNS = facts("trajectory_adlm")["runs"]

@@ -338,3 +338,60 @@ def test_fixed_masks_and_empty_blocks_are_refused():
         frames_of(LEARNED, xt, "ancestral", block=0)
     with pytest.raises(ValueError, match="needs a sampler"):
         list(stream_tokens(LEARNED, xt, seed=0))
+
+
+def test_tokens_of_any_layout_and_type_are_taken():
+    xt = templates(4)
+    expected = last_tokens(LEARNED, xt, "ancestral")
+    assert torch.equal(last_tokens(LEARNED, xt.t().contiguous().t(), "ancestral"), expected)
+    assert torch.equal(last_tokens(LEARNED, xt.int(), "ancestral"), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_is_always_a_frame(name):
+    xt = torch.zeros(2, LENGTH, dtype=torch.long)
+    for block in (None, 4):
+        *_, last = stream_tokens(LEARNED, xt, sampler_of(name), seed=0, block=block)
+        assert torch.equal(last.tokens, xt) and not last.nfe.any()
+    causal = ready(model_of("ar"))
+    *_, last = stream_tokens(causal, xt, seed=0, is_fixed=torch.ones_like(xt).bool())
+    assert torch.equal(last.tokens, xt) and not last.is_masked.any()
+
+
+def test_rows_may_be_at_different_times():
+    """A transition of (B, 1) columns gives every row what it gets alone with its own times."""
+    plan, xt = build_sampler("remask_cap", steps=6, eta=0.3), templates(5)[:2]
+    columns = [torch.stack([plan[2].__dict__[k], plan[4].__dict__[k]])[:, None] for k in plan[2].__dict__]
+
+    def stepped(rows, transition):
+        part = xt[rows]
+        rng = CounterRng.of(7, torch.tensor(rows))
+        is_hidden = part == MASK
+        state = denoise_module.State(
+            part.clone(), is_hidden, torch.ones_like(is_hidden), TOLD.predict, TOLD.logits_at, MASK, rng, Draw()
+        )
+        with torch.no_grad():
+            return denoise_module.step_plan(state, transition, Draw()).tokens
+
+    together = stepped([0, 1], plans.Transition(*columns))
+    for row, step in ((0, 2), (1, 4)):
+        assert torch.equal(stepped([row], plan[step])[0], together[row])
+
+
+def test_what_cannot_be_asked_is_refused():
+    xt = templates(6)
+    with pytest.raises(ValueError, match="longer than this model's length of 20"):
+        next(stream_tokens(LEARNED, torch.full((1, 21), MASK), sampler_of("ancestral"), seed=0))
+    with pytest.raises(ValueError, match="one number for each of the 8 rows"):
+        next(stream_tokens(LEARNED, xt, sampler_of("ancestral"), seed=0, rows=torch.arange(3)))
+    with pytest.raises(ValueError, match="build_sampler"):
+        next(stream_tokens(LEARNED, xt, "ancestral", seed=0))
+    with pytest.raises(ValueError, match=r"is_fixed has shape \(14,\)"):
+        next(stream_tokens(LEARNED, xt, sampler_of("ancestral"), seed=0, is_fixed=torch.zeros(LENGTH).bool()))
+    broken = model_of()
+    with torch.no_grad():
+        broken.head.bias[0] = torch.nan
+    with pytest.raises(ValueError, match=r"head\.bias among them: this model has diverged"):
+        ready(broken)
+    with pytest.raises(ValueError, match="fixed_batch must be at least 1"):
+        ready(model_of(), fixed_batch=0)

@@ -300,3 +300,32 @@ def test_uses_that_make_no_sense_are_refused():
     cache = causal.new_cache(1, 2)
     with pytest.raises(ValueError, match="the cache holds 2 positions"):
         causal(torch.zeros(1, 3, dtype=torch.long), cache=cache)
+
+
+@pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_left_padding_changes_nothing_in_a_causal_model(method):
+    model, rng = random_model(method, length=12), torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, (2, 6), generator=rng)
+    valid = torch.arange(10) >= 4
+    for pad in (0, 1):
+        padded = torch.cat([torch.full((2, 4), pad), tokens], 1)
+        with torch.no_grad():
+            found, expected = model(padded, valid=valid.expand(2, -1)).final[:, 4:], model(tokens).final
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="either `valid` or a cache"):
+        model(tokens, valid=torch.ones(2, 6).bool(), cache=model.new_cache(2))
+
+
+def test_a_time_conditioned_model_must_be_told_the_noise_level():
+    model = random_model("mdlm", length=6, time_conditioning=True)
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+    for level in (None, torch.tensor(0.5), torch.zeros(2, 1)):
+        with pytest.raises(ValueError, match=r"noise_level of shape \(2,\)"):
+            model(tokens, level)
+
+
+def test_angles_made_for_inference_serve_training():
+    model, tokens = random_model("mdlm", length=6), torch.zeros(1, 6, dtype=torch.long)
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens).final.sum().backward()
