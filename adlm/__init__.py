@@ -12,7 +12,7 @@ from adlm.diffusion.schedules import Cosine, LogLinear, NoiseSchedule
 from adlm.evaluate.likelihood import Bound, held_out_bound
 from adlm.generate import Predictor, ready, stream_tokens
 from adlm.interop.reference import from_state_dict
-from adlm.methods import build_config, build_sampler, training_loss
+from adlm.methods import build_anchor_rule, build_config, build_sampler, build_schedule, training_loss
 from adlm.models.language_model import Features, LanguageModel, ModelConfig
 from adlm.train.ema import EMA
 from adlm.train.loop import StepRecord, train_steps
@@ -39,8 +39,10 @@ __all__ = [
     "StepRecord",
     "__version__",
     "anchor_weight",
+    "build_anchor_rule",
     "build_config",
     "build_sampler",
+    "build_schedule",
     "corrupt",
     "denoise",
     "every_token",

@@ -9,13 +9,14 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from adlm.diffusion.anchors import rare_in_sequence
+from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
 from adlm.diffusion.masking import Noised, corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.train.ema import EMA
+from adlm.train.loop import update
 from bench.plain import plain_loss
 from bench.setting import (
     MASK,
@@ -35,12 +36,12 @@ GAMMA = 3e-3
 RULE = rare_in_sequence(5)
 
 
-def batches(x0: Tensor, device: str, multiple: int) -> Callable[[], Noised]:
+def batches(x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE) -> Callable[[], Noised]:
     """The noise of step after step, made on the host while the device works on the step before."""
     rng, steps = CounterRng.of(0, len(x0)), count()
 
     def prepare() -> Noised:
-        batch = corrupt(x0, LogLinear(), rng, next(steps), mask_id=MASK, anchor_rule=RULE, multiple=multiple)
+        batch = corrupt(x0, LogLinear(), rng, next(steps), mask_id=MASK, anchor_rule=rule, multiple=multiple)
         return batch.pin().to(device) if device.startswith("cuda") else batch
 
     ahead = [prepare()]
@@ -56,8 +57,7 @@ def batches(x0: Tensor, device: str, multiple: int) -> Callable[[], Noised]:
 def stepper(
     model: LanguageModel, loss_of: Callable[[Noised], Tensor], next_batch: Callable[[], Noised], device: str
 ) -> Callable[[], Tensor]:
-    parameters = list(model.parameters())
-    optimiser = torch.optim.AdamW(parameters, lr=3e-4, weight_decay=0.0, fused=True)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
     ema = EMA(model)
 
     def step() -> Tensor:
@@ -65,10 +65,7 @@ def stepper(
         with torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda")):
             loss = loss_of(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        ema.update(model)
+        update(model, optimiser, 1.0, ema)
         return loss.detach()
 
     return step
@@ -84,7 +81,6 @@ def main(args: argparse.Namespace) -> None:
     gamma = torch.tensor(GAMMA, device=device)
     timed: dict[str, list[float]] = {}
     memory: dict[str, float | None] = {}
-    losses: dict[str, list[float]] = {}
     for name in ("ours",) if args.no_plain else ("plain", "ours"):
         model = build(size, args.bridge, dropout=0.1).to(device).train()
         if is_cuda:
@@ -98,13 +94,13 @@ def main(args: argparse.Namespace) -> None:
         def ours(batch: Noised, model: LanguageModel = model) -> Tensor:
             return training_loss(model, batch, anchor_weight=gamma, check=False).total
 
-        next_batch = batches(x0, device, 1024 if is_cuda else 1)
+        # Plain finds the anchors in its own step, so its batches come without.
+        next_batch = batches(x0, device, 1024 if is_cuda else 1, None if name == "plain" else RULE)
         step = stepper(model, plain if name == "plain" else ours, next_batch, device)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         timed[name] = seconds_each(step, 8 if is_cuda else 1, repeats, device)
         memory[name] = peak_gib(device)
-        losses[name] = [float(step()) for _ in range(2)]
         del model, step, next_batch
         if is_cuda:
             torch.cuda.empty_cache()

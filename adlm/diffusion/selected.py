@@ -110,7 +110,7 @@ class _SelectedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         grads = (
-            None if grad is None else (grad * outer[0]).to(dtype)
+            None if grad is None else grad.to(dtype) * outer[0]
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*grads, None, None, None, None)

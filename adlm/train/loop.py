@@ -73,6 +73,15 @@ def shuffled(rows: int, batch: int, rng: torch.Generator) -> Iterator[Tensor]:
         waiting = waiting[batch:]
 
 
+def update(model: LanguageModel, optimiser: torch.optim.Optimizer, clip: float, ema: EMA | None) -> None:
+    """After the backward: clip, step, forget the gradients, average. Nothing here waits for the device."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    if ema is not None:
+        ema.update(model)
+
+
 def train_steps(
     model: LanguageModel,
     rows: Tensor,
@@ -146,11 +155,7 @@ def train_steps(
             if not on_gpu or step % CHECK_EVERY == 0:
                 loss.check(number)
             loss.total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        if ema is not None:
-            ema.update(model)
+        update(model, optimiser, clip, ema)
         yield StepRecord(
             step=step,
             total=loss.total.detach(),
