@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        repeats = args.repeats or (50 if is_cuda else 15)
+        repeats = args.repeats or 50
         our_times = seconds_each(ours, 10 if is_cuda else 2, repeats, device)
         our_peak = peak_gib(device)
         nfe = int(state.nfe.min())
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
             if is_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            plain_repeats = args.repeats or (20 if is_cuda else 3)
+            plain_repeats = args.repeats or (20 if is_cuda else 5)
             times = seconds_each(lambda xt=xt: plain_step(model, xt, transition, TOP_P), 1, plain_repeats, device)  # type: ignore[misc]
             plain_mid, plain_half = spread_of(times)
             plain_peak = peak_gib(device)

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
     size, device = size_of(args), args.device
     is_cuda = device.startswith("cuda")
     batch_size = args.batch or (32 if is_cuda else 2)
-    repeats = args.repeats or (30 if is_cuda else 5)
+    repeats = args.repeats or (30 if is_cuda else 9)
     if is_cuda:
         torch.set_float32_matmul_precision("high")
     gamma = torch.tensor(GAMMA, device=device)

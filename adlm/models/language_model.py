@@ -93,8 +93,8 @@ class LanguageModel(nn.Module):
         vocab, dim = config.vocab_size, config.dim
         self.config = config
         self._rotary: Rotary | None = None
-        self.embed = nn.Embedding(vocab, dim)
-        self.positions = nn.Embedding(config.length, dim) if config.positions == "learned" else None
+        self.embed = table(vocab, dim)
+        self.positions = table(config.length, dim) if config.positions == "learned" else None
         self.anchor = stack(config.anchor_layers) if config.anchor_layers else None
         self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
         self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if config.anchor_layers else None
@@ -200,6 +200,11 @@ class LanguageModel(nn.Module):
     def fold(self) -> LanguageModel:
         """The inference form: bridge product and constant modulations folded into the matrices; equal to rounding."""
         return folded(self)
+
+
+def table(rows: int, dim: int) -> nn.Embedding:
+    """An embedding without numbers yet: torch's own start, on the meta device, would load the whole compiler first."""
+    return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
 def checked_level(noise_level: Tensor | None, rows: int) -> Tensor:
