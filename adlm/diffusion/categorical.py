@@ -73,7 +73,9 @@ def candidates(logits: Tensor, how: Draw, size: int) -> tuple[Tensor, Tensor, Te
     if how.top_k is not None and how.top_k < size:
         values, ids = values[:, : how.top_k], ids[:, : how.top_k]
     whole = values if how.top_k is not None else logits
-    probs = (values.double() - whole.double().logsumexp(-1, keepdim=True)).exp()
+    highest = values[:, :1]  # taken off first, or float32 would lose the tail of large logits
+    mass = (whole.float() - highest).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    probs = (values.double() - highest).exp() / mass
     keep = torch.ones_like(values, dtype=torch.bool)
     if how.top_p < 1:
         total = probs.cumsum(-1)

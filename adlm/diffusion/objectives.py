@@ -51,21 +51,15 @@ def diffusion_loss(
 
     The heads see only those positions. `check` looks at the result and so waits for the device.
     """
-    shown = selected_loss(final, head, batch.x0, batch.hidden, without=mask_id, offset=offset)
-    anchored = None
+    nll, row_nll = _mean_loss(final, head, batch, batch.hidden, without=mask_id, offset=offset)
+    total, mean_anchor, row_anchor = nll, torch.zeros_like(nll), torch.zeros_like(row_nll)
     if anchor_weight is not None:
         if anchor is None or anchor_head is None or batch.anchors is None:
             raise ValueError(
                 "anchor_weight needs a two-stage model (anchor features and head) and a batch made with an anchor_rule"
             )
-        anchored = selected_loss(anchor, anchor_head, batch.x0, batch.anchors)
-    nll = shown.total / batch.tokens
-    row_nll = token_nll(shown, batch.hidden, batch.x0.shape).sum(-1).detach()
-    total, mean_anchor, row_anchor = nll, torch.zeros_like(nll), torch.zeros_like(row_nll)
-    if anchored is not None and batch.anchors is not None and anchor_weight is not None:
-        mean_anchor = anchored.total / batch.tokens
+        mean_anchor, row_anchor = _mean_loss(anchor, anchor_head, batch, batch.anchors)
         total = nll + anchor_weight * mean_anchor  # at weight 0 too: every parameter stays in the graph
-        row_anchor = token_nll(anchored, batch.anchors, batch.x0.shape).sum(-1).detach()
     loss = Loss(total, nll, mean_anchor, row_nll, row_anchor)
     return loss.check() if check else loss
 
@@ -89,3 +83,12 @@ def token_nll(selected: Selected, selection: Selection, shape: torch.Size) -> Te
     weighted = torch.where(selection.weight > 0, selected.each * selection.weight, 0.0)
     flat = torch.zeros(shape.numel(), device=weighted.device, dtype=weighted.dtype)
     return flat.index_add_(0, selection.index, weighted).view(shape)
+
+
+def _mean_loss(
+    features: Tensor, head: nn.Linear, batch: Noised, where: Selection, **how: int | float | None
+) -> tuple[Tensor, Tensor]:
+    """The mean over the batch's tokens of a head's loss at a selection, and its sum over each row (detached)."""
+    share = Selection(where.index, where.weight / batch.tokens)
+    found = selected_loss(features, head, batch.x0, share, **how)  # type: ignore[arg-type]
+    return found.total, token_nll(found, where, batch.x0.shape).sum(-1).detach()

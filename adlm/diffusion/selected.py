@@ -118,8 +118,10 @@ class _SelectedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        # A mean that is itself the loss comes with 1, and a CPU may look: its gradients are done.
+        is_done = not outer[0].is_cuda and outer[0].item() == 1
         grads = (
-            None if grad is None else grad.to(dtype) * outer[0]
+            None if grad is None else grad.to(dtype) if is_done else grad.to(dtype) * outer[0]
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*grads, None, None, None, None)

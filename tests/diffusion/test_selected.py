@@ -238,3 +238,17 @@ def test_selections_keep_positions_and_weights():
     assert where.index.tolist() == [0, 2, 7, 8, 0, 0]
     assert where.weight.tolist() == [0.5, 0.5, 2.0, 2.0, 0.0, 0.0]
     assert isinstance(where, Selection)
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_again():
+    head, x = torch.nn.Linear(4, 9), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    selection = Selection(torch.tensor([0, 2, 5]), torch.tensor([0.3, 1.0, 0.2]))
+    total = selected_loss(x, head, torch.tensor([[1, 2, 3], [4, 5, 6]]), selection).total
+    total.backward(retain_graph=True)
+    tensors = (x, head.weight, head.bias)
+    first = [t.grad.clone() for t in tensors]
+    for t in tensors:
+        t.grad.zero_()
+    total.backward()
+    for t, grad in zip(tensors, first, strict=True):
+        assert torch.equal(t.grad, grad)
