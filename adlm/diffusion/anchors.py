@@ -26,6 +26,8 @@ def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = 
     """Tokens that occur at most `max_count` times in their row (the code) or are at most a share of it (the text)."""
     if (max_count is None) == (max_fraction is None):
         raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row): one of them")
+    if max_fraction is not None:
+        _share("max_fraction", max_fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
         counts = counts_in_row(tokens, valid)
@@ -38,11 +40,13 @@ def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = 
 
 def rare_in_corpus(counts: Tensor, max_fraction: float) -> AnchorRule:
     """Tokens that make up at most `max_fraction` of a corpus with these `counts` (V,)."""
+    _share("max_fraction", max_fraction)
     return _by_table(counts <= max_fraction * counts.sum())
 
 
 def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> AnchorRule:
     """The positions of a row with the highest tf-idf: `document_counts` (V,) says how many documents hold a token."""
+    _share("top_fraction", top_fraction)
     idf = torch.log((1 + documents) / (1 + document_counts.double())) + 1
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
@@ -69,6 +73,7 @@ def listed(ids: Sequence[int], vocab_size: int) -> AnchorRule:
 
 def random_positions(fraction: float, seed: int) -> AnchorRule:
     """A share of all positions, drawn once for each row of tokens (a control: anchors without importance)."""
+    _share("fraction", fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
@@ -102,6 +107,11 @@ def anchor_weight(step: int, steps: int, peak: float = 3e-3) -> float:
 
 def _by_table(table: Tensor) -> AnchorRule:
     return lambda tokens, valid: _only(table.to(tokens.device)[tokens], valid)
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is a share and must be between 0 and 1, got {value}")
 
 
 def _lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:

@@ -66,6 +66,8 @@ class CounterRng:
         numbers = torch.arange(rows) if isinstance(rows, int) else rows.cpu()
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
+        if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**56:
+            raise ValueError(f"row numbers must be between 0 and 2**56 - 1, got {numbers.min()} to {numbers.max()}")
         return CounterRng(torch.tensor(seed), numbers)
 
     def uniform(self, step: int, length: int, purpose: Purpose) -> Tensor:

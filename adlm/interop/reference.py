@@ -112,8 +112,11 @@ def from_state_dict(
         time_conditioning=time_conditioning,
         dropout=dropout,
     )
-    if cond is not None and state["backbone.sigma_map.mlp.0.weight"].shape[1] != NoiseEmbedding.WIDTH:
-        raise ValueError(f"the noise embedding of a reference model is {NoiseEmbedding.WIDTH} wide; this one is not")
+    first = state.get("backbone.sigma_map.mlp.0.weight")
+    if first is not None and first.shape[1] != NoiseEmbedding.WIDTH:
+        raise ValueError(
+            f"a reference model's noise embedding is {NoiseEmbedding.WIDTH} wide, this one {first.shape[1]}"
+        )
     model = LanguageModel(config)
     model.load_state_dict(renamed, strict=True)  # a missing or misshapen key is an error that names it
     return model.eval()
