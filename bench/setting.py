@@ -55,13 +55,16 @@ def build(size: str, bridge: str, dropout: float, seed: int = 0) -> LanguageMode
             if "modulation" in name:
                 parameter.normal_(std=0.2, generator=rng)
             elif name.endswith("head.weight"):
-                parameter.normal_(std=3.8 / config.dim**0.5, generator=rng)  # about 3.6 nats, as after training
+                parameter.normal_(
+                    std=3.8 / config.dim**0.5, generator=rng
+                )  # entropy near 3 nats: a nucleus of some hundred tokens
     return model
 
 
 def zipf_tokens(rows: int, length: int, seed: int) -> Tensor:
     """Tokens whose frequencies fall as (rank + 2.7)^-1.15: the share of tokens that occur at most five times in a row
-    is then that of English in GPT-2's vocabulary (0.67 at length 512, 0.59 at 1,024)."""
+    is then near that of English in GPT-2's vocabulary: 0.67 at length 512 and 0.59 at 1,024, where books have 0.64 and 0.55,
+    Wikipedia 0.69 and 0.61, research articles 0.68 and 0.57."""
     rng = torch.Generator().manual_seed(seed)
     weights = (torch.arange(VOCAB - 1, dtype=torch.float64) + 2.7) ** -1.15
     return torch.multinomial(weights, rows * length, replacement=True, generator=rng).view(rows, length)
