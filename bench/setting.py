@@ -62,9 +62,11 @@ def build(size: str, bridge: str, dropout: float, seed: int = 0) -> LanguageMode
 
 
 def zipf_tokens(rows: int, length: int, seed: int) -> Tensor:
-    """Tokens whose frequencies fall as (rank + 2.7)^-1.15: the share of tokens that occur at most five times in a row
-    is then near that of English in GPT-2's vocabulary: 0.67 at length 512 and 0.59 at 1,024, where books have 0.64 and 0.55,
-    Wikipedia 0.69 and 0.61, research articles 0.68 and 0.57."""
+    """Tokens whose frequencies fall as (rank + 2.7)^-1.15.
+
+    The share of tokens that occur at most five times in a row is then near that of English in GPT-2's vocabulary: 0.67
+    at length 512 and 0.59 at 1,024, where books have 0.64 and 0.55, Wikipedia 0.69 and 0.61, articles 0.68 and 0.57.
+    """
     rng = torch.Generator().manual_seed(seed)
     weights = (torch.arange(VOCAB - 1, dtype=torch.float64) + 2.7) ** -1.15
     return torch.multinomial(weights, rows * length, replacement=True, generator=rng).view(rows, length)
