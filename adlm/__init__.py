@@ -1,5 +1,10 @@
 """Anchored diffusion language models (arXiv 2505.18456): the public names, from the parts that define them."""
 
+from adlm.checkpoint import Loaded, load
+from adlm.config import Config, load_config
+from adlm.data.prepare import prepare
+from adlm.data.shards import PreparedData, open_data
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.diffusion.anchors import anchor_weight, every_token, rare_in_corpus, rare_in_sequence
 from adlm.diffusion.categorical import Draw
 from adlm.diffusion.denoise import Frame, denoise
@@ -15,19 +20,23 @@ from adlm.interop.reference import from_state_dict
 from adlm.methods import build_anchor_rule, build_config, build_sampler, build_schedule, training_loss
 from adlm.models.language_model import Features, LanguageModel, ModelConfig
 from adlm.train.ema import EMA
-from adlm.train.loop import StepRecord, train_steps
+from adlm.train.guard import Diverged, Preempted
+from adlm.train.loop import Run, train, train_steps
 
 __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
     "Bound",
+    "Config",
     "Cosine",
     "CounterRng",
+    "Diverged",
     "Draw",
     "Features",
     "Frame",
     "LanguageModel",
+    "Loaded",
     "LogLinear",
     "Loss",
     "ModelConfig",
@@ -36,7 +45,10 @@ __all__ = [
     "Order",
     "Plan",
     "Predictor",
-    "StepRecord",
+    "Preempted",
+    "PreparedData",
+    "Run",
+    "Tokenizer",
     "__version__",
     "anchor_weight",
     "build_anchor_rule",
@@ -48,11 +60,17 @@ __all__ = [
     "every_token",
     "from_state_dict",
     "held_out_bound",
+    "load",
+    "load_config",
+    "load_tokenizer",
+    "open_data",
+    "prepare",
     "rare_in_corpus",
     "rare_in_sequence",
     "ready",
     "shifted",
     "stream_tokens",
+    "train",
     "train_steps",
     "training_loss",
 ]

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import Draw
 from adlm.diffusion.denoise import Frame, denoise
 from adlm.diffusion.next_token import continue_tokens
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.models.language_model import LanguageModel
+from adlm.models.language_model import LanguageModel, ModelConfig
 
 Inputs = tuple[Tensor | None, ...]
 ALIGN = 64  # a GPU's half-precision product wants rows that start on a boundary
@@ -61,6 +62,7 @@ class Predictor:
         dtype: torch.dtype | None = None,
         *,
         fixed_batch: int | None = None,
+        is_compiled: bool = True,
     ) -> None:
         device = torch.device(device)
         is_cuda = device.type == "cuda"
@@ -81,9 +83,10 @@ class Predictor:
         self.head = F.pad(head.weight, (0, 0, 0, pad)), F.pad(bias, (0, pad), value=-torch.inf)
         if self.model.positions is None:
             self.model.rotary(self.head[0].device)  # before compiling, which would compute the angles in every layer
-        self.final = torch.compile(self._final) if is_cuda else self._final
+        self.is_compiled = is_cuda and is_compiled
+        self.final = torch.compile(self._final) if self.is_compiled else self._final
         self.graphs: dict[tuple[int, ...], Graph] = {}
-        self.pool = torch.cuda.graph_pool_handle() if is_cuda else None
+        self.pool = torch.cuda.graph_pool_handle() if self.is_compiled else None
 
     def _final(self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
         return self.model(tokens, noise_level, valid=valid).final
@@ -101,7 +104,7 @@ class Predictor:
         rows = size = tokens.shape[0]
         if self.fixed_batch:
             size = self.fixed_batch
-        elif tokens.is_cuda:  # eight sizes up to the largest batch
+        elif self.is_compiled:  # eight sizes up to the largest batch
             self.largest = max(self.largest, rows)
             unit = max(1, self.largest // 8)
             size = min(self.largest, -(-rows // unit) * unit)
@@ -109,7 +112,7 @@ class Predictor:
             repeat = torch.arange(size, device=tokens.device).clamp(max=rows - 1)
             tokens = tokens[repeat]
             level, valid = (None if x is None else x[repeat] for x in (level, valid))
-        if not tokens.is_cuda:
+        if not self.is_compiled:
             return self.final(tokens, level, valid)[:rows]
         shape = (*tokens.shape, valid is not None)
         if shape not in self.graphs:
@@ -127,9 +130,13 @@ def ready(
     dtype: torch.dtype | None = None,
     *,
     fixed_batch: int | None = None,
+    is_compiled: bool = True,
 ) -> Predictor:
-    """Make a model ready to sample: make it once, use it for many calls (a GPU: bfloat16 unless told)."""
-    return Predictor(model, device, dtype, fixed_batch=fixed_batch)
+    """Make a model ready to sample: make it once, use it for many calls (a GPU: bfloat16 unless told).
+
+    On a GPU it is compiled, which takes a while and pays when many texts are sampled.
+    """
+    return Predictor(model, device, dtype, fixed_batch=fixed_batch, is_compiled=is_compiled)
 
 
 @torch.no_grad()
@@ -192,3 +199,36 @@ def stream_tokens(
         valid=valid,
         block=block,
     )
+
+
+def blank_rows(
+    config: ModelConfig, tokenizer: Tokenizer, rows: int, length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows to be written, (rows, length), and what of them is given: nothing but, for a causal model, the beginning."""
+    length = length or config.length
+    if not 1 <= length <= config.length:
+        raise ValueError(f"length must be between 1 and this model's {config.length}, got {length}")
+    is_fixed = torch.zeros(rows, length, dtype=torch.bool)
+    if not config.is_causal:
+        assert config.mask_id is not None
+        return torch.full((rows, length), config.mask_id), is_fixed
+    if tokenizer.bos_id is None:
+        raise ValueError("a causal model begins with a BOS token, and this tokenizer has none")
+    is_fixed[:, 0] = True
+    return torch.full((rows, length), tokenizer.bos_id), is_fixed
+
+
+def write(
+    predictor: Predictor,
+    tokenizer: Tokenizer,
+    sampler: Plan | Order | None,
+    *,
+    rows: int = 1,
+    seed: int = 0,
+    length: int | None = None,
+    how: Draw | None = None,
+) -> list[str]:
+    """Texts from nothing, one a row; special tokens are left out of them."""
+    xt, is_fixed = blank_rows(predictor.config, tokenizer, rows, length)
+    *_, frame = stream_tokens(predictor, xt, sampler, seed=seed, how=how, is_fixed=is_fixed)
+    return [tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]

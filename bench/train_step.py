@@ -16,7 +16,7 @@ from adlm.diffusion.schedules import LogLinear, loss_weight
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.train.ema import EMA
-from adlm.train.loop import update
+from adlm.train.optim import build_optimisers, update
 from bench.plain import plain_loss
 from bench.setting import (
     MASK,
@@ -36,12 +36,14 @@ GAMMA = 3e-3
 RULE = rare_in_sequence(5)
 
 
-def batches(x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE) -> Callable[[], Noised]:
+def batches(
+    x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE, mask_id: int = MASK
+) -> Callable[[], Noised]:
     """The noise of step after step, made on the host while the device works on the step before."""
     rng, steps = CounterRng.of(0, len(x0)), count()
 
     def prepare() -> Noised:
-        batch = corrupt(x0, LogLinear(), rng, next(steps), mask_id=MASK, anchor_rule=rule, multiple=multiple)
+        batch = corrupt(x0, LogLinear(), rng, next(steps), mask_id=mask_id, anchor_rule=rule, multiple=multiple)
         return batch.pin().to(device) if device.startswith("cuda") else batch
 
     ahead = [prepare()]
@@ -57,15 +59,14 @@ def batches(x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RU
 def stepper(
     model: LanguageModel, loss_of: Callable[[Noised], Tensor], next_batch: Callable[[], Noised], device: str
 ) -> Callable[[], Tensor]:
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
-    ema = EMA(model)
+    optimisers, ema = build_optimisers(model), EMA(model)
 
     def step() -> Tensor:
         batch = next_batch()
         with torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda")):
             loss = loss_of(batch)
         loss.backward()
-        update(model, optimiser, 1.0, ema)
+        update(model, optimisers, 1.0, ema)
         return loss.detach()
 
     return step

@@ -35,3 +35,21 @@ def test_sample_step():
 def test_samples():
     record = record_of("samples", "--steps", "8", "--batch", "2")
     assert record["samples_per_s"] > 0 and 0 < record["rows_evaluated"] <= 1
+
+
+def test_loop():
+    often = ["--steps", "12", "--valid-every", "4", "--log-every", "2"]
+    record = record_of("loop", *often, "--batch", "2", "--repeats", "2")
+    assert record["ratio"] > 0 and 0 <= record["stall"] < 1 and len(record["validation_s"]) == 2
+
+
+def test_prepare():
+    command = [sys.executable, "-m", "bench.prepare", "--mb", "1", "--repeats", "1"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    record = json.loads(found.stdout.strip().splitlines()[-1])
+    assert record["bench"] == "prepare" and record["ratio"] > 0
+
+
+def test_costs():
+    found = subprocess.run([sys.executable, "-m", "bench.costs"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.count("| OWT") == 8 and not found.stderr

@@ -1,5 +1,7 @@
 """What only a GPU runs: the kernels, half precision, compiled graphs. `pytest -m gpu` where there is one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -93,6 +95,34 @@ def test_half_precision_training_agrees_with_float32(bridge):
     for name, parameter in model.named_parameters():
         error = (parameter.grad.cpu() - grads[name]).norm() / (grads[name].norm() + 1e-8)
         assert error < 0.05, f"{name}: relative error {float(error):.3f}"
+
+
+@pytest.mark.parametrize(("rows", "length", "dim"), [(32, 1024, 768), (128, 512, 512), (256, 128, 768)])
+def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length, dim):
+    gradients = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        config = build_config(
+            "mdlm", "small", vocab_size=512, mask_id=511, dim=dim, heads=dim // 64, denoiser_layers=2, length=length
+        )
+        model = LanguageModel(replace(config, dropout=0.0), seed=0)
+        rng = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "modulation" in name or name == "head.weight":
+                    parameter.normal_(std=0.2 if "modulation" in name else dim**-0.5, generator=rng)
+        model.cuda()
+        if is_compiled:
+            model.compile_layers()
+        x0 = torch.randint(511, (rows, length), generator=rng)
+        batch = corrupt(x0, LogLinear(), CounterRng.of(0, rows), 0, mask_id=511, multiple=64).to("cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = training_loss(model, batch)
+        loss.total.backward()
+        gradients.append({name: p.grad.float() for name, p in model.named_parameters()})
+    for name, eager in gradients[0].items():
+        error = (gradients[1][name] - eager).norm() / (eager.norm() + 1e-8)
+        assert error < 0.03, f"{name}: relative error {float(error):.3f}"
 
 
 def test_a_graph_gives_the_features_of_the_model():

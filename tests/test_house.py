@@ -29,10 +29,13 @@ TIERS = {
     "train": 3,
     "reasoning": 4,
     "cli": 5,
+    "__main__": 6,
     "serve": 5,
 }
 TIER_0_MAY_IMPORT = {"diffusion": {"torch", "numpy", "triton"}, "models": {"torch", "numpy"}}
-TIER_0_MAY_IMPORT["data"] = TIER_0_MAY_IMPORT["models"] | {"tokenizers"}
+TIER_0_MAY_IMPORT["data"] = TIER_0_MAY_IMPORT["models"] | {
+    "tokenizers", "torchdata", "datasets", "pyarrow", "huggingface_hub"
+}
 MOST_LINES, MOST_CLASS_LINES, MEDIAN_LINES = 400, 150, 180
 
 

@@ -8,6 +8,10 @@ import typer
 
 from adlm import __version__
 from adlm.cli.demo import DemoResult, run_demo
+from adlm.cli.plot import plot
+from adlm.cli.prepare import prepare
+from adlm.cli.sample import sample
+from adlm.cli.train import train
 
 app = typer.Typer(help="Anchored diffusion language models.", no_args_is_help=True, add_completion=False)
 
@@ -32,6 +36,9 @@ def demo(
     """Train a tiny anchored diffusion model on a novel's opening, on the CPU, and watch it write and fill in."""
     return run_demo(seconds=seconds, steps=steps, seed=seed)
 
+
+for command in (prepare, train, plot, sample):
+    app.command()(command)
 
 if __name__ == "__main__":
     app()

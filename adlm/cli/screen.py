@@ -35,7 +35,8 @@ def draw_row(
         while end < len(ids) and kinds[end] == kinds[start]:
             end += 1
         hidden = kinds[start] in (HIDDEN, REMASKED)
-        text.append("░" * (end - start) if hidden else tokenizer.decode(ids[start:end]), style=kinds[start])
+        shown = "░" * (end - start) if hidden else tokenizer.decode(ids[start:end], skip_special=True)
+        text.append(shown, style=kinds[start])
         start = end
     return text
 

@@ -1,51 +1,266 @@
-"""A small byte-level BPE: any text goes in, the same text comes out, and one id beyond its own stands for the mask."""
+"""Text to ids and back: the tokenizers of the paper, any `tokenizer.json`, or a byte-level BPE learned on the spot."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
 
+import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 BYTES = 256
+END_OF_TEXT = "<|endoftext|>"
+BUNDLED = ("gpt2", "bert-base-uncased")
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# What begins and ends a text goes by either name: the first key that is there.
+CONFIG_KEYS = {
+    "bos": ("bos_token", "cls_token"),
+    "eos": ("eos_token", "sep_token"),
+    "pad": ("pad_token",),
+    "mask": ("mask_token",),
+}
+WELL_KNOWN = {
+    "bos": ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT),
+    "eos": ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT),
+    "pad": ("[PAD]", "<pad>", "<|pad|>"),
+    "mask": ("[MASK]", "<mask>", "<|mask|>"),
+}
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. The mask is the last id: `vocab_size` counts it, no text is ever encoded to it."""
+    """Text to ids and back. `vocab_size` counts the mask: the tokenizer's own, else one id beyond the others."""
 
     bpe: tokenizers.Tokenizer
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    own_mask_id: int | None = None
+    name: str = "bpe"
+    source: str | None = None  # the tokenizer.json it was read from, kept to the letter: its hash names it
 
-    @property
+    def __post_init__(self) -> None:
+        self.bpe.no_padding()
+        self.bpe.no_truncation()
+        self.bpe.encode_special_tokens = True  # "[MASK]" in a text is six characters, never the mask
+        for token_id in (self.bos_id, self.eos_id, self.pad_id, self.own_mask_id):
+            if token_id is None:
+                continue
+            token = self.bpe.id_to_token(token_id)
+            if token is None:
+                raise ValueError(f"{self.name}: special token {token_id} is not in its vocabulary")
+            if token_id in self.encode(token):
+                raise ValueError(
+                    f"{self.name}: the text {token!r} is encoded to special token {token_id}, which no text may be; "
+                    "mark it as special in tokenizer.json (added_tokens, special: true)"
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled tokenizers.Tokenizer forgets encode_special_tokens: built anew, it is set again.
+        ids = (self.bos_id, self.eos_id, self.pad_id, self.own_mask_id)
+        return _rebuilt, (self.bpe.to_str(), *ids, self.name, self.source)
+
+    @cached_property
     def vocab_size(self) -> int:
-        return self.bpe.get_vocab_size() + 1
+        own = (
+            max(self.bpe.get_vocab(with_added_tokens=True).values()) + 1
+        )  # not the number of tokens: ids may have gaps
+        return own if self.own_mask_id is not None else own + 1
 
     @property
     def mask_id(self) -> int:
-        return self.vocab_size - 1
+        return self.vocab_size - 1 if self.own_mask_id is None else self.own_mask_id
+
+    @cached_property
+    def json(self) -> str:
+        return self.bpe.to_str() if self.source is None else self.source
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.json.encode("utf-8")).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self.bpe.encode(text).ids
+        return self.bpe.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """The ids of all texts in one array, and how many each has."""
+        ids = [encoding.ids for encoding in self.bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
+        lengths = np.array([len(each) for each in ids], dtype=np.int64)
+        flat = np.empty(int(lengths.sum()), dtype=np.uint32)
+        start = 0
+        for each in ids:
+            flat[start : start + len(each)] = each
+            start += len(each)
+        return flat, lengths
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of the ids; a mask among them has none, and is an error."""
         for position, token in enumerate(ids):
-            if not 0 <= token < self.mask_id:
+            if token == self.mask_id or not 0 <= token < self.vocab_size:
                 what = "the mask" if token == self.mask_id else f"outside the vocabulary of {self.vocab_size}"
                 raise ValueError(f"token {token} at position {position} is {what}: only text can be decoded")
-        return self.bpe.decode(list(ids))
+        return self.bpe.decode(list(ids), skip_special_tokens=skip_special)
+
+    def save(self, folder: Path | str) -> None:
+        """`tokenizer.json`, and `tokenizer_config.json` with the names of the special tokens."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "mask": self.own_mask_id}
+        names = {f"{role}_token": None if i is None else self.bpe.id_to_token(i) for role, i in ids.items()}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "name": self.name, **names}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+        (folder / "tokenizer.json").write_bytes(self.json.encode("utf-8"))  # as bytes: no newline is translated
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Tokenizer:
+        """What `save` wrote, or any folder with a `tokenizer.json`."""
+        return _from_file(Path(folder) / "tokenizer.json", name=None)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE learned from the texts; `vocab_size` counts the mask."""
-    if vocab_size <= BYTES:
-        raise ValueError(f"vocab_size must be above {BYTES} (every byte, and the mask), got {vocab_size}")
+def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """One that is bundled or made here, a `tokenizer.json`, a folder that holds one, or a name on the Hub."""
+    name = str(name_or_path)
+    if name in BUNDLED:
+        packed = resources.files("adlm.data").joinpath("bundled", f"{name}.json.gz").read_bytes()
+        return _from_json(gzip.decompress(packed).decode("utf-8"), {}, name)
+    if name in MADE:
+        return MADE[name]()
+    path = Path(name_or_path)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        return _from_file(path / "tokenizer.json", name=None)
+    if path.is_file():
+        return _from_file(path, name=None)
+    if path.exists() or path.suffix == ".json" or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise ValueError(
+            f"tokenizer {name!r}: no tokenizer.json there; give such a file, a folder that holds one, one of "
+            f"{', '.join([*BUNDLED, *MADE])}, or a name on the Hugging Face Hub"
+        )
+    return _from_hub(name)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = None, name: str = "bpe") -> Tokenizer:
+    """A byte-level BPE learned from the texts; `vocab_size` counts the mask, and the end token where there is one.
+
+    A text with too few pairs to merge gives a smaller vocabulary. The same texts give the same tokenizer, whatever the
+    number of threads.
+    """
+    specials = [] if end_token is None else [AddedToken(end_token, special=True, normalized=False)]
+    least = BYTES + len(specials)
+    if vocab_size <= least:
+        what = "every byte, and the mask" if end_token is None else f"every byte, {end_token} and the mask"
+        raise ValueError(f"vocab_size must be above {least} ({what}), got {vocab_size}")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # sorted: the order that the ids of the bytes get
-    bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
     )
-    return Tokenizer(bpe)
+    bpe.train_from_iterator(texts, trainer)
+    end_id = None if end_token is None else bpe.token_to_id(end_token)
+    return Tokenizer(bpe, bos_id=end_id, eos_id=end_id, name=name)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """Every byte one token, in the order of the bytes; then the end of a text; then the mask."""
+    alphabet = _byte_characters()
+    bpe = tokenizers.Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return Tokenizer(bpe, bos_id=BYTES, eos_id=BYTES, name="bytes")
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary: itself if it is visible, else from 256 on."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(BYTES) if byte not in visible]
+    return [chr(byte) if byte in visible else chr(BYTES + hidden.index(byte)) for byte in range(BYTES)]
+
+
+def _character_tokenizer() -> Tokenizer:
+    """The lineage's for text8: letters and the blank, behind eight special tokens; all else is unknown to it."""
+    specials = ["[CLS]", "[SEP]", "[BOS]", "[EOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]"]
+    vocabulary = {token: i for i, token in enumerate([*specials, *ascii_lowercase, " "])}
+    bpe = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="[UNK]"))
+    bpe.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
+    bpe.decoder = decoders.Fuse()
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    ids = {role: vocabulary[f"[{role}]"] for role in ("BOS", "EOS", "PAD", "MASK")}
+    return Tokenizer(bpe, ids["BOS"], ids["EOS"], ids["PAD"], ids["MASK"], name="characters")
+
+
+MADE = {"bytes": _byte_tokenizer, "characters": _character_tokenizer}
+
+
+def _from_file(path: Path, name: str | None) -> Tokenizer:
+    if not path.is_file():
+        raise ValueError(f"no tokenizer at {path}: a tokenizer.json of the `tokenizers` library is expected")
+    config: dict[str, Any] = {}
+    for other in reversed(CONFIG_FILES):  # the first of them has the last word
+        if (path.parent / other).is_file():
+            config |= json.loads((path.parent / other).read_text("utf-8"))
+    name = name or config.get("name") or (path.parent.name if path.name == "tokenizer.json" else path.stem)
+    return _from_json(path.read_bytes().decode("utf-8"), config, name)
+
+
+def _from_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
+    try:
+        bpe = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{name} is no tokenizer.json of the `tokenizers` library: {error}") from error
+    added = {token.content for token in bpe.get_added_tokens_decoder().values()}
+    ids = {role: _special_id(bpe, role, config, added) for role in CONFIG_KEYS}
+    return Tokenizer(bpe, ids["bos"], ids["eos"], ids["pad"], ids["mask"], name, text)
+
+
+def _special_id(bpe: tokenizers.Tokenizer, role: str, config: dict[str, Any], added: set[str]) -> int | None:
+    """From the configuration where it says something (null: there is none), else by the names that are in use."""
+    said = [config[key] for key in CONFIG_KEYS[role] if key in config]
+    if said:
+        given = next((token for token in said if token is not None), None)
+        content = given["content"] if isinstance(given, dict) else given
+        return None if content is None else bpe.token_to_id(content)
+    found = next((token for token in WELL_KNOWN[role] if token in added), None)
+    return None if found is None else bpe.token_to_id(found)
+
+
+def _from_hub(name: str) -> Tokenizer:
+    expected = (
+        f"a file or folder of that name, one of {', '.join([*BUNDLED, *MADE])}, or a name on the Hugging Face Hub "
+        "whose repository has a tokenizer.json"
+    )
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"tokenizer {name!r} is not here: expected {expected}; for the Hub: pip install 'adlm[data]'"
+        ) from error
+    try:
+        path = Path(hf_hub_download(name, "tokenizer.json"))
+    except (OSError, ValueError) as error:  # the Hub's own errors are among these
+        raise ValueError(
+            f"tokenizer {name!r} could not be had: expected {expected}. Check the name and the connection, or save its "
+            f"tokenizer.json and give the path. The Hub said: {str(error).splitlines()[0]}"
+        ) from error
+    for other in CONFIG_FILES:
+        try:
+            hf_hub_download(name, other)
+        except EntryNotFoundError:
+            continue  # either file may be missing: the well-known names stand in
+    return _from_file(path, name=name)
+
+
+def _rebuilt(description: str, *rest: Any) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(description), *rest)

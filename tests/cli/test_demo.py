@@ -16,8 +16,8 @@ def test_the_short_demo_learns_writes_and_fills() -> None:
 
     assert len(found.losses) == 40
     assert sum(found.losses[-10:]) < sum(found.losses[:10]) - 1.0  # well below where it began
-    assert found.bound.ppl < found.tokenizer.vocab_size  # better than knowing nothing
-    assert found.bound.stderr > 0
+    assert found.valid["val/ppl"] < found.tokenizer.vocab_size  # better than knowing nothing
+    assert found.valid["val/stderr"] > 0
 
     mask_id = found.tokenizer.mask_id
     assert not (found.sample == mask_id).any()
@@ -28,8 +28,8 @@ def test_the_short_demo_learns_writes_and_fills() -> None:
 
     # A pipe gets lines, not a screen.
     assert "\x1b" not in result.output
-    assert f"held-out perplexity: at most {found.bound.ppl:.1f}" in result.output
-    assert found.tokenizer.decode(found.sample[1].tolist()).split()[0] in result.output
+    assert f"held-out perplexity: at most {found.valid['val/ppl']:.1f}" in result.output
+    assert found.tokenizer.decode(found.sample[1].tolist(), skip_special=True).split()[0] in result.output
     assert len(result.output.splitlines()) < 80
 
 

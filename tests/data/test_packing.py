@@ -1,12 +1,20 @@
-"""Rows are the stream, cut."""
+"""Rows are the stream, cut: the authors' rows where they cut as we do, and never a matter of chunks."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adlm.data.packing import pack_rows
+from adlm.data.packing import Framing, Packed, Packer, end_documents, frame_rows, pack_rows, wrap_rows
 from adlm.data.sources import excerpt
+from tests.goldens import arrays, facts
+
+GOLDEN = facts("packing")
+NONE = np.empty(0, dtype=np.int64)
+FRAMING = Framing(length=7, bos_id=90, eos_id=91, pad_id=92)
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 20))
@@ -38,3 +46,123 @@ def test_the_excerpt_is_readable_prose() -> None:
     assert text.startswith("CHAPTER 1\n\nAlthough I am an old man, night is generally my time for walking.")
     assert 300_000 < len(text) < 600_000
     assert "\ufffd" not in text
+
+
+@pytest.mark.parametrize("case", GOLDEN["small_cases"], ids=range(len(GOLDEN["small_cases"])))
+def test_small_streams_are_wrapped_as_the_authors_do(case: dict) -> None:
+    stream = np.array([token for document in case["input_ids"] for token in document], dtype=np.int64)
+    rows, carry = wrap_rows(stream, NONE, case["block_size"], bos_id=case["bos"], eos_id=case["eos"])
+    assert rows.tolist() == case["blocks"]
+    assert len(rows) * (case["block_size"] - 2) + len(carry) == len(stream)
+
+
+def test_a_fresh_packer_for_every_thousand_documents_gives_the_authors_rows() -> None:
+    found = {name: array.numpy() for name, array in arrays("packing").items()}
+    lengths, eos_id = found["doc_lengths"], GOLDEN["eos_id_appended_to_each_document"]
+    stops = np.cumsum(lengths)
+    framing = Framing(GOLDEN["block_size_wrapped"], GOLDEN["bos_id"], eos_id, 0)
+    rows = []
+    for first in range(0, len(lengths), 1000):
+        here = slice(first, first + 1000)
+        ids = found["doc_tokens"][stops[here][0] - lengths[first] : stops[here][-1]]
+        rows.append(Packer(framing, is_wrapped=True).feed(ids, lengths[here], lengths[here]).rows)
+    assert np.array_equal(np.concatenate(rows), found["blocks_num_proc1"])
+    # One packer for all loses one remainder in place of three.
+    whole = Packer(framing, is_wrapped=True).feed(found["doc_tokens"], lengths, lengths).rows
+    assert len(whole) == (lengths.sum() + len(lengths)) // (framing.length - 2)
+    assert len(whole) >= len(found["blocks_num_proc1"])
+
+
+def test_one_document_a_row_is_padded_and_cut_as_the_authors_do() -> None:
+    found = {name: array.numpy() for name, array in arrays("packing").items()}
+    lengths = found["doc_lengths"][: len(found["unwrapped_input_ids"])]
+    ids = found["doc_tokens"][: lengths.sum()]
+    length = GOLDEN["block_size_unwrapped"]
+    rows, kept = frame_rows(ids, lengths, length, bos_id=GOLDEN["bos_id"], eos_id=GOLDEN["sep_id"], pad_id=0)
+    assert np.array_equal(rows, found["unwrapped_input_ids"])
+    assert np.array_equal(np.arange(length) < kept[:, None], found["unwrapped_attention_mask"].astype(bool))
+    assert (lengths > length - 2).any() and (lengths < length - 2).any()  # the golden has both kinds
+
+
+DOCUMENTS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 60)), min_size=1, max_size=30)
+
+
+def numbered(lengths: np.ndarray) -> np.ndarray:
+    return np.arange(lengths.sum(), dtype=np.uint16) % 80  # never one of the special ids
+
+
+def fed(
+    documents: list[tuple[int, int]], cuts: set[int], is_wrapped: bool, start: tuple[int, ...] = (0, 0, 0)
+) -> Packed:
+    """All rows, the documents from `start` on given in the chunks that the cuts make."""
+    lengths, sizes = (np.array(column, dtype=np.int64) for column in zip(*documents))
+    ids, stops = numbered(lengths), np.cumsum(lengths)
+    packer = Packer(FRAMING, is_wrapped=is_wrapped, start=start)
+    edges = sorted({start[0], len(documents)} | {cut for cut in cuts if start[0] < cut < len(documents)})
+    found = []
+    for first, last in pairwise(edges):
+        begin = stops[first] - lengths[first]
+        found.append(packer.feed(ids[begin : stops[last - 1]], lengths[first:last], sizes[first:last]))
+    if not found:
+        return Packed(np.empty((0, 7)), None if is_wrapped else NONE, np.empty((0, 3)))
+    kept = None if is_wrapped else np.concatenate([each.lengths for each in found])
+    return Packed(np.concatenate([p.rows for p in found]), kept, np.concatenate([p.ends for p in found]))
+
+
+def same(one: Packed, other: Packed) -> bool:
+    pairs = [(one.rows, other.rows), (one.ends, other.ends)]
+    if one.lengths is not None and other.lengths is not None:
+        pairs.append((one.lengths, other.lengths))
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@given(DOCUMENTS, st.sets(st.integers(1, 29)), st.booleans())
+def test_rows_do_not_depend_on_chunks(documents: list[tuple[int, int]], cuts: set[int], is_wrapped: bool) -> None:
+    assert same(fed(documents, cuts, is_wrapped), fed(documents, set(), is_wrapped))
+
+
+@given(DOCUMENTS, st.sets(st.integers(1, 29)), st.booleans(), st.integers(0, 100))
+def test_a_packer_goes_on_from_the_end_of_any_row(
+    documents: list[tuple[int, int]], cuts: set[int], is_wrapped: bool, which: int
+) -> None:
+    whole = fed(documents, set(), is_wrapped)
+    if not len(whole.rows):
+        return
+    row = which % len(whole.rows)
+    rest = fed(documents, cuts, is_wrapped, start=tuple(whole.ends[row].tolist()))
+    after = Packed(
+        whole.rows[row + 1 :], None if whole.lengths is None else whole.lengths[row + 1 :], whole.ends[row + 1 :]
+    )
+    assert len(rest.rows) == len(after.rows)
+    assert not len(after.rows) or same(rest, after)
+
+
+@given(DOCUMENTS)
+def test_wrapped_rows_hold_the_stream_and_lose_only_its_remainder(documents: list[tuple[int, int]]) -> None:
+    lengths = np.array([tokens for tokens, _ in documents])
+    stream = end_documents(numbered(lengths), lengths, FRAMING.eos_id)
+    assert (stream[np.cumsum(lengths + 1) - 1] == FRAMING.eos_id).all() and len(stream) == (lengths + 1).sum()
+    packed = fed(documents, set(), is_wrapped=True)
+    assert (packed.rows[:, 0] == FRAMING.bos_id).all() and (packed.rows[:, -1] == FRAMING.eos_id).all()
+    inside = packed.rows[:, 1:-1].ravel()
+    assert np.array_equal(inside, stream[: len(inside)])
+    assert len(stream) - len(inside) < FRAMING.length - 2
+
+
+@given(DOCUMENTS, st.booleans())
+def test_the_bytes_of_all_rows_are_the_text_that_is_in_them(documents: list[tuple[int, int]], is_wrapped: bool) -> None:
+    packed = fed(documents, set(), is_wrapped)
+    assert (np.diff(packed.ends[:, 2]) >= 0).all()
+    total = sum(size for _, size in documents)
+    if not is_wrapped and all(tokens <= 5 for tokens, _ in documents if tokens):
+        assert packed.ends[-1, 2] == sum(size for tokens, size in documents if tokens)
+    if len(packed.rows):
+        assert packed.ends[-1, 2] <= total
+        documents_done, tokens_inside, _ = packed.ends[-1]
+        if is_wrapped and (documents_done, tokens_inside) == (len(documents), 0):
+            assert packed.ends[-1, 2] == total
+
+
+def test_a_row_without_room_for_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 3"):
+        Framing(2, 0, 0, 0)

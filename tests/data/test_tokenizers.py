@@ -1,13 +1,23 @@
 """Any text comes back as it went in; the mask is never text."""
 
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models, pre_tokenizers
 
 from adlm.data.sources import excerpt
-from adlm.data.tokenizers import Tokenizer, train_bpe
+from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
 
 TOKENIZER = train_bpe([excerpt()[:20_000]], 400)
+LOADED = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased", "bytes", "characters")}
+# What a text may hold to look like a special token.
+SPECIAL = st.sampled_from(["[MASK]", "[CLS]", "[SEP]", "[PAD]", "[BOS]", "<|endoftext|>", "<mask>", " ", "a", "\n"])
 
 
 @settings(max_examples=200, deadline=None)
@@ -18,14 +28,180 @@ def test_decoding_undoes_encoding(text: str) -> None:
     assert TOKENIZER.mask_id not in ids
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.text(), st.sampled_from(["gpt2", "bytes"]))
+def test_byte_level_tokenizers_give_the_text_back(text: str, name: str) -> None:
+    assert LOADED[name].decode(LOADED[name].encode(text)) == text
+
+
+def test_bytes_are_their_own_ids() -> None:
+    text = "Grüße, 世界\t\n"
+    assert LOADED["bytes"].encode(text) == list(text.encode("utf-8"))
+
+
+def test_letters_of_text8_have_the_ids_of_the_lineage() -> None:
+    characters = LOADED["characters"]
+    assert characters.encode("az b") == [8, 33, 34, 9]
+    assert characters.decode([8, 33, 34, 9]) == "az b"
+    assert characters.encode("A") == [7]  # unknown
+
+
 def test_vocabulary_counts_the_mask() -> None:
     assert TOKENIZER.vocab_size == 400
     assert TOKENIZER.mask_id == 399
 
 
-def test_training_twice_gives_the_same_ids() -> None:
-    text = excerpt()[:20_000]
-    assert train_bpe([text], 400).encode(text) == TOKENIZER.encode(text)
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "mask_id", "bos_id", "eos_id", "pad_id"),
+    [
+        ("gpt2", 50_258, 50_257, 50_256, 50_256, None),
+        ("bert-base-uncased", 30_522, 103, 101, 102, 0),
+        ("bytes", 258, 257, 256, 256, None),
+        ("characters", 35, 4, 2, 3, 5),
+    ],
+)
+def test_ids_of_the_named_tokenizers(
+    name: str, vocab_size: int, mask_id: int, bos_id: int, eos_id: int, pad_id: int | None
+) -> None:
+    found = LOADED[name]
+    assert (found.vocab_size, found.mask_id) == (vocab_size, mask_id)
+    assert (found.bos_id, found.eos_id, found.pad_id) == (bos_id, eos_id, pad_id)
+
+
+def test_bundled_tokenizers_are_the_published_ones() -> None:
+    # Ids that the published files give; the hashes are those of the files themselves.
+    text = "Hello world, it's 2025.\n\n  café — naïve\n"
+    gpt2 = [15496, 995, 11, 340, 338, 32190, 13, 628, 220, 40304, 851, 41492, 198]
+    assert LOADED["gpt2"].encode(text) == gpt2
+    assert LOADED["bert-base-uncased"].encode("Hello world, it's naïve") == [7592, 2088, 1010, 2009, 1005, 1055, 15743]
+    notes = (Path(__file__).parents[2] / "adlm/data/bundled/README.md").read_text("utf-8")
+    assert all(LOADED[name].sha256 in notes for name in ("gpt2", "bert-base-uncased"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SPECIAL, max_size=8).map("".join), st.sampled_from(sorted(LOADED)))
+def test_no_text_becomes_a_special_token(text: str, name: str) -> None:
+    found = LOADED[name]
+    special = {found.mask_id, found.bos_id, found.eos_id, found.pad_id} - {None}
+    assert not special & set(found.encode(text))
+    flat, lengths = found.encode_batch([text, "x", text])
+    assert not special & set(flat.tolist())
+    assert flat.tolist() == found.encode(text) + found.encode("x") + found.encode(text)
+    assert lengths.tolist() == [len(found.encode(each)) for each in (text, "x", text)]
+
+
+def test_a_batch_of_nothing_is_nothing() -> None:
+    flat, lengths = LOADED["gpt2"].encode_batch([])
+    assert flat.shape == lengths.shape == (0,)
+
+
+@pytest.mark.parametrize("name", sorted(LOADED))
+def test_a_saved_or_sent_tokenizer_is_the_same(name: str, tmp_path: Path) -> None:
+    found, text = LOADED[name], "It was [MASK] <|endoftext|> all the same."
+    found.save(tmp_path)
+    for other in (Tokenizer.load(tmp_path), load_tokenizer(tmp_path), pickle.loads(pickle.dumps(found))):
+        assert (other.sha256, other.name) == (found.sha256, found.name)
+        assert (other.vocab_size, other.mask_id) == (found.vocab_size, found.mask_id)
+        assert (other.bos_id, other.eos_id, other.pad_id) == (found.bos_id, found.eos_id, found.pad_id)
+        assert other.encode(text) == found.encode(text)
+
+
+def test_special_tokens_are_skipped_only_when_asked() -> None:
+    gpt2 = LOADED["gpt2"]
+    row = [gpt2.bos_id, *gpt2.encode("So it goes."), gpt2.eos_id]
+    assert gpt2.decode(row) == "<|endoftext|>So it goes.<|endoftext|>"
+    assert gpt2.decode(row, skip_special=True) == "So it goes."
+
+
+def written(folder: Path, specials: list[str], config: dict | None, name: str = "tokenizer_config.json") -> Path:
+    """A small word-level tokenizer with these special tokens, as others save theirs."""
+    words = ["a", "b", "c", *specials]
+    bpe = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
+    bpe.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    bpe.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    bpe.enable_truncation(2)
+    bpe.enable_padding()
+    bpe.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+def test_special_tokens_come_from_the_configuration(tmp_path: Path) -> None:
+    config = {"bos_token": "<go>", "eos_token": {"content": "<stop>"}, "pad_token": None, "mask_token": "<hide>"}
+    found = load_tokenizer(written(tmp_path, ["[CLS]", "[PAD]", "<go>", "<stop>", "<hide>"], config))
+    assert (found.bos_id, found.eos_id, found.pad_id, found.mask_id) == (5, 6, None, 7)
+    assert found.vocab_size == 8  # its own mask: none is added
+
+
+def test_the_map_of_special_tokens_serves_too(tmp_path: Path) -> None:
+    config = {"cls_token": "<go>", "sep_token": "<stop>"}
+    found = load_tokenizer(written(tmp_path, ["<go>", "<stop>"], config, "special_tokens_map.json"))
+    assert (found.bos_id, found.eos_id, found.pad_id, found.mask_id, found.vocab_size) == (3, 4, None, 5, 6)
+
+
+def test_without_a_configuration_well_known_names_are_taken(tmp_path: Path) -> None:
+    found = load_tokenizer(written(tmp_path, ["<s>", "</s>", "<pad>"], None) / "tokenizer.json")
+    assert (found.bos_id, found.eos_id, found.pad_id, found.mask_id) == (3, 4, 5, 6)
+    assert found.encode("a b c") == [0, 1, 2]  # neither cut nor padded, though the file says so
+
+
+def test_a_special_token_that_text_can_be_is_refused(tmp_path: Path) -> None:
+    bpe = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[MASK]": 1}, unk_token="a"))
+    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(ValueError, match=r"'\[MASK\]' is encoded to special token 1"):
+        Tokenizer(bpe, own_mask_id=1)
+
+
+def test_what_cannot_be_loaded_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.json.*gpt2, bert-base-uncased, bytes"):
+        load_tokenizer(tmp_path / "nowhere.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json of the"):
+        load_tokenizer(tmp_path)
+    hub = pytest.importorskip("huggingface_hub")
+
+    def offline(*_: object) -> str:
+        raise OSError("no network here")
+
+    monkeypatch.setattr(hub, "hf_hub_download", offline)
+    with pytest.raises(ValueError, match=r"'someone/something' could not be had.*no network here"):
+        load_tokenizer("someone/something")
+
+
+def test_a_name_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    written(tmp_path, ["<go>", "<stop>"], {"bos_token": "<go>", "eos_token": "<stop>"})
+
+    def fetch(repository: str, file: str) -> str:
+        if not (tmp_path / file).is_file():
+            raise hub.errors.LocalEntryNotFoundError("none")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", fetch)
+    found = load_tokenizer("someone/something")
+    assert (found.name, found.bos_id, found.eos_id) == ("someone/something", 3, 4)
+
+
+def test_training_twice_gives_the_same_tokenizer_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = excerpt()[:100_000]
+    found = set()
+    for parallel in ("true", "false", "true"):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+        found.add(train_bpe(text.split("\n"), 1000, end_token=END_OF_TEXT).sha256)
+    assert len(found) == 1
+
+
+def test_an_end_token_is_part_of_the_vocabulary() -> None:
+    found = train_bpe([excerpt()[:20_000]], 400, end_token=END_OF_TEXT)
+    assert (found.vocab_size, found.mask_id) == (400, 399)
+    assert found.bos_id == found.eos_id and found.decode([found.eos_id or 0]) == END_OF_TEXT
+    assert found.eos_id not in found.encode(END_OF_TEXT)
+
+
+def test_a_text_too_small_for_the_vocabulary_gives_a_smaller_one() -> None:
+    found = train_bpe(["abab"], 5000)
+    assert 257 < found.vocab_size < 300 and found.mask_id == found.vocab_size - 1
 
 
 def test_merges_shorten_the_text() -> None:
@@ -39,7 +215,20 @@ def test_decoding_what_is_no_text_names_the_place(token: int, what: str) -> None
         TOKENIZER.decode([5, token])
 
 
+def test_a_mask_amid_the_vocabulary_is_no_text_either() -> None:
+    with pytest.raises(ValueError, match="position 0 is the mask"):
+        LOADED["bert-base-uncased"].decode([103])
+    assert LOADED["bert-base-uncased"].decode([7592, 30_521 - 1])  # the last ids are text
+
+
 def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="above 256"):
         train_bpe(["text"], 256)
     assert isinstance(train_bpe(["text"], 257), Tokenizer)
+    with pytest.raises(ValueError, match="above 257"):
+        train_bpe(["text"], 257, end_token=END_OF_TEXT)
+
+
+def test_ids_of_a_batch_fit_their_type() -> None:
+    flat, _ = LOADED["gpt2"].encode_batch(["So it goes."])
+    assert flat.dtype == np.uint32

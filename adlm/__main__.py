@@ -1,0 +1,6 @@
+"""`python -m adlm`, as torchrun starts it."""
+
+from adlm.cli.main import app
+
+if __name__ == "__main__":
+    app()

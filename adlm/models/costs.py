@@ -1,0 +1,208 @@
+"""What a model costs: arithmetic on its config."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from adlm.models.language_model import ModelConfig
+from adlm.models.transformer import NoiseEmbedding
+
+HIDDEN_SHARE = 0.5  # of the positions of a masked model, on average over t (log-linear schedule)
+CHUNK = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
+OPTIMISERS = ("adamw", "muon")
+
+# Numbers a layer keeps per token and unit of dim for its backward: x, norm 1, qkv (3), rotated q and k (2), attention,
+# x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks; dropout comes on top.
+KEPT_BY_LAYER = 18
+# A CPU process holds more than it asked for: glibc keeps what was freed between the pieces still in use. Measured peaks
+# of real steps are 1.8 times the count above for the activations; CUDA's allocator needs no such factor.
+HELD_BY_PROCESS = {True: 1.0, False: 1.8}
+
+# Dense half-precision peaks with float32 accumulation, TFLOP/s by the vendors' data sheets; the first match counts.
+# `$`: of these there are lesser ones whose names go on (Laptop, D).
+PEAKS = (
+    (r"GB200", 2500),
+    (r"B200", 2250),
+    (r"H200 NVL|H100 NVL", 835),
+    (r"H100 PCIe", 756),
+    (r"GH200|H200|H100|H800", 989),
+    (r"H20", 148),
+    (r"A100|A800", 312),
+    (r"A40", 150),
+    (r"A30", 165),
+    (r"L40S", 362),
+    (r"L40", 181),
+    (r"L4", 121),
+    (r"RTX 6000 Ada Generation", 364),
+    (r"RTX A6000", 155),
+    (r"RTX 5090$", 209),
+    (r"RTX 4090$", 165),
+    (r"RTX 3090 Ti", 80),
+    (r"RTX 3090$", 71),
+    (r"MI300X|MI325X", 1307),
+    (r"V100-PCIE", 112),  # float16: it has no bf16
+    (r"V100", 125),
+    (r"T4", 65),
+)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many numbers a model learns, by part; a tied head counts once, as embedding."""
+
+    layers: int  # both stages with their norms, modulations and noise embeddings
+    embedding: int  # of tokens and of learned positions
+    heads: int
+    bridge: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.embedding + self.heads + self.bridge
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the peak of a training step, an estimate."""
+
+    weights: int
+    gradients: int
+    optimiser: int
+    average: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimiser + self.average + self.activations + self.head
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    """The parameters of `LanguageModel(config)` by part, without building it."""
+    dim, vocab, cond = config.dim, config.vocab_size, config.cond_dim
+    norm = dim * (2 if config.norm_bias else 1)
+    layer = layer_matrices(config) + 2 * norm + 5 * dim + (4 * dim if config.attention_bias else 0)
+    stack = norm
+    if cond is not None:
+        layer += (cond + 1) * 6 * dim
+        stack += (cond + 1) * 2 * dim + (NoiseEmbedding.WIDTH + 1) * cond + (cond + 1) * cond
+    stages = 2 if config.anchor_layers else 1
+    heads = 0 if config.tied else (dim + 1) * vocab
+    bridge = 0
+    if config.anchor_layers:
+        heads += (dim + 1) * vocab
+        bridge = ((dim if config.bridge == "direct" else vocab) + 1) * dim
+    return Parameters(
+        layers=(config.anchor_layers + config.denoiser_layers) * layer + stages * stack,
+        embedding=(vocab + (config.length if config.positions == "learned" else 0)) * dim,
+        heads=heads,
+        bridge=bridge,
+    )
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """All parameters of `LanguageModel(config)`."""
+    return parameters(config).total
+
+
+def layer_matrices(config: ModelConfig) -> int:
+    """Numbers in the four matrices of a layer: qkv, out, up, down."""
+    return 12 * config.dim**2
+
+
+def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0.6) -> float:
+    """Training FLOPs per token of our formulation: three times the forward's products.
+
+    Counted: the layers' matrices, attention (causal: half of it), the bridge as a dim × dim map, and the heads where
+    they are applied: hidden positions (half of a masked model's, all of a causal one's) and anchors. Ignored: the
+    product of the factored bridge, done once a step however large the batch (0.5% of 32 × 1,024 tokens), modulations
+    that are constants, everything elementwise, and what activation checkpointing does twice.
+    """
+    dim, vocab = config.dim, config.vocab_size
+    attention = (2 if config.is_causal else 4) * length * dim
+    forward = float((config.anchor_layers + config.denoiser_layers) * (2 * layer_matrices(config) + attention))
+    forward += (1.0 if config.is_causal else HIDDEN_SHARE) * 2 * vocab * dim
+    if config.anchor_layers:
+        forward += anchor_share * 2 * vocab * dim
+        forward += 4 * vocab * dim if config.bridge == "softmax" else 2 * dim * dim
+    return 3 * forward
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The dense half-precision peak of a GPU by its name, FLOP/s; None for one that is not in the table."""
+    if "MIG" in device_name.split():
+        return None  # a slice of a GPU
+    for pattern, tera in PEAKS:
+        if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", device_name):
+            return tera * 1e12
+    return None
+
+
+def memory_estimate(
+    config: ModelConfig,
+    *,
+    rows: int,
+    length: int,
+    bytes_per_activation: int,
+    ema: bool,
+    optimiser: str,
+    shards: int = 1,
+    checkpoint_activations: bool = False,
+    is_cuda: bool,
+    anchor_share: float = 0.6,
+) -> Memory:
+    """Bytes at the peak of a training step of `rows` × `length` tokens on one of `shards` devices: an estimate.
+
+    Weights, gradients, optimiser states and average are float32 and divided by `shards`; of sharded ones, embedding,
+    heads and bridge and two layers are whole at a time. All gradients are taken to stand beside all activations: the
+    total of an unsharded step of one micro-batch is too high by part of them. Not in it: the CUDA context,
+    communication buffers and fragmentation, what time conditioning keeps per row, and a CPU process's libraries.
+    """
+    if optimiser not in OPTIMISERS:
+        raise ValueError(f"optimiser {optimiser!r} is not one of {', '.join(OPTIMISERS)}")
+    if bytes_per_activation not in (2, 4):
+        raise ValueError(f"bytes_per_activation is 2 (bf16) or 4 (float32), got {bytes_per_activation}")
+    if min(rows, length, shards) < 1:
+        raise ValueError(f"rows, length and shards are at least 1, got {rows}, {length}, {shards}")
+    parts, layers = parameters(config), config.anchor_layers + config.denoiser_layers
+    matrices, full = layer_matrices(config), 4 * parts.total // shards
+    states = 2 * parts.total - (layers * matrices if optimiser == "muon" else 0)
+    gathered = 4 * (parts.total - parts.layers + 2 * parts.layers // layers) if shards > 1 else 0
+    return Memory(
+        weights=full + gathered,
+        gradients=full + gathered,
+        optimiser=4 * states // shards,
+        average=full if ema else 0,
+        activations=activation_bytes(config, rows * length, bytes_per_activation, checkpoint_activations, is_cuda),
+        head=head_bytes(config, rows * length, bytes_per_activation, anchor_share, is_cuda),
+    )
+
+
+def activation_bytes(config: ModelConfig, tokens: int, width: int, checkpoint: bool, is_cuda: bool) -> int:
+    """What the layers keep for the backward, and the copies of their weights that the products took."""
+    layers, stages = config.anchor_layers + config.denoiser_layers, 2 if config.anchor_layers else 1
+    # Two dropouts keep a byte per number in compiled layers, a number in eager ones.
+    dropout = (2 if is_cuda else 2 * width) if config.dropout else 0
+    layer = (KEPT_BY_LAYER * width + dropout) * config.dim
+    kept = layers * width * config.dim + layer if checkpoint else layers * layer
+    outside = 3 * stages * width * config.dim  # a stage's input, its last norm and that norm's input
+    if config.anchor_layers and config.bridge == "softmax":
+        outside += (width + 4) * config.vocab_size
+    copies = 0
+    if width == 2:
+        copies = 2 * layer_matrices(config)
+    elif config.cond_dim is not None and not config.time_conditioning:
+        copies = 4 * 5 * config.dim**2  # gates multiply the two matrices that come out of a layer's halves
+    copies *= 1 if checkpoint else layers
+    return int(HELD_BY_PROCESS[is_cuda] * (tokens * (kept + outside) + copies))
+
+
+def head_bytes(config: ModelConfig, tokens: int, width: int, anchor_share: float, is_cuda: bool) -> int:
+    """One chunk of logits, and what each head has ready for the backward: its gradient and its features'."""
+    shares = [1.0 if config.is_causal else HIDDEN_SHARE] + ([anchor_share] if config.anchor_layers else [])
+    positions = [int(share * tokens) for share in shares]
+    matrix = config.vocab_size * config.dim
+    chunk = width * config.vocab_size * min(CHUNK[is_cuda], max(positions))
+    copy = 2 * matrix if width == 2 else 0
+    ready = sum(2 * n * config.dim * width + (width if n <= CHUNK[is_cuda] else 4) * matrix for n in positions)
+    return chunk + copy + ready

@@ -1,0 +1,123 @@
+"""How the weights move: AdamW, or Muon on the layers' matrices; the rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from adlm.models.transformer import Layer
+from adlm.train.distributed import norm_of
+from adlm.train.ema import EMA
+
+DECAYS = ("constant", "cosine", "wsd")
+
+
+def learning_rate(
+    step: int,
+    steps: int,
+    *,
+    peak: float,
+    warmup: int,
+    decay: str = "constant",
+    decay_share: float = 0.2,
+    floor: float = 0.1,
+) -> float:
+    """Linear up to `peak` at step `warmup`, then constant (the paper), down a cosine to `floor` · peak, or constant and
+    in the last `decay_share` of the steps straight down to 0 (wsd: warm-up, stable, decay). Steps from 1."""
+    if decay not in DECAYS:
+        raise ValueError(f"decay {decay!r} is not one of {', '.join(DECAYS)}")
+    if step < warmup:
+        return peak * step / warmup
+    if decay == "constant":
+        return peak
+    if decay == "wsd":
+        falling = max(1, round(decay_share * steps))
+        return peak * min(1.0, max(0, steps - step + 1) / falling)
+    progress = (step - warmup) / max(steps - warmup, 1)
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+
+
+def layer_matrices(model: nn.Module) -> dict[str, Tensor]:
+    """What Muon is for: the matrices inside layers. Not embeddings, heads, bridge or modulations."""
+    return {
+        f"{place}.{name}.weight": linear.weight
+        for place, layer in model.named_modules()
+        if isinstance(layer, Layer)
+        for name in ("qkv", "out", "up", "down")
+        if isinstance(linear := getattr(layer, name), nn.Linear)
+    }
+
+
+def build_optimisers(
+    model: nn.Module,
+    name: str = "adamw",
+    *,
+    lr: float = 3e-4,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    muon_lr: float = 0.02,
+    muon_momentum: float = 0.95,
+) -> list[Optimizer]:
+    """AdamW for everything, or for everything but the layers' matrices, which Muon moves."""
+    matrices = layer_matrices(model) if name == "muon" else {}
+    rest = [p for key, p in model.named_parameters() if key not in matrices and p.requires_grad]
+    optimisers: list[Optimizer] = [AdamW(rest, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)]
+    if name == "muon":
+        if any(hasattr(p, "placements") for p in matrices.values()):
+            raise ValueError(
+                "optimiser.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp, or adamw"
+            )
+        optimisers.append(Muon(list(matrices.values()), lr=muon_lr, momentum=muon_momentum, weight_decay=weight_decay))
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["peak"] = group["lr"]
+    return optimisers
+
+
+def set_rate(optimisers: Sequence[Optimizer], share: float) -> None:
+    """A share of each group's own peak."""
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = group["peak"] * share
+
+
+def update(model: nn.Module, optimisers: Sequence[Optimizer], clip: float, ema: EMA | None) -> Tensor:
+    """After the backward: clip, step, forget the gradients, average; the norm before clipping. Nothing here waits."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for optimiser in optimisers:
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+    if ema is not None:
+        ema.update(model)
+    return norm_of(norm)
+
+
+def optimiser_tensors(model: nn.Module, optimisers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The optimisers' state by parameter name, `NAME.KEY`; what has no state yet gets its start."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            for p in group["params"]:
+                state = optimiser.state[p]
+                if not state:
+                    state.update(fresh_state(optimiser, p))
+                found |= {f"{names[p]}.{key}": value for key, value in state.items()}
+    return found
+
+
+def fresh_state(optimiser: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """What the optimiser would begin with for a parameter."""
+    data = p.detach()
+    if isinstance(optimiser, Muon):
+        return {"momentum_buffer": torch.zeros_like(data)}
+    return {
+        "step": torch.zeros((), device=data.device),
+        "exp_avg": torch.zeros_like(data),
+        "exp_avg_sq": torch.zeros_like(data),
+    }

@@ -1,0 +1,75 @@
+"""A run to a snapshot and back, however its weights are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from adlm.checkpoint import Snapshot, load_training, read_state, read_weights
+from adlm.train.distributed import Shared, World, host_copy, whole
+from adlm.train.ema import EMA
+from adlm.train.optim import optimiser_tensors
+
+
+def training_tensors(shared: Shared, optimisers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Everything that training changes, by name; these are the tensors themselves."""
+    weights = {f"weights.{name}": p.detach() for name, p in shared.model.named_parameters()}
+    return weights | {f"optimiser.{key}": t for key, t in optimiser_tensors(shared.model, optimisers).items()}
+
+
+def usable_weights(shared: Shared, ema: EMA | None, world: World) -> dict[str, Tensor]:
+    """The weights to use, whole, in host memory of the first process; shards are gathered, so all must ask."""
+    tensors = ema.shadow if ema is not None else {name: p.detach() for name, p in shared.model.named_parameters()}
+    gathered = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor)
+        if world.is_first:
+            gathered[name] = full.to("cpu", copy=True)
+    return gathered
+
+
+def snapshot(
+    step: int,
+    shared: Shared,
+    optimisers: Sequence[Optimizer],
+    ema: EMA | None,
+    world: World,
+    state: dict[str, Any],
+    *,
+    is_best: bool,
+) -> Snapshot:
+    """A copy of the run as it stands. What is whole in every process is copied by the first alone."""
+
+    @cache
+    def host_mesh() -> DeviceMesh:
+        assert shared.mesh is not None
+        if shared.mesh.device_type == "cpu":
+            return shared.mesh
+        return init_device_mesh("cpu", tuple(shared.mesh.shape), mesh_dim_names=shared.mesh.mesh_dim_names)
+
+    training = {
+        name: host_copy(tensor, host_mesh)
+        for name, tensor in training_tensors(shared, optimisers).items()
+        if world.is_first or isinstance(tensor, DTensor)
+    }
+    return Snapshot(step, usable_weights(shared, ema, world), training, state, is_best)
+
+
+@torch.no_grad()
+def restore(
+    path: Path, shared: Shared, optimisers: Sequence[Optimizer], ema: EMA | None, world: World
+) -> dict[str, Any]:
+    """Put a checkpoint into a run that was built alike, on whatever number of processes; its state."""
+    load_training(path, training_tensors(shared, optimisers), world.writing)
+    state = read_state(path)
+    if ema is not None:
+        ema.load(read_weights(path), state["ema_updates"])
+    return state

@@ -1,0 +1,156 @@
+"""Plots of runs: a figure with every curve that was told, a summary with its numbers, errors that name the folder."""
+
+import importlib.util
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from adlm.cli.plot import draw_run, nice_perplexities, plot, read_run, smooth
+from adlm.train.metrics import MetricsFile
+
+app = typer.Typer()
+app.command()(plot)
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None and not os.environ.get("ADLM_ALL"),
+    reason="matplotlib is not installed: pip install 'adlm[track]'",
+)
+
+
+def run_in(folder: Path, *, steps: int = 60, gamma: float = 3e-3, level: float = 5.0, valid: bool = True) -> Path:
+    """A run that falls from 7 to `level` nats and is validated every 20 steps."""
+    with MetricsFile(folder / "metrics.jsonl") as file:
+        for step in range(1, steps + 1):
+            nll = level + 2 * math.exp(-step / 10) + 0.05 * math.sin(17 * step)
+            clock = {"seconds": step / 2, "tokens_per_second": 1000.0 + step, "mfu": None, "stall": 0.01}
+            rates = {"lr": 1e-3 * min(1, step / 10), "anchor_weight": gamma, "tokens": 512 * step}
+            file.write({"step": step, "train/loss": nll, "train/nll": nll, **rates, "time": clock})
+            if valid and step % 20 == 0:
+                told = {"val/nll": nll, "val/ppl": math.exp(nll), "val/stderr": 0.02, "unigram/ppl": 400.0}
+                file.write({"step": step, **told, "time": {"seconds": 1.0}})
+    return folder
+
+
+def texts(svg: Path) -> str:
+    """What a figure says, in one line."""
+    return " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text("utf-8")))
+
+
+def test_a_run_is_drawn_where_it_lies(tmp_path: Path) -> None:
+    out = draw_run([run_in(tmp_path / "a")])
+    assert out == tmp_path / "a" / "plots" / "run.png"
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "start"), [("x.svg", b"<?xml"), ("x.pdf", b"%PDF"), ("x.PNG", b"\x89PNG")])
+def test_the_format_follows_the_name(tmp_path: Path, name: str, start: bytes) -> None:
+    assert draw_run([run_in(tmp_path / "a")], tmp_path / "new" / name).read_bytes().startswith(start)
+
+
+def test_the_same_run_gives_the_same_figure(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "a")
+    once, again = (draw_run([run], tmp_path / name).read_bytes() for name in ("1.svg", "2.svg"))
+    assert once == again
+
+
+def test_several_runs_are_told_apart(tmp_path: Path) -> None:
+    runs = [run_in(tmp_path / "anchored"), run_in(tmp_path / "plain", gamma=0.0, level=5.5)]
+    found = draw_run(runs, tmp_path / "both.svg")
+    said = texts(found)
+    assert "anchored" in said and "plain" in said
+    assert "#0072b2" in found.read_text("utf-8") and "#d55e00" in found.read_text("utf-8")
+    twins = [run_in(tmp_path / name / "same") for name in ("x", "y")]
+    said = texts(draw_run(twins, tmp_path / "twins.svg"))
+    assert "same (1)" in said and "same (2)" in said
+
+
+def test_a_panel_says_what_is_in_it(tmp_path: Path) -> None:
+    said = texts(draw_run([run_in(tmp_path / "a")], tmp_path / "a.svg"))
+    for label in ("nll (nats per token)", "perplexity", "learning rate", "γ (dashed)", "tokens/s", "stall", "step"):
+        assert label in said
+    assert "validation ± 2 s.e." in said and "unigram" in said
+    said = texts(draw_run([run_in(tmp_path / "b", gamma=0.0)], tmp_path / "b.svg", x="tokens"))
+    assert "γ" not in said and " tokens " in said
+
+
+def test_a_level_far_above_is_named_and_the_curves_keep_their_room(tmp_path: Path) -> None:
+    said = texts(draw_run([run_in(tmp_path / "a", level=1.0)], tmp_path / "a.svg"))
+    assert "↑ unigram perplexity 400" in said
+
+
+def test_a_diverged_run_and_one_without_validation_are_drawn(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "a", valid=False)
+    with MetricsFile(run / "metrics.jsonl") as file:
+        file.write({"step": 61, "train/nll": math.nan, "time": {}})
+        file.write({"step": 62, "train/nll": math.inf})
+    assert draw_run([run]).is_file()
+    only_valid = tmp_path / "b"
+    with MetricsFile(only_valid / "metrics.jsonl") as file:
+        file.write({"step": 5, "val/nll": 3.0, "val/ppl": math.exp(3), "val/stderr": 0.1})
+    assert draw_run([only_valid]).is_file()
+
+
+def test_validations_are_placed_by_their_tokens(tmp_path: Path) -> None:
+    curves = read_run(run_in(tmp_path / "a"))
+    assert curves.valid["tokens"].tolist() == [512 * step for step in (20, 40, 60)]
+
+
+def test_a_mean_of_a_constant_is_the_constant() -> None:
+    assert np.allclose(smooth(np.full(500, 3.0)), 3.0)
+    line = np.arange(500.0)
+    assert np.allclose(smooth(line)[:400], line[:400])  # no lag, from the first value on
+    holes = np.where(np.arange(500) % 7 == 0, math.nan, 2.0)
+    assert np.allclose(smooth(holes)[1:], 2.0)
+    assert np.isnan(smooth(np.full(5, math.nan))).all() and smooth(np.empty(0)).shape == (0,)
+
+
+@pytest.mark.parametrize(("low", "high"), [(3.0, 3.3), (3.0, 4.2), (2.0, 7.0), (0.5, 11.0), (6.9, 7.0)])
+def test_perplexities_are_few_and_inside(low: float, high: float) -> None:
+    ticks = nice_perplexities(low, high)
+    assert 1 <= len(ticks) <= 8 and all(low <= math.log(tick) <= high for tick in ticks)
+
+
+def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no folder .*nowhere"):
+        draw_run([tmp_path / "nowhere"])
+    with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
+        draw_run([tmp_path])
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has no step yet"):
+        draw_run([tmp_path])
+    run = run_in(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"run\.jpg.*\.png, \.svg, \.pdf"):
+        draw_run([run], tmp_path / "run.jpg")
+    with pytest.raises(ValueError, match="'epoch' is not one of step, tokens"):
+        draw_run([run], x="epoch")
+    with pytest.raises(ValueError, match="at least one"):
+        draw_run([])
+
+
+def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'adlm\[track\]'"):
+        draw_run([run_in(tmp_path / "a")])
+
+
+def test_the_command_draws_and_sums_up(tmp_path: Path) -> None:
+    runs = [run_in(tmp_path / "long"), run_in(tmp_path / "short", steps=40, valid=False)]
+    result = CliRunner().invoke(app, [*map(str, runs), "--out", str(tmp_path / "f.png")], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "f.png").is_file() and str(tmp_path / "f.png") in result.output.replace("\n", "")
+    long, short = (line.split() for line in result.output.splitlines() if line.startswith(("long", "short")))
+    last, best = read_run(runs[0]).valid["val/ppl"][-1], read_run(runs[0]).valid["val/ppl"].min()
+    assert long[1:3] == ["60", f"{last:.2f}"] and long[4] == f"{best:.2f}" and long[-1] == "400.00"
+    assert short[1:] == ["40", "–", "–", "–", "–", "–"]
+
+
+def test_the_command_tells_an_error_in_a_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [str(tmp_path / "nowhere")])
+    assert result.exit_code == 2 and "Traceback" not in result.output

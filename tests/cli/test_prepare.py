@@ -1,0 +1,101 @@
+"""`adlm prepare` as a person would type it."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from adlm.cli.prepare import prepare, said
+from adlm.data.prepare import Progress
+from adlm.data.shards import open_data
+from adlm.data.sources import excerpt
+
+app = typer.Typer()
+app.command()(prepare)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt.gz"
+    path.write_bytes(gzip.compress("\n<|endoftext|>\n".join(excerpt()[:60_000].split("\n\nCHAPTER")).encode()))
+    return path
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_text_becomes_a_folder_and_the_next_command_is_said(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    command = (text, "--out", out, "--tokenizer", "gpt2", "--length", "64", "--workers", "1")
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    data = open_data(out, verify=True)
+    assert (data.vocab_size, data.mask_id, data.length) == (50_258, 50_257, 64)
+    for split in data.splits:
+        assert f"{data.manifest['splits'][split]['tokens']:,}" in result.output
+    assert "vocabulary 50,258, mask id 50,257" in result.output
+    assert f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN" in result.output
+    assert "\x1b" not in result.output  # a pipe gets lines, not a screen
+
+    again = run(*command)
+    assert again.exit_code == 0 and "was prepared before, nothing to do" in again.output
+    check = run("--out", out, "--check")
+    assert check.exit_code == 0 and "every checksum is right" in check.output
+
+    other = run(*command[:-4], "--length", "32")
+    assert other.exit_code == 2 and "length: 64 there, 32 now" in other.output and "Traceback" not in other.output
+    shard = out / "train-00000.bin"
+    shard.write_bytes(bytes(100) + shard.read_bytes()[100:])
+    check = run("--out", out, "--check")
+    assert check.exit_code == 2 and "train-00000.bin has the checksum" in check.output
+    assert run(*command, "--overwrite", "--check").exit_code == 0
+
+
+def test_a_tokenizer_is_learned_and_its_size_is_what_was_asked(text: Path, tmp_path: Path) -> None:
+    result = run(text, "--out", tmp_path / "data", "--train-tokenizer", 512, "--length", 32, "--rows", "documents")
+    assert result.exit_code == 0, result.output
+    data = open_data(tmp_path / "data")
+    assert (data.vocab_size, data.mask_id, data.is_padded) == (512, 511, True)
+    assert "were asked for" not in result.output
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_said(tmp_path: Path) -> None:
+    (tmp_path / "small.txt").write_text("ab " * 400)
+    result = run(tmp_path / "small.txt", "--out", tmp_path / "data", "--train-tokenizer", 9000, "--length", 16)
+    assert result.exit_code == 0, result.output
+    assert "(9,000 were asked for" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --out FOLDER"),
+        (("--out", "data", "--tokenizer", "nowhere/tokenizer.json"), "gpt2, bert-base-uncased, bytes"),
+        (("--out", "data", "--length", "1000000"), "fills no row"),
+        (("--out", "data", "--rows", "lines"), "one of wrapped, documents"),
+        (("--out", "data", "--documents", "pages"), "pages"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    text: Path, tmp_path: Path, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(text, *options)
+    assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output
+
+
+def test_a_check_of_nothing_and_a_source_that_is_not_there(tmp_path: Path) -> None:
+    assert "make it with `adlm prepare" in run("--out", tmp_path, "--check").output
+    assert "what to prepare is not said" in run("--out", tmp_path).output
+    missing = run(tmp_path / "missing.txt", "--out", tmp_path / "data")
+    assert missing.exit_code == 2 and "missing.txt" in missing.output
+
+
+def test_the_line_says_speed_and_time_left() -> None:
+    line = said(Progress("train", 25, 100, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))
+    assert line.split() == ["train", "25%", "1,200,000", "tokens,", "2.5", "MB/s,", "6", "s", "left"]
+    assert "left" not in said(Progress("train", 0, None, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))

@@ -1,0 +1,204 @@
+"""`adlm train` and `adlm sample`: the contract end to end, and what a user did wrong in one message."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import adlm
+from adlm.checkpoint import load, verified
+from adlm.cli.main import app
+from adlm.data.prepare import prepare
+from adlm.data.tokenizers import train_bpe
+from adlm.train.metrics import read_metrics
+from tests.train.runs import ROOT, TEXT, arguments, data, run
+
+SMALL = ("batch=8", "model.dim=32", "model.heads=2", "model.anchor_layers=1", "optimiser.warmup=3", "device=cpu")
+
+
+def nano(folder: Path, *changes: str, source: Path | None = None) -> list[str]:
+    """The contract's own words, with a smaller model."""
+    given = [f"data.path={source or data()}", f"folder={folder}", "steps=12"]
+    return ["train", "recipes/cpu-nano.yaml", *given, *SMALL, *changes]
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def assert_told(result: Result, code: int, *said: str) -> None:
+    """One message, no traceback."""
+    assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    errors = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.output
+    for part in said:
+        assert part in errors[0]
+
+
+def test_a_run_ends_with_its_folder_and_its_figures(tmp_path: Path) -> None:
+    result = invoke(*nano(tmp_path / "run"))
+    assert result.exit_code == 0, result.output
+    *_, place, figures = result.output.strip().splitlines()
+    assert str(tmp_path / "run" / "checkpoints" / "latest") in place
+    valid = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "val/ppl" in record][-1]
+    assert figures.startswith(f"{tmp_path / 'run'}: validation perplexity at most {valid['val/ppl']:.2f}")
+    assert f"unigram model {valid['unigram/ppl']:.2f}" in figures
+    for name in ("checkpoints/latest/model.safetensors", "metrics.jsonl", "config.yaml"):
+        assert (tmp_path / "run" / name).is_file()
+    loaded = load(tmp_path / "run")
+    assert (loaded.step, loaded.model.config.vocab_size, loaded.model.config.length) == (12, 300, 32)
+
+
+@pytest.mark.slow
+def test_the_model_learns_more_than_how_often_tokens_occur(tmp_path: Path) -> None:
+    assert invoke(*nano(tmp_path, "steps=500", "valid.draws=8")).exit_code == 0
+    valid = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "val/ppl" in record][-1]
+    assert valid["val/ppl"] * math.exp(2 * valid["val/stderr"]) < valid["unigram/ppl"]
+
+
+def test_a_shard_that_was_cut(tmp_path: Path) -> None:
+    shutil.copytree(data(), tmp_path / "data")
+    shard = tmp_path / "data" / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    result = invoke(*nano(tmp_path / "run", source=tmp_path / "data"))
+    assert_told(result, 2, "train-00000.bin", "bytes", "expected", "adlm prepare")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shard_with_another_byte(tmp_path: Path) -> None:
+    shutil.copytree(data(), tmp_path / "data")
+    shard = tmp_path / "data" / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    assert_told(invoke(*nano(tmp_path / "run", source=tmp_path / "data")), 2, "train-00000.bin", "checksum")
+
+
+def test_the_wrong_tokenizer(tmp_path: Path) -> None:
+    shutil.copytree(data(), tmp_path / "data")
+    train_bpe([TEXT[:5000]], 280).save(tmp_path / "data")
+    result = invoke(*nano(tmp_path / "run", source=tmp_path / "data"))
+    assert_told(result, 2, "tokenizer.json", "checksum", "adlm prepare")
+
+
+def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
+    """Also one that is whole in itself: the run goes on only with the data that it began with."""
+    run(tmp_path / "run", "steps=5")
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=299, length=32, valid_share=0.1, workers=1)
+    words = [word for word in arguments(tmp_path / "run") if not word.startswith("data.path")]
+    assert_told(invoke("train", *words, f"data.path={tmp_path / 'data'}"), 2, "trained on other data")
+    assert load(tmp_path / "run", verify=True).step == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("optimiser.lrate=1", "did you mean optimiser.lr"),
+        ("steps=lots", "steps"),
+        ("method=gpt", "unknown method 'gpt'; known: mdlm, adlm"),
+        ("model.preset=giant", "unknown preset 'giant'; known: nano"),
+        ("model.heads=5", "5"),
+        ("objective.schedule=square", "unknown schedule"),
+        ("objective.anchor_rule=rarest", "unknown anchor rule"),
+        ("data.path=nowhere", "no manifest.json in nowhere"),
+        ("device=cuda:99", "cuda"),
+        ("resume=nowhere", "no checkpoint"),
+        ("batch=100000000", "micro_batch smaller"),
+        ("parallel.kind=ddp", "needs torchrun"),
+        ("log.track=[paper]", "paper"),
+    ],
+)
+def test_a_wrong_setting_is_one_message(tmp_path: Path, change: str, said: str) -> None:
+    result = invoke(*nano(tmp_path / "run", change))
+    assert_told(result, 2, said)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    assert_told(invoke("train", "no-such", f"folder={tmp_path}"), 2, "no recipe 'no-such'", "cpu-nano")
+    (tmp_path / "bad.yaml").write_text("a: [", "utf-8")
+    assert_told(invoke("train", str(tmp_path / "bad.yaml")), 2, "bad.yaml")
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine", "utf-8")
+    assert_told(invoke(*nano(tmp_path / "run")), 2, "is a file")
+    assert (tmp_path / "run").read_text("utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [("valid.every=100",), ("valid.every=1",), ("guard.spike=null", "log.every=100", "valid.every=100")],
+    ids=["seen in the loss", "seen in validation", "not looked for"],
+)
+def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    result = invoke("train", *arguments(tmp_path, "optimiser.lr=1e30", "checkpoint.every=100", *changes))
+    assert_told(result, 1, "step", "failures", "optimiser.lr")
+    kept = list((tmp_path / "failures").glob("step-*-process-0"))
+    assert len(kept) == 1
+    assert load_file(kept[0] / "batch.safetensors")["tokens"].shape == (8, 32)
+    assert json.loads((kept[0] / "why.json").read_text("utf-8"))["step"] >= 1
+
+
+def test_a_leap_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    leap = ("guard.window=5", "guard.spike=0.01", "optimiser.lr=1e-6", "steps=60", "log.every=1")
+    result = invoke("train", *arguments(tmp_path, *leap))
+    assert_told(result, 1, "guard.spike=0.01", "failures")
+    path = verified(tmp_path / "checkpoints" / "latest")
+    failed = int(next((tmp_path / "failures").iterdir()).name.split("-")[1])
+    assert 5 <= load(path).step < failed
+
+
+def test_sample_writes_what_the_run_learned(tmp_path: Path) -> None:
+    run(tmp_path / "run", "steps=5")
+    words = ("sample", str(tmp_path / "run"), "--rows", "2", "--steps", "4", "--out", str(tmp_path / "texts.txt"))
+    first, again = invoke(*words), invoke(*words)
+    assert first.exit_code == 0, first.output
+    assert first.output == again.output
+    assert len((tmp_path / "texts.txt").read_text("utf-8").split("<|endoftext|>")) == 2
+    other = invoke(*words, "--seed", "1", "--sampler", "ancestral", "--length", "16")
+    assert other.exit_code == 0 and other.output != first.output
+    assert_told(invoke("sample", str(tmp_path)), 2, "neither a run's folder nor a checkpoint's")
+    assert_told(invoke("sample", str(tmp_path / "run"), "--sampler", "best"), 2, "unknown sampler 'best'; known:")
+
+
+def test_samples_are_written_while_training(tmp_path: Path) -> None:
+    run(tmp_path, "samples.every=5", "samples.steps=4")
+    written = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert written == ["step-00000005.txt", "step-00000010.txt"]
+    plain = tmp_path / "plain"
+    run(plain)
+    mine, theirs = (path / "checkpoints/latest/model.safetensors" for path in (tmp_path, plain))
+    assert mine.read_bytes() == theirs.read_bytes()  # to look on changes nothing
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = python("-m", "adlm", *nano(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "validation perplexity" in done.stdout.strip().splitlines()[-1]
+    wrong = python("-m", "adlm", *nano(tmp_path, "stepps=3"))
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    assert wrong.stderr.startswith("error: ") and "did you mean steps" in wrong.stderr
+
+
+def test_a_line_of_python_is_enough(tmp_path: Path) -> None:
+    changes = dict(change.split("=") for change in SMALL)
+    given = f"folder={str(tmp_path)!r}, data={{'path': {str(data())!r}}}, steps=12, **{changes!r}"
+    done = python("-c", f"import adlm; run = adlm.train('recipes/cpu-nano.yaml', {given}); print(run.step, run.valid)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1].startswith("12 {'val/nll': ")
+    assert "train" in adlm.__all__

@@ -1,0 +1,269 @@
+"""Named data sets: the same documents from the Hub's Parquet and from the files that circulate."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adlm.data import corpora
+from adlm.data.corpora import ALIASES, CORPORA, Corpus, find_corpus
+from adlm.data.detokenizers import DETOKENIZERS
+from adlm.data.formats import RULES
+from adlm.data.sources import Source, open_source
+from adlm.data.splits import Split
+from tests.data.test_sources import FIXTURES, need, texts
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    need("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+# The table.
+
+
+def test_every_entry_speaks_of_things_there_are() -> None:
+    lineage = ["lm1b", "openwebtext-split", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "text8"]
+    assert set(CORPORA) == {*lineage, "scientific_papers_pubmed", "scientific_papers_arxiv"}
+    for corpus in CORPORA.values():
+        assert corpus.documents in RULES and corpus.rows in ("wrapped", "documents")
+        assert corpus.detokenizer is None or corpus.detokenizer in DETOKENIZERS
+        assert set(corpus.splits) <= {"train", "valid", "test"}
+        assert all(str(Split.parse(split)) == split for split in corpus.splits.values())
+        assert corpus.characters.keys() <= corpus.splits.keys()
+
+
+def test_aliases() -> None:
+    assert {find_corpus(alias).hub for alias in ALIASES} == {"Skylion007/openwebtext", "Salesforce/wikitext"}
+    with pytest.raises(ValueError, match=r"'c4'; there are lm1b, .*wikitext-103"):
+        find_corpus("c4")
+
+
+# Local files of the same content. The sentences are made up, but for the excerpt of WikiText.
+
+
+def test_wikitext_lines_are_rows() -> None:
+    source = open_source(f"wikitext103:{FIXTURES / 'wiki.valid.tokens'}", split="valid")
+    rows = texts(source)
+    assert rows[:3] == ["", " = Homarus gammarus =\n", ""]
+    assert "lobster, is a species" in rows[3] and "(24 in)" in rows[3] and rows[3].endswith(".\n")
+    assert source.identity["detokenizer"] == "wikitext" and source.identity["documents"] == "every-line"
+    raw = open_source(f"wikitext-103:{FIXTURES / 'wiki.valid.tokens'}", split="valid", detokenizer="none")
+    assert raw.identity["detokenizer"] is None and " lobster , is " in texts(raw)[3]
+
+
+def test_billion_words(tmp_path: Path) -> None:
+    for name, text in {
+        "training-monolingual/news.en-00001-of-00100": "The cat 's gone .\nSo it is , they said .\n",
+        "training-monolingual/news.en-00010-of-00100": "Ten .\n",
+        "training-monolingual/news.en-00002-of-00100": "It is two .\n",
+        "heldout-monolingual/news.en.heldout-00000-of-00050": 'He said : " Why not ? "\n\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert texts(open_source(f"lm1b:{tmp_path}")) == [
+        "The cat's gone.",
+        "So it is, they said.",
+        "It is two.",
+        "Ten .",  # the clean-up wants a blank before the last word
+    ]
+    held_out = open_source(f"lm1b:{tmp_path}", split="valid")
+    assert texts(held_out) == ['He said: "Why not?"']
+    assert held_out.identity == open_source(f"lm1b:{tmp_path}", split="test").identity
+    one = tmp_path / "heldout-monolingual/news.en.heldout-00000-of-00050"
+    assert texts(open_source(f"lm1b:{one}", split="test")) == texts(held_out)
+
+
+def test_penn_treebank(tmp_path: Path) -> None:
+    (tmp_path / "ptb.valid.txt").write_text(" the <unk> rose N N \n it did n't fall \n")
+    assert texts(open_source(f"ptb:{tmp_path}", split="valid")) == ["the ? rose 1 N", "it didn't fall"]
+
+
+def test_ag_news(tmp_path: Path) -> None:
+    (tmp_path / "test.csv").write_text('"3","A title","Text with a ""word"" in it"\n"1","B","C"\n')
+    expected = ['A title Text with a "word" in it', "B C"]
+    assert texts(open_source(f"ag_news:{tmp_path / 'test.csv'}", split="test")) == expected
+    (tmp_path / "test.csv").write_text('Class Index,Title,Description\n3,A title,"Text with a ""word"" in it"\n1,B,C\n')
+    assert texts(open_source(f"ag_news:{tmp_path}", split="valid")) == expected
+    assert texts(open_source(f"ag_news:{tmp_path}", split="test", column="Description")) == [expected[0][8:], "C"]
+
+
+def test_lambada(tmp_path: Path) -> None:
+    (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": " “Go,” she said.\n\nAnd he went"}) + "\n")
+    assert texts(open_source(f"lambada:{tmp_path}", split="test")) == ['\n"Go," she said.\n\nAnd he went']
+    with pytest.raises(ValueError, match=r"no split 'train'; there are valid, test"):
+        open_source(f"lambada:{tmp_path}")
+
+
+def test_scientific_papers(tmp_path: Path) -> None:
+    source = open_source(f"scientific_papers_arxiv:{FIXTURES / 'elife.jsonl'}", split="test")
+    assert texts(source)[0].startswith("Mental and behavioral") and "stand_in" not in source.identity
+    (tmp_path / "test.jsonl").write_text(json.dumps({"title": "T", "abstract": "cells , we find , grow ."}) + "\n")
+    source = open_source(f"scientific_papers_pubmed:{tmp_path}", split="test")
+    assert texts(source) == ["cells, we find, grow."]
+    assert source.identity["stand_in"] == "abstracts, in place of full articles"
+
+
+def test_text8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = CORPORA["text8"].characters
+    small = {split: (start // 10**6, stop // 10**6) for split, (start, stop) in spans.items()}
+    assert small == {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}
+    monkeypatch.setitem(CORPORA, "text8", dataclasses.replace(CORPORA["text8"], characters=small))
+    text = ("abcdefghi " * 10)[:100]
+    (tmp_path / "text8").write_text(text)
+    for place in (tmp_path, tmp_path / "text8"):
+        parts = [texts(open_source(f"text8:{place}", split=split)) for split in ("train", "valid", "test")]
+        assert parts == [[text[:90]], [text[90:95]], [text[95:]]]
+    train, valid = (open_source(f"text8:{tmp_path}", split=split).identity for split in ("train", "valid"))
+    assert train != valid
+    (tmp_path / "text8").write_text(text[:99])
+    with pytest.raises(ValueError, match="ends at character 100, and the file has 99"):
+        texts(open_source(f"text8:{tmp_path}", split="test"))
+
+
+def test_files_of_two_kinds_may_be_the_same_text_twice(tmp_path: Path) -> None:
+    (tmp_path / "wiki.test.raw").write_text("a\n")
+    (tmp_path / "test.txt").write_text("a\n")
+    with pytest.raises(ValueError, match=r"several kinds \(.raw, .txt\)"):
+        open_source(f"wikitext2:{tmp_path}", split="test")
+
+
+@pytest.fixture
+def small_openwebtext(monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    """OpenWebText with 3 documents held out, where there are 100,000."""
+    held_out = {split: part.replace("100000", "3") for split, part in corpora.OPENWEBTEXT_HELD_OUT.items()}
+    assert held_out == {"train": "train[:-3]", "valid": "train[-3:]"}
+    corpus = dataclasses.replace(CORPORA["openwebtext-split"], splits=held_out)
+    monkeypatch.setitem(CORPORA, "openwebtext-split", corpus)
+    return corpus
+
+
+def split_texts(open_split: Callable[[str], Source]) -> tuple[list[str], list[str]]:
+    return texts(open_split("train")), texts(open_split("valid"))
+
+
+@pytest.mark.usefixtures("small_openwebtext")
+def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "0.parquet", [{"text": str(i)} for i in range(4)])
+    write_parquet(tmp_path / "1.parquet", [{"text": str(i)} for i in range(4, 9)])
+    train, valid = split_texts(lambda split: open_source(f"openwebtext:{tmp_path}", split=split))
+    assert train == list("012345") and valid == list("678")
+    with pytest.raises(ValueError, match=r"no split 'test'; there are train, valid"):
+        open_source(f"openwebtext:{tmp_path}", split="test")
+    (tmp_path / "1.parquet").unlink()
+    assert split_texts(lambda split: open_source(f"openwebtext:{tmp_path}", split=split)) == (["0"], list("123"))
+    with pytest.raises(ValueError, match="is a slice already"):
+        open_source(f"openwebtext:{tmp_path}", split="valid[:1]")
+
+
+def test_too_few_documents_to_hold_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(ValueError, match=r"takes at least 100,000 documents, and there are 1"):
+        open_source(f"openwebtext-split:{tmp_path}", split="valid").read()
+
+
+# The Hub, which a folder of Parquet files stands in for: all but the name of the repository is the real thing.
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose owner/name[@revision] is what the Hub would hold; `datasets` reads it as it reads any folder."""
+    datasets = need("datasets")
+    real = datasets.load_dataset_builder
+    root = tmp_path / "hub"
+    root.mkdir()
+
+    def load(repo: str, name: str | None = None, revision: str | None = None, **kwargs: Any) -> Any:
+        place = root / (repo if revision is None else f"{repo}@{revision.replace('/', '.')}")
+        if not place.is_dir():
+            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{repo}' doesn't exist on the Hub")
+        return real(str(place), name, cache_dir=str(tmp_path / "cache"), **kwargs)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+def card(config: str, **examples: int) -> str:
+    splits = "".join(f"  - name: {split}\n    num_examples: {n}\n    num_bytes: 1\n" for split, n in examples.items())
+    files = "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in examples)
+    features = "  features:\n  - name: text\n    dtype: string\n"
+    info = f"dataset_info:\n- config_name: {config}\n{features}  splits:\n{splits}"
+    return f"---\n{info}configs:\n- config_name: {config}\n  data_files:\n{files}---\n"
+
+
+def test_a_data_set_of_the_hub(hub: Path) -> None:
+    write_parquet(hub / "me/words/data/train-00000-of-00001.parquet", [{"n": i, "body": f"w {i}"} for i in range(5)])
+    write_parquet(hub / "me/words/data/validation-00000-of-00001.parquet", [{"n": 9, "body": "v"}])
+    source = open_source("me/words")
+    assert texts(source) == texts(source) == [f"w {i}" for i in range(5)]
+    assert source.total_bytes is None and source.identity["column"] == "body"
+    assert source.identity["repo"] == "me/words" and source.identity["revision"]
+    assert json.loads(json.dumps(source.identity)) == source.identity == open_source("me/words").identity
+    assert texts(open_source("me/words", split="valid")) == ["v"]
+    assert texts(open_source("me/words", split="train[1:3]", detokenizer="lambada")) == ["\nw 1", "\nw 2"]
+    with pytest.raises(ValueError, match=r"no split 'test'; there are train, validation"):
+        open_source("me/words", split="test")
+    with pytest.raises(ValueError, match=r"me/words has no column 'text'.*'n', 'body'"):
+        open_source("me/words", column="text")
+    with pytest.raises(ValueError, match="which me/words does not tell"):
+        open_source("me/words", split="train[-1:]")
+    with pytest.raises(ValueError, match="a row is a document"):
+        open_source("me/words", documents="line")
+
+
+def test_what_the_hub_does_not_have(hub: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="me/nothing is no file or folder here, and me/nothing could not"):
+        open_source("me/nothing")
+    with pytest.raises(FileNotFoundError, match="in local files is ptb:PATH"):
+        open_source("ptb")
+
+
+@pytest.mark.usefixtures("small_openwebtext")
+def test_the_hubs_last_documents_are_held_out(hub: Path) -> None:
+    folder = hub / "Skylion007/openwebtext"
+    for shard in range(3):
+        rows = [{"text": str(3 * shard + i)} for i in range(3)]
+        write_parquet(folder / f"plain_text/train-0000{shard}-of-00003.parquet", rows)
+    (folder / "README.md").write_text(card("plain_text", train=9))
+    train, valid = split_texts(lambda split: open_source("openwebtext-split", split=split))
+    assert train == list("012345") and valid == list("678")
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "column", "text", "expected"),
+    [
+        ("lm1b", "plain_text/train", "text", "It is so .", "It is so."),
+        ("ptb", "penn_treebank/train", "sentence", "it is n't", "it isn't"),
+        ("scientific_papers_pubmed", "pubmed/train", "article", "so , we", "so, we"),
+        ("scientific_papers_arxiv", "arxiv/partial-train", "article", "so , we", "so, we"),
+    ],
+)
+def test_the_branch_of_conversions(hub: Path, name: str, folder: str, column: str, text: str, expected: str) -> None:
+    repo = hub / f"{CORPORA[name].hub}@refs.convert.parquet"
+    write_parquet(repo / folder / "0000.parquet", [{column: text, "section_names": ""}])
+    write_parquet(repo / "another/train/0000.parquet", [{column: "not this"}])
+    write_parquet(repo / folder.replace("train", "test") / "0000.parquet", [{column: "nor this"}])
+    source = open_source(name)
+    assert texts(source) == [expected] and source.identity["config"] == CORPORA[name].config
+
+
+def test_configurations(hub: Path) -> None:
+    repo = hub / "Salesforce/wikitext"
+    for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
+        write_parquet(repo / config / "train-00000-of-00001.parquet", [{"text": ""}, {"text": f" {config} , so \n"}])
+    cards = [card(config, train=2) for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1")]
+    heads = [part.strip("-\n").split("configs:\n") for part in cards]
+    infos = "".join(head[0].removeprefix("dataset_info:\n") for head in heads)
+    configs = "\n".join(head[1] for head in heads)
+    (repo / "README.md").write_text(f"---\ndataset_info:\n{infos}configs:\n{configs}\n---\n")
+    assert texts(open_source("wikitext2")) == ["", " wikitext-2-raw-v1, so\n"]
+    assert texts(open_source("wikitext103")) == ["", " wikitext-103-raw-v1, so\n"]
+    assert texts(open_source("Salesforce/wikitext:wikitext-2-raw-v1")) == ["", " wikitext-2-raw-v1 , so \n"]

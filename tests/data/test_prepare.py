@@ -1,0 +1,316 @@
+"""The folder depends on the text and the settings alone: not on workers, not on how often the run was killed."""
+
+import errno
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adlm.data import prepare as module
+from adlm.data.packing import end_documents, wrap_rows
+from adlm.data.prepare import Progress, held_out_rows, prepare
+from adlm.data.shards import open_data
+from adlm.data.sources import Source, excerpt
+from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
+from adlm.data.workers import chunked
+
+TEXTS = [part for part in excerpt()[:60_000].split("\n\n") if part]
+SMALL: dict[str, Any] = {"tokenizer": "bytes", "length": 64, "shard_tokens": 64 * 100, "workers": 2}
+
+
+def source_of(texts: list[str], name: str = "texts") -> Source:
+    def read() -> Iterator[tuple[str, int]]:
+        done = 0
+        for text in texts:
+            done += len(text.encode("utf-8", "replace"))
+            yield text, done
+
+    digest = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
+    return Source(name, {"texts": digest}, sum(len(text.encode("utf-8", "replace")) for text in texts), read)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks of little text, so that there is something to put in order."""
+    monkeypatch.setattr(module, "chunked", lambda documents, skip: chunked(documents, skip=skip, characters=2000))
+
+
+def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -> None:
+    manifest = prepare(source_of(TEXTS), tmp_path, **SMALL | {"tokenizer": "gpt2"})
+    gpt2, data = load_tokenizer("gpt2"), open_data(tmp_path, verify=True)
+    ids, lengths = gpt2.encode_batch(TEXTS)
+    stream = end_documents(ids, lengths, 50_256)
+    expected, _ = wrap_rows(stream, ids[:0], 64, bos_id=50_256, eos_id=50_256)
+    held = held_out_rows(len(expected), 0.01)
+    train, valid = (data.rows(split).fetch(range(len(data.rows(split))))[0].numpy() for split in ("train", "valid"))
+    assert np.array_equal(np.concatenate([train, valid]), expected) and len(valid) == held
+    assert np.array_equal(data.counts().numpy(), np.bincount(train.ravel(), minlength=50_258))
+    found = manifest["splits"]
+    assert (found["train"]["rows"], found["train"]["tokens"]) == (len(train), train.size)
+    # The bytes of the rows are those of their text, but for the tokens that a row's edge divides.
+    for rows, split in ((train, "train"), (valid, "valid")):
+        text = sum(len(gpt2.decode(row, skip_special=True).encode()) for row in rows.tolist())
+        assert abs(found[split]["bytes"] - text) < 0.02 * text + 100
+    assert found["train"]["bytes"] + found["valid"]["bytes"] <= sum(len(text.encode()) for text in TEXTS)
+    assert len(TEXTS) <= found["train"]["documents"] + found["valid"]["documents"] <= len(TEXTS) + 1
+
+
+@pytest.mark.parametrize("rows", ["wrapped", "documents"])
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: str) -> None:
+    for workers in (1, 2, 3):
+        prepare(source_of(TEXTS), tmp_path / str(workers), **SMALL | {"workers": workers, "rows": rows})
+    one = contents(tmp_path / "1")
+    assert one == contents(tmp_path / "2") == contents(tmp_path / "3")
+    shards = {name for name in one if name.endswith(".bin")}
+    assert len(shards) > 2 and {name.endswith((".part", ".ends")) for name in one} == {False}
+
+
+def test_a_document_to_a_row_is_cut_padded_and_measured(tmp_path: Path) -> None:
+    texts = ["short", "", "x" * 200, "Grüße"] * 5
+    manifest = prepare(
+        source_of(texts), tmp_path, **SMALL | {"tokenizer": "bert-base-uncased", "length": 8}, rows="documents"
+    )
+    data, bert = open_data(tmp_path), load_tokenizer("bert-base-uncased")
+    assert manifest["rows"] == "documents" and data.is_padded
+    tokens, lengths = data.rows("train").fetch(range(len(data.rows("train"))))
+    assert lengths is not None
+    for text, row, length in zip(texts, tokens.tolist(), lengths.tolist()):
+        assert row == ([101, *bert.encode(text)[:6], 102] + [0] * 8)[:8]
+        assert length == min(8, len(bert.encode(text)) + 2)
+    assert manifest["splits"]["train"]["tokens"] == int(lengths.sum()) == int(data.counts().sum())
+    assert manifest["splits"]["train"]["documents"] == len(tokens) == 18
+
+
+def in_a_child(seconds: float | None, syncs: int | None, *arguments: Any, **options: Any) -> int:
+    """Prepare in a process that is killed after so many seconds, or at the n-th time it waits for the disk."""
+    child = os.fork()
+    if child == 0:
+        fsync, left = os.fsync, syncs
+
+        def count(handle: int) -> None:
+            nonlocal left
+            if left is not None:
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            fsync(handle)
+
+        os.fsync = count
+        try:
+            # Slower than it need be, so that a moment is likely to lie within.
+            prepare(*arguments, **options, on_progress=lambda _: time.sleep(0.01))
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process to kill is forked")
+@pytest.mark.parametrize(("rows", "valid"), [("wrapped", "cut"), ("documents", "own")])
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, rows: str, valid: str) -> None:
+    source = source_of(TEXTS)
+    options: dict[str, Any] = SMALL | {"rows": rows, "shard_tokens": 64 * (60 if rows == "wrapped" else 15)}
+    options |= {"valid": source_of(TEXTS[:40], "other")} if valid == "own" else {"valid_share": 0.15}
+    prepare(source, tmp_path / "whole", **options)
+    rng, killed, shards = random.Random(f"{rows} {valid}"), 0, []
+    for attempt in range(40):
+        is_timed = attempt in (0, 2, 4)  # on a busy machine little is done by then, so not always
+        seconds, syncs = (rng.uniform(0.05, 0.4), None) if is_timed else (None, rng.randint(5, 35))
+        status = in_a_child(seconds, syncs, source, tmp_path / "killed", **options)
+        shards.append(len(list((tmp_path / "killed").glob("train-*.bin"))))
+        if os.WIFSIGNALED(status):
+            killed += 1
+        elif status == 0:
+            break
+    assert status == 0 and killed >= 3
+    assert len(set(shards)) > 2  # it went on, and did not begin anew each time
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process to kill is forked")
+@pytest.mark.parametrize("syncs", [1, 2, 4, 6])
+def test_a_kill_while_the_valid_split_is_cut_off_loses_nothing(tmp_path: Path, syncs: int) -> None:
+    """The last moments, one by one: copying the end of the stream, shortening, counting, the manifest."""
+    source, options = source_of(TEXTS[:60]), SMALL | {"valid_share": 0.5, "workers": 1}
+    counted: list[int] = []
+    fsync = os.fsync
+    try:
+        os.fsync = lambda handle: counted.append(handle) or fsync(handle)  # type: ignore[func-returns-value]
+        prepare(source, tmp_path / "whole", **options)
+    finally:
+        os.fsync = fsync
+    status = in_a_child(None, len(counted) + 1 - 2 * syncs, source, tmp_path / "killed", **options)
+    assert os.WIFSIGNALED(status)
+    prepare(source, tmp_path / "killed", **options)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_finished_shards_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Progress] = []
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.rows > 500:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source_of(TEXTS), tmp_path, **SMALL, on_progress=stop)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("train-*.bin")}
+    assert len(before) == 5
+    again: list[Progress] = []
+    prepare(source_of(TEXTS), tmp_path, **SMALL, on_progress=again.append)
+    assert again[-1].rows > 800 and again[-1].bytes < 0.6 * sum(len(text.encode()) for text in TEXTS)
+    assert all((tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items())
+    assert again[-1].consumed == again[-1].total
+
+
+def test_a_full_disk_is_told_and_what_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(source_of(TEXTS), tmp_path / "whole", **SMALL)
+    fsync, left = os.fsync, 20
+
+    def full(handle: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"is full.* GB free.*the rest takes about .* run the same command again") as told:
+        prepare(source_of(TEXTS), tmp_path / "full", **SMALL)
+    assert told.value.errno == errno.ENOSPC
+    assert list((tmp_path / "full").glob("train-*.bin")) and not list((tmp_path / "full").glob("*.part"))
+    monkeypatch.undo()
+    prepare(source_of(TEXTS), tmp_path / "full", **SMALL)
+    assert contents(tmp_path / "full") == contents(tmp_path / "whole")
+
+
+def test_other_settings_need_another_folder_or_consent(tmp_path: Path) -> None:
+    first = prepare(source_of(TEXTS), tmp_path, **SMALL)
+    (tmp_path / "notes.txt").write_text("not ours")
+    times = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert prepare(source_of(TEXTS), tmp_path, **SMALL | {"workers": 1}) == first  # workers decide nothing
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
+    changed = SMALL | {"length": 32, "tokenizer": "gpt2"}
+    with pytest.raises(
+        ValueError, match=r"(?s)length: 64 there, 32 now.*vocab_size: 258 there, 50258 now.*--overwrite"
+    ):
+        prepare(source_of(TEXTS), tmp_path, **changed)
+    with pytest.raises(ValueError, match=r"source\.texts: "):
+        prepare(source_of(TEXTS[1:]), tmp_path, **SMALL)
+    assert prepare(source_of(TEXTS), tmp_path, **changed, overwrite=True)["length"] == 32
+    assert open_data(tmp_path, verify=True).vocab_size == 50_258
+    assert (tmp_path / "notes.txt").read_text() == "not ours"
+
+
+def test_a_valid_source_of_its_own_is_used_whole(tmp_path: Path) -> None:
+    manifest = prepare(source_of(TEXTS), tmp_path, **SMALL, valid=source_of(TEXTS[:20], "other"))
+    stream = sum(len(text.encode()) + 1 for text in TEXTS)
+    assert manifest["splits"]["train"]["rows"] == stream // 62  # none held out
+    assert manifest["splits"]["valid"]["rows"] == sum(len(text.encode()) + 1 for text in TEXTS[:20]) // 62
+    assert manifest["valid_from"] == "a source of its own"
+
+
+def test_no_share_no_valid_split(tmp_path: Path) -> None:
+    assert list(prepare(source_of(TEXTS), tmp_path, **SMALL, valid_share=0)["splits"]) == ["train"]
+    assert open_data(tmp_path).splits == ("train",)
+
+
+@given(st.integers(3, 100_000), st.sampled_from([0.001, 0.01, 0.3]))
+def test_held_out_rows_are_a_share_but_not_too_few_nor_all(rows: int, share: float) -> None:
+    held = held_out_rows(rows, share)
+    assert 2 <= held < rows and held >= int(share * rows) and held >= min(64, rows // 10)
+    assert held <= max(share * rows, 64)
+
+
+@pytest.mark.parametrize(("texts", "message"), [(["tiny"], "5? ?fills no row"), (["x" * 70], "1 rows of length 64")])
+def test_too_little_text_is_told_and_leaves_nothing_behind(tmp_path: Path, texts: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(source_of(texts), tmp_path, **SMALL)
+    assert not list(tmp_path.iterdir())
+    prepare(source_of(texts * 40), tmp_path, **SMALL)  # the folder is free for another try
+
+
+def test_a_tokenizer_is_learned_and_survives_a_stop(tmp_path: Path) -> None:
+    options = SMALL | {"tokenizer": None, "train_tokenizer": 600}
+    manifest = prepare(source_of(TEXTS), tmp_path / "whole", **options)
+    assert (manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask_id"]) == (600, 599)
+    expected = train_bpe(TEXTS, 600, end_token=END_OF_TEXT)
+    assert manifest["tokenizer"]["sha256"] == expected.sha256
+
+    def stop(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source_of(TEXTS), tmp_path / "stopped", **options, on_progress=stop)
+    prepare(source_of(TEXTS), tmp_path / "stopped", **options)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+
+
+def test_a_text_with_few_pairs_gives_a_smaller_vocabulary_that_is_reported(tmp_path: Path) -> None:
+    manifest = prepare(source_of(["ab " * 500] * 4), tmp_path, length=16, train_tokenizer=5000, workers=1)
+    assert manifest["settings"]["tokenizer"]["trained"] == 5000
+    assert manifest["tokenizer"]["vocab_size"] < 300
+
+
+def test_only_the_beginning_of_a_long_source_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 5000)
+    taken = "".join(module.sample(source_of(TEXTS), 5000))
+    assert "".join(TEXTS).startswith(taken) and 4900 < len(taken.encode()) < 5100
+    changed = [*TEXTS[:100], *(text.upper() for text in TEXTS[100:])]
+    assert sum(map(len, TEXTS[:100])) > 5000
+    found = {
+        prepare(source_of(texts), tmp_path / str(i), length=64, train_tokenizer=400)["tokenizer"]["sha256"]
+        for i, texts in enumerate([TEXTS, changed])
+    }
+    assert len(found) == 1
+
+
+def test_a_named_corpus_brings_what_it_is_known_for(tmp_path: Path) -> None:
+    (tmp_path / "lm1b.txt").write_text("\n".join(f"Sentence {i} , as the news had it ." for i in range(50)))
+    manifest = prepare(f"lm1b:{tmp_path / 'lm1b.txt'}", tmp_path / "a", workers=1)
+    assert (manifest["tokenizer"]["name"], manifest["length"], manifest["rows"]) == (
+        "bert-base-uncased",
+        128,
+        "documents",
+    )
+    assert manifest["valid_from"] == "the end of the stream"  # one file is every split
+    text = "\n".join("the cat sat on the mat" for _ in range(40))
+    (tmp_path / "ptb").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "ptb" / f"ptb.{split}.txt").write_text(text + f"\n{split}")
+    manifest = prepare(f"ptb:{tmp_path / 'ptb'}", tmp_path / "b", length=16, workers=1)
+    assert (manifest["tokenizer"]["name"], manifest["length"]) == ("gpt2", 16)
+    assert manifest["valid_from"] == "a source of its own"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": "sentences"}, "one of wrapped, documents, got 'sentences'"),
+        ({"valid_share": 1.0}, "below 1, got 1.0"),
+        ({"shard_tokens": 63}, "at least a row's 64, got 63"),
+        ({"length": 2}, "at least 3"),
+        ({"train_tokenizer": 257}, "at least 258"),
+        ({"tokenizer": train_bpe(["text"], 260)}, "does not say which tokens begin and end"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(source_of(TEXTS), tmp_path, **SMALL | changes)

@@ -1,0 +1,188 @@
+"""What is in the folder is what was written, or an error says which file is not, and what to do."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from adlm.data.packing import Packed
+from adlm.data.prepare import prepare
+from adlm.data.shards import PreparedData, Rows, dtype_for, open_data
+from adlm.data.sources import Source
+from adlm.data.tokenizers import load_tokenizer
+from adlm.data.writing import ShardWriter, shorten
+
+LENGTH, ROWS = 5, 23
+
+
+def stored(folder: Path, *, dtype: str, is_padded: bool, shard_rows: int = 4) -> tuple[Rows, np.ndarray, np.ndarray]:
+    """Rows of known numbers in several shards, written in uneven pieces."""
+    most = 2**16 if dtype == "uint16" else 2**31
+    rows = np.random.default_rng(0).integers(0, most, (ROWS, LENGTH))
+    lengths = np.arange(ROWS) % LENGTH + 1
+    records: list[dict] = []
+    writer = ShardWriter(
+        folder, "train", dtype=dtype, shard_rows=shard_rows, on_shard=lambda record, _: records.append(record)
+    )
+    for piece in np.split(np.arange(ROWS), [1, 3, 12]):
+        writer.add(Packed(rows[piece], lengths[piece] if is_padded else None, np.zeros((len(piece), 3), np.int64)))
+    writer.close()
+    shards = tuple((record["file"], record["rows"]) for record in records)
+    return Rows(folder, LENGTH, dtype, is_padded, shards), rows, lengths
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_rows_come_back_in_the_order_asked_for(tmp_path: Path, dtype: str, is_padded: bool) -> None:
+    rows, tokens, lengths = stored(tmp_path, dtype=dtype, is_padded=is_padded)
+    assert len(rows) == ROWS and len(rows.shards) == 6
+    orders: list = [list(range(ROWS)), [22, 0, 7, 7, 3], [], torch.tensor([5, 4]), range(4, 9), np.array([1, 20])]
+    for order in orders:
+        found, found_lengths = rows.fetch(order)
+        index = np.array(list(order), dtype=int)
+        assert found.dtype == torch.int64 and np.array_equal(found.numpy(), tokens[index])
+        if is_padded:
+            assert found_lengths is not None and found_lengths.dtype == torch.int64
+            assert np.array_equal(found_lengths.numpy(), lengths[index])
+        else:
+            assert found_lengths is None
+
+
+@pytest.mark.parametrize("index", [ROWS, -1])
+def test_a_row_that_is_not_there_is_an_error(tmp_path: Path, index: int) -> None:
+    rows, _, _ = stored(tmp_path, dtype="uint16", is_padded=False)
+    with pytest.raises(IndexError, match=f"row {index} of {ROWS}"):
+        rows.fetch([0, index])
+
+
+def test_rows_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    rows, tokens, _ = stored(tmp_path, dtype="uint16", is_padded=False)
+    rows.fetch([0, 9])  # its maps are open
+    sent = pickle.dumps(rows)
+    assert len(sent) < 1000  # the place, not the rows
+    assert np.array_equal(pickle.loads(sent).fetch([9])[0].numpy(), tokens[[9]])
+
+
+def test_counts_leave_padding_out(tmp_path: Path) -> None:
+    rows, tokens, lengths = stored(tmp_path, dtype="uint16", is_padded=True)
+    inside = np.concatenate([row[:length] for row, length in zip(tokens, lengths)])
+    assert np.array_equal(rows.count_tokens(2**16), np.bincount(inside, minlength=2**16))
+
+
+@pytest.mark.parametrize("kept", [1, 3, 4, 9, 22, 23])
+def test_shortening_keeps_the_first_rows_and_can_be_repeated(tmp_path: Path, kept: int) -> None:
+    rows, tokens, lengths = stored(tmp_path, dtype="uint16", is_padded=True)
+    records = [{"file": file, "rows": n, "lengths_sha256": "", "tokens": 0} for file, n in rows.shards]
+    once = shorten(tmp_path, records, kept, LENGTH * 2)
+    again = shorten(tmp_path, records, kept, LENGTH * 2)
+    assert once == again and sum(record["rows"] for record in once) == kept
+    short = Rows(tmp_path, LENGTH, "uint16", True, tuple((record["file"], record["rows"]) for record in once))
+    found, found_lengths = short.fetch(range(kept))
+    assert np.array_equal(found.numpy(), tokens[:kept])
+    assert found_lengths is not None and np.array_equal(found_lengths.numpy(), lengths[:kept])
+    assert len(list(tmp_path.glob("*.bin"))) == len(list(tmp_path.glob("*.len"))) == len(once)
+
+
+def test_two_bytes_hold_the_vocabulary_of_gpt2_and_no_more_than_they_can() -> None:
+    assert dtype_for(50_258) == dtype_for(2**16) == "uint16"
+    assert dtype_for(2**16 + 1) == "uint32"
+
+
+def source_of(texts: list[str], name: str = "texts") -> Source:
+    return Source(name, {"texts": texts}, len(texts), lambda: ((text, i + 1) for i, text in enumerate(texts)))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    texts = [f"Document {i} says a few words." for i in range(60)]
+    prepare(source_of(texts), folder, tokenizer="bytes", length=32, rows="documents", shard_tokens=32 * 20, workers=1)
+    return folder
+
+
+@pytest.fixture
+def data(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may harm."""
+    for path in made.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_a_folder_says_what_it_holds(data: Path) -> None:
+    found = open_data(data, verify=True)
+    assert (found.vocab_size, found.mask_id, found.length, found.is_padded) == (258, 257, 32, True)
+    assert found.splits == ("train", "valid") and isinstance(found, PreparedData)
+    assert (len(found.rows("train")), len(found.rows("valid"))) == (54, 6)
+    assert found.tokenizer.sha256 == found.manifest["tokenizer"]["sha256"] == load_tokenizer("bytes").sha256
+    tokens, lengths = found.rows("train").fetch([30])
+    assert lengths is not None
+    row = tokens[0, : int(lengths[0])].tolist()
+    assert found.tokenizer.decode(row, skip_special=True) == "Document 30 says a few words."
+    with pytest.raises(ValueError, match="no split 'test': it has train, valid"):
+        found.rows("test")
+    counts = found.counts()
+    assert counts.shape == (258,) and int(counts.sum()) == found.manifest["splits"]["train"]["tokens"]
+    assert int(counts[256]) == 2 * 54 and int(counts[257]) == 0
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def newer(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+
+
+HARM: list[tuple[str, Callable[[Path], object], str, bool]] = [
+    ("manifest.json", Path.unlink, "make it with `adlm prepare SOURCE --out", False),
+    ("manifest.json", newer, "format 2, this version reads 1", False),
+    ("train-00001.bin", Path.unlink, r"train-00001\.bin is missing \(1,280 bytes expected\).*--overwrite", False),
+    ("train-00001.bin", cut, r"train-00001\.bin has 1,279 bytes, 1,280 expected", False),
+    ("valid-00000.len", cut, r"valid-00000\.len has 23 bytes, 24 expected", False),
+    ("counts.npy", Path.unlink, r"counts\.npy is missing", False),
+    ("tokenizer.json", flip, r"tokenizer\.json has the checksum", False),
+    ("tokenizer.json", Path.unlink, r"tokenizer\.json is missing", False),
+    ("train-00001.bin", flip, r"train-00001\.bin has the checksum \w+…, \w+… expected", True),
+    ("train-00001.len", flip, r"train-00001\.len has the checksum", True),
+    ("counts.npy", flip, r"counts\.npy has the checksum", True),
+]
+
+
+@pytest.mark.parametrize(("file", "harm", "message", "takes_verify"), HARM)
+def test_a_damaged_folder_is_told(
+    data: Path, file: str, harm: Callable[[Path], object], message: str, takes_verify: bool
+) -> None:
+    harm(data / file)
+    if takes_verify:
+        open_data(data)  # sizes are right: only reading everything shows it
+    with pytest.raises(ValueError, match=message):
+        open_data(data, verify=takes_verify)
+
+
+def test_an_unfinished_folder_is_told(data: Path) -> None:
+    (data / "manifest.json").rename(data / "progress.json")
+    with pytest.raises(ValueError, match="not finished: run the same `adlm prepare` again"):
+        open_data(data)
+
+
+def test_special_tokens_that_were_changed_are_told(data: Path) -> None:
+    path = data / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
+    with pytest.raises(ValueError, match="eos_id None instead of 256"):
+        open_data(data)
+
+
+def test_verifying_tells_how_far_it_is(data: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    open_data(data, verify=True, on_verified=lambda done, total: seen.append((done, total)))
+    assert len(seen) == 4 and seen[-1][0] == seen[-1][1] == 60 * 32 * 2

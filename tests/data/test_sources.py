@@ -1,0 +1,228 @@
+"""Files become the same documents whatever their format, their packing, their place and the size of a chunk."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adlm.data import formats, sources
+from adlm.data.sources import Source, excerpt, open_source
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TEXTS = ["One, two.\nThree", "A \"word\" with 'marks', a tab\tand ümläute", "x" * 200_000, "last"]
+ROWS = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
+
+
+def need(module: str) -> Any:
+    """A module of an extra; missing, the test is skipped, or fails where everything must be there."""
+    if os.environ.get("ADLM_ALL") == "1":
+        return __import__(module)
+    return pytest.importorskip(module, reason=f"{module} comes with the extra adlm[data]")
+
+
+def texts(source: Source) -> list[str]:
+    return [text for text, _ in source.read()]
+
+
+def as_csv(delimiter: str) -> bytes:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, ["id", "text"], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return file.getvalue().encode()
+
+
+def as_parquet() -> bytes:
+    need("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=2)
+    return file.getvalue()
+
+
+FORMATS: dict[str, Callable[[], bytes]] = {
+    "a.txt": lambda: "\n<|endoftext|>\n".join(TEXTS).encode(),
+    "a.tokens": lambda: ("\n<|endoftext|>\n".join(TEXTS) + "\n<|endoftext|>\n").encode(),
+    "a.unknown": lambda: "\r\n<|endoftext|>\r\n".join(text.replace("\n", "\r\n") for text in TEXTS).encode(),
+    "a.jsonl": lambda: "\n".join(map(json.dumps, ROWS)).encode(),
+    "lines.json": lambda: "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode(),
+    "array.json": lambda: json.dumps(ROWS, indent=1, ensure_ascii=False).encode(),
+    "texts.json": lambda: json.dumps(TEXTS).encode(),
+    "a.csv": lambda: as_csv(","),
+    "a.tsv": lambda: as_csv("\t"),
+    "a.parquet": as_parquet,
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_documents(tmp_path: Path, name: str, packed: bool) -> None:
+    content = FORMATS[name]()
+    path = tmp_path / (name + ".gz" * packed)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    source = open_source(path)
+    read = list(source.read())
+    assert [text for text, _ in read] == TEXTS
+    positions = [position for _, position in read]
+    assert positions == sorted(positions) and positions[-1] == source.total_bytes == path.stat().st_size
+    assert texts(source) == TEXTS
+    assert json.loads(json.dumps(source.identity)) == source.identity == open_source(path).identity
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 100])
+@pytest.mark.parametrize("name", [name for name in FORMATS if "parquet" not in name])
+def test_chunks_do_not_matter(tmp_path: Path, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = FORMATS[name]().replace(b"x" * 200_000, b"x" * 99)
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    monkeypatch.setattr(formats, "CHUNK", size)
+    monkeypatch.setattr(formats, "PACKED_CHUNK", size)
+    expected = [text.replace("x" * 200_000, "x" * 99) for text in TEXTS]
+    assert texts(open_source(tmp_path / name)) == texts(open_source(tmp_path / f"{name}.gz")) == expected
+
+
+RULED = "<|endoftext|>\n a <|endoftext|>\nb\n \n\n<|endoftext|>\n<|endoftext|>\nc<|endoftext|>\n\td\n\n\ne \n"
+
+
+@pytest.mark.parametrize("size", [1, 5, 14, 1 << 20])
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("auto", [" a <|endoftext|>\nb\n \n", "c<|endoftext|>\n\td\n\n\ne "]),
+        ("separator", [" a <|endoftext|>\nb\n \n", "c<|endoftext|>\n\td\n\n\ne "]),
+        ("file", [RULED[:-1]]),
+        ("line", ["<|endoftext|>", "a <|endoftext|>", "b", *["<|endoftext|>"] * 2, "c<|endoftext|>", "d", "e"]),
+        ("blank", ["<|endoftext|>\n a <|endoftext|>\nb", "<|endoftext|>\n<|endoftext|>\nc<|endoftext|>\n\td", "e"]),
+        ("every-line", [line if line.strip() else "" for line in RULED.splitlines(keepends=True)]),
+    ],
+)
+def test_rules(tmp_path: Path, rule: str, expected: list[str], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text(RULED)
+    monkeypatch.setattr(formats, "CHUNK", size)
+    assert texts(open_source(tmp_path / "a.txt", documents=rule)) == expected
+
+
+def test_a_file_without_separators_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(excerpt())
+    assert texts(open_source(tmp_path / "a.txt")) == [excerpt().removesuffix("\n")]
+    first, second = texts(open_source(FIXTURES / "gutenberg.txt"))
+    assert first.startswith("THERE was once") and second.endswith("but cheerful.")
+
+
+def test_packed_streams_may_follow_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one ") + gzip.compress(b"two") + b"\0" * 9)
+    assert texts(open_source(tmp_path / "a.txt.gz")) == ["one two"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext,b\nx,y\n")
+    assert texts(open_source(tmp_path / "a.csv")) == ["x"]
+
+
+def test_columns_are_joined_and_numbered(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('1,"A title","Two\nlines, ""quoted"""\n2,B,C\n')
+    assert texts(open_source(tmp_path / "a.csv", column="1+2")) == ['A title Two\nlines, "quoted"', "B C"]
+    assert texts(open_source(tmp_path / "a.csv", column="2")) == ['Two\nlines, "quoted"', "C"]
+    assert texts(open_source(tmp_path / "a.csv", column="text|2")) == ['Two\nlines, "quoted"', "C"]
+    (tmp_path / "b.jsonl").write_text('{"q": "Why?", "n": 1, "a": "So."}\n')
+    assert texts(open_source(tmp_path / "b.jsonl", column="q+a")) == ["Why? So."]
+    (tmp_path / "c.jsonl").write_text('{"n": 1, "body": "So."}\n')
+    assert texts(open_source(tmp_path / "c.jsonl")) == ["So."]  # the one column of text
+
+
+# Folders.
+
+
+def test_folders_are_read_in_a_natural_order(tmp_path: Path) -> None:
+    names = ["b/1.txt", "part-10.txt", "part-3.jsonl", "part-2.txt", "part-02.txt", "a.txt", "part-1.txt.gz", "Z.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        content = (json.dumps({"text": name}) if name.endswith("jsonl") else name).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    for ignored in (".hidden.txt", ".git/x.txt", "notes.md", "LICENSE"):
+        (tmp_path / ignored).parent.mkdir(exist_ok=True)
+        (tmp_path / ignored).write_text("not this")
+    order = ["Z.txt", "a.txt", "b/1.txt", "part-1.txt.gz", "part-02.txt", "part-2.txt", "part-3.jsonl", "part-10.txt"]
+    source = open_source(tmp_path)
+    read = list(source.read())
+    assert [text for text, _ in read] == [file["name"] for file in source.identity["files"]] == order
+    assert read[-1][1] == source.total_bytes
+
+
+def test_the_files_of_a_split(tmp_path: Path) -> None:
+    for name in ("train-0.txt", "train-1.txt", "my.valid.txt", "test/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(open_source(tmp_path)) == ["train-0.txt", "train-1.txt"]
+    assert texts(open_source(tmp_path, split="valid")) == texts(open_source(tmp_path, split="dev")) == ["my.valid.txt"]
+    assert texts(open_source(tmp_path, split="test")) == ["test/a.txt"]
+    assert len(texts(open_source(tmp_path, split="all"))) == 4
+    with pytest.raises(ValueError, match=r"no file of the split 'extra'; it has test, train, validation"):
+        open_source(tmp_path, split="extra")
+    (tmp_path / "more.txt").write_text("?")
+    with pytest.raises(ValueError, match=r"train-0.txt.*\(more.txt\).*split='all'"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [("train[1:3]", "bc"), ("train[:-1]", "abc"), ("train[-1:]", "d"), ("train[-3:-1]", "bc"), ("train[2:]", "cd")],
+)
+def test_slices_of_documents(tmp_path: Path, split: str, expected: str) -> None:
+    (tmp_path / "a.txt").write_text("a\nb\n")
+    (tmp_path / "b.txt").write_text("c\nd\n")
+    source = open_source(tmp_path, split=split, documents="line")
+    assert texts(source) == list(expected)
+    assert source.identity != open_source(tmp_path, documents="line").identity
+    with pytest.raises(ValueError, match=r"takes at least 5 documents, and there are 4"):
+        open_source(tmp_path, split="train[-5:]", documents="line").read()
+    with pytest.raises(ValueError, match=r"got 'train\[1\]'"):
+        open_source(tmp_path, split="train[1]")
+
+
+# Identity.
+
+
+def test_the_identity_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "a.txt").write_text("some text")
+    before = open_source(here).identity
+    assert str(tmp_path) not in json.dumps(before)
+    there = tmp_path / "there"
+    shutil.copytree(here, there)
+    os.utime(there / "a.txt", (1, 1))
+    monkeypatch.chdir(tmp_path)
+    assert before == open_source(there).identity == open_source("there").identity == open_source("./there/").identity
+    assert before != open_source(here, documents="line").identity != open_source(here, detokenizer="ptb").identity
+    (here / "a.txt").write_text("some tex7")
+    assert before != open_source(here).identity
+
+
+def test_a_big_file_is_known_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "WHOLE_HASH", 10)
+    monkeypatch.setattr(sources, "END_HASH", 4)
+
+    def identity(text: str) -> dict[str, Any]:
+        (tmp_path / "a.txt").write_text(text)
+        return open_source(tmp_path / "a.txt").identity
+
+    first = identity("abcd......efgh")
+    assert "sha256_of_ends" in first["files"][0]
+    assert first == identity("abcd!!!!!!efgh")
+    assert len({json.dumps(identity(text)) for text in ("abcd......efgh", "abcX......efgh", "abcd......Xfgh")}) == 3
+
+
+def test_a_clean_up_is_applied(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("it is n't <unk>\n")
+    source = open_source(tmp_path / "a.txt", detokenizer="ptb")
+    assert texts(source) == ["it isn't ?"] and source.identity["detokenizer"] == "ptb"

@@ -1,0 +1,106 @@
+"""Word by word or whole, by one process or several: the ids are those that the tokenizer gives."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from adlm.data.sources import excerpt
+from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
+from adlm.data.workers import Encoder, TokenizerPool, chunked, words_are_apart
+
+TEXTS = [part for part in excerpt()[:60_000].split("\n\n") if part]
+FAST = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased")}
+FAST["learned"] = train_bpe([excerpt()[:50_000]], 700, end_token=END_OF_TEXT)
+ENCODERS = {name: Encoder(tokenizer.json, "uint16") for name, tokenizer in FAST.items()}
+PIECES = st.sampled_from(
+    [*" \n\t.,;:!?'\"-_&0aZé世ß\u0301\u00a0\u200b½²٣", "'s", "'ll", "  ", "\r\n", "word", "The", "[MASK]"]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.lists(PIECES, max_size=30).map("".join), st.text(max_size=30)), st.sampled_from(sorted(FAST)))
+def test_words_looked_up_have_the_ids_of_the_whole_text(text: str, name: str) -> None:
+    assert np.frombuffer(ENCODERS[name].encode(text), np.uint16).tolist() == FAST[name].encode(text)
+
+
+@pytest.mark.parametrize("name", sorted(FAST))
+def test_a_book_has_the_same_ids_word_by_word(name: str) -> None:
+    encoder, text = Encoder(FAST[name].json, "uint32"), excerpt()[:150_000]
+    assert encoder.is_apart and len(encoder.encode(text)) == 4 * len(FAST[name].encode(text))
+    assert np.frombuffer(encoder.encode(text), np.uint32).tolist() == FAST[name].encode(text)
+    assert 1000 < len(encoder.known) < 40_000
+
+
+def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adlm.data.workers.MOST_KNOWN", 50)
+    encoder = Encoder(FAST["gpt2"].json, "uint16")
+    for text in TEXTS[:30]:
+        assert np.frombuffer(encoder.encode(text), np.uint16).tolist() == FAST["gpt2"].encode(text)
+    assert len(encoder.known) < 400
+
+
+def test_only_tokenizers_that_cut_there_are_asked_word_by_word() -> None:
+    description = json.loads(FAST["gpt2"].json)
+    assert words_are_apart(description)
+    changes: list[tuple[str, str, Any]] = [
+        ("pre_tokenizer", "add_prefix_space", True),
+        ("pre_tokenizer", "use_regex", False),
+        ("pre_tokenizer", "type", "Metaspace"),
+        ("model", "dropout", 0.1),
+    ]
+    for part, key, value in changes:
+        assert not words_are_apart(description | {part: description[part] | {key: value}})
+    assert not words_are_apart(description | {"normalizer": {"type": "NFC"}})
+    assert not words_are_apart(description | {"pre_tokenizer": None})
+    bpe = train_bpe([excerpt()[:5000]], 300).bpe
+    bpe.add_tokens([AddedToken("old man", special=False)])
+    plain = Encoder(bpe.to_str(), "uint16")
+    assert not plain.is_apart
+    assert np.frombuffer(plain.encode("an old man"), np.uint16)[-1] == bpe.token_to_id("old man")
+
+
+def pool(folder: Path, workers: int = 2) -> TokenizerPool:
+    FAST["gpt2"].save(folder)
+    return TokenizerPool(folder / "tokenizer.json", "uint16", workers)
+
+
+def test_results_come_in_the_order_of_the_chunks(tmp_path: Path) -> None:
+    texts = ["long " * 20_000, *(f"short {i}" for i in range(40)), "", "half \ud800 a pair"]
+    with pool(tmp_path) as workers:
+        found = list(workers.tokenise(([text], i) for i, text in enumerate(texts)))
+    assert [note for _, note in found] == list(range(len(texts)))
+    texts[-1] = "half ? a pair"
+    for text, (tokenised, _) in zip(texts, found):
+        assert tokenised.ids.tolist() == FAST["gpt2"].encode(text)
+        assert tokenised.lengths.tolist() == [len(tokenised.ids)] and tokenised.sizes.tolist() == [len(text.encode())]
+
+
+def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
+    with pool(tmp_path, 1) as workers:
+        workers.processes[0].kill()
+        with pytest.raises(ChildProcessError, match=r"ended with code -9.*fewer --workers"):
+            list(workers.tokenise(([text], None) for text in TEXTS))
+
+
+def test_an_error_of_the_source_is_raised_and_ends_the_workers(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[list[str], None]]:
+        yield ["fine"], None
+        raise ValueError("line 7 is not JSON")
+
+    with pytest.raises(ValueError, match="line 7"), pool(tmp_path) as workers:
+        list(workers.tokenise(broken()))
+    assert all(process.returncode is not None for process in workers.processes)
+
+
+def test_chunks_hold_every_document_once() -> None:
+    documents = [(f"{i}" * (i % 7), i) for i in range(100)]
+    found = list(chunked(documents, skip=13, characters=20, most=9))
+    assert [text for texts, _ in found for text in texts] == [text for text, _ in documents[13:]]
+    assert all(len(texts) <= 9 for texts, _ in found) and found[-1][1] == 99

@@ -1,0 +1,301 @@
+"""Costs: counts equal the real model, FLOPs equal what torch counts, bytes are near what was measured."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from adlm.diffusion import selected
+from adlm.diffusion.masking import Noised, Selection
+from adlm.methods import METHODS, build_config, training_loss
+from adlm.models import costs
+from adlm.models.costs import flops_per_token, memory_estimate, parameter_count, parameters, peak_flops
+from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.presets import SIZES
+from bench import costs as planned
+from tests.goldens import facts
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = [
+    {},
+    {"bridge": "direct"},
+    {"bridge": "softmax"},
+    {"cond_dim": None},
+    {"cond_dim": 32, "time_conditioning": True},
+    {"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True},
+    {"positions": "learned", "length": 77},
+    {"norm_bias": True},
+    {"attention_bias": True},
+    {"tied": True},
+]
+
+
+def small(method: str = "adlm", **changes: object) -> ModelConfig:
+    return build_config(method, "small", vocab_size=50_258, mask_id=50_257, **changes)
+
+
+def shapes_only(config: ModelConfig) -> LanguageModel:
+    """The model on the meta device: shapes without memory."""
+    model = LanguageModel.__new__(LanguageModel)
+    nn.Module.__init__(model)
+    with torch.device("meta"):
+        model._build(config)
+    if config.tied:
+        model.head.weight = model.embed.weight
+    return model
+
+
+def count(*modules: nn.Module | None) -> int:
+    return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
+@pytest.mark.parametrize("preset", SIZES)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_count_is_the_models(method: str, preset: str, options: dict[str, object]) -> None:
+    config = build_config(method, preset, vocab_size=1003, mask_id=1002, **options)
+    model, found = shapes_only(config), parameters(config)
+    assert parameter_count(config) == found.total == count(model)
+    assert found.layers == count(model.anchor, model.denoiser)
+    assert found.embedding == count(model.embed, model.positions)
+    assert found.bridge == count(model.bridge)
+    assert found.heads == count(model.anchor_head) + (0 if config.tied else count(model.head))
+
+
+def test_the_count_is_the_papers() -> None:
+    golden = facts("param_counts")
+    for name in ("adlm_small_gpt2", "adlm_medium_gpt2", "mdlm_small_gpt2", "ar_small_gpt2", "adlm_small_bert"):
+        method, size, _ = name.split("_")
+        vocab, mask = golden[name]["vocab_size"], golden[name]["mask_index"]
+        assert parameter_count(build_config(method, size, vocab_size=vocab, mask_id=mask)) == golden[name]["total"]
+
+
+@pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
+@pytest.mark.parametrize("method", ["adlm", "mdlm", "a2r", "ar"])
+def test_flops_are_what_torch_counts(method: str, bridge: str) -> None:
+    """Of a real step, forward and backward, with attention written out: all of it, and the bridge's product, if any."""
+    rows, length, vocab, dim, share = 4, 32, 96, 64, 0.25
+    config = build_config(
+        method, "nano", vocab_size=vocab, mask_id=vocab - 1, length=length, dim=dim, heads=4, bridge=bridge, dropout=0.0
+    )
+    config = replace(config, cond_dim=None)  # modulations are constants: not counted
+    model, tokens = LanguageModel(config), rows * length
+
+    def some(part: float) -> Selection:
+        index = torch.arange(int(part * tokens))
+        return Selection(index, torch.ones(len(index)))
+
+    x0, ones = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows)
+    two = config.anchor_layers > 0
+    hidden = some(1.0 if config.is_causal else 0.5)
+    batch = Noised(x0, x0, ones, ones, hidden, some(share) if two else None, torch.tensor(float(tokens)))
+    batch = replace(batch, is_causal=config.is_causal)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        training_loss(model, batch, anchor_weight=1.0 if two else None).total.backward()
+    expected = tokens * flops_per_token(config, length=length, anchor_share=share)
+    layers = config.anchor_layers + config.denoiser_layers
+    if config.is_causal:  # written out, the half that a kernel skips is computed
+        expected += 3 * tokens * layers * 2 * length * dim
+    if two and bridge == "factored":
+        expected += 3 * 2 * vocab * dim * dim
+    assert counter.get_total_flops() == expected
+
+
+def test_flops_agree_with_the_design() -> None:
+    assert flops_per_token(small(), length=1024) == pytest.approx(1.19e9, rel=0.01)
+
+
+def test_flops_grow_with_what_is_asked() -> None:
+    base = flops_per_token(small(), length=1024)
+    assert flops_per_token(small(), length=2048) > base
+    per_share = 3 * 2 * 50_258 * 768
+    assert flops_per_token(small(), length=1024, anchor_share=1.0) - base == pytest.approx(0.4 * per_share)
+    one, two = small("ar"), small("ar", denoiser_layers=13)
+    attention_and_matrices = 3 * (24 * 768**2 + 2 * 1024 * 768)  # a causal row reads half of itself
+    assert flops_per_token(two, length=1024) - flops_per_token(one, length=1024) == attention_and_matrices
+    assert flops_per_token(small("mdlm"), length=1024, anchor_share=1.0) == flops_per_token(small("mdlm"), length=1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", 80),
+        ("AMD Instinct MI300X", 1307),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("Tesla T4", 65),
+    ],
+)
+def test_peaks_are_found_by_name(name: str, tera: float) -> None:
+    assert peak_flops(name) == tera * 1e12
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x86_64 CPU",
+        "",
+        "NVIDIA A10G",
+        "NVIDIA H2000",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4080",
+    ],
+)
+def test_nothing_is_guessed(name: str) -> None:
+    assert peak_flops(name) is None
+
+
+def bytes_of(config: ModelConfig, **changes: object) -> costs.Memory:
+    settings = {"rows": 32, "length": 1024, "bytes_per_activation": 2, "ema": True, "optimiser": "adamw"}
+    return memory_estimate(config, **(settings | {"is_cuda": True} | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("bridge", "gib"), [("factored", 24.3), ("direct", 23.1)])
+def test_memory_is_near_what_an_h200_took(bridge: str, gib: float) -> None:
+    """bench/RECORDS.md: ADLM small, batch 32 × 1,024, compiled layers, dropout 0.1, AdamW, EMA."""
+    assert bytes_of(small(bridge=bridge)).total / 2**30 == pytest.approx(gib, rel=0.1)
+
+
+def test_memory_follows_its_parts() -> None:
+    config = small()
+    base, count = bytes_of(config), parameter_count(config)
+    assert base.weights == base.gradients == base.average == base.optimiser // 2 == 4 * count
+    assert base.total == sum(vars(base).values())
+    assert bytes_of(config, ema=False).average == 0
+    assert base.optimiser - bytes_of(config, optimiser="muon").optimiser == 4 * 18 * 12 * 768**2
+    sharded = bytes_of(config, shards=8)
+    assert sharded.optimiser == base.optimiser // 8 and sharded.average == base.average // 8
+    assert 4 * count // 8 < sharded.weights < 4 * count
+    assert bytes_of(config, checkpoint_activations=True).activations < base.activations / 5
+    assert bytes_of(config, bytes_per_activation=4).activations > 1.7 * base.activations
+    rows = [bytes_of(config, rows=n).activations for n in (8, 16, 24)]
+    assert rows[2] - rows[1] == rows[1] - rows[0]
+    # The logits of more positions than a chunk has never stand at once.
+    heads = [bytes_of(config, rows=n).head for n in (64, 128)]
+    assert heads[1] - heads[0] < 2 * 24576 * 50_258 / 4
+    assert bytes_of(replace(config, bridge="softmax")).activations > base.activations + 32 * 1024 * 50_258
+
+
+def test_memory_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="'sgd' is not one of adamw, muon"):
+        bytes_of(small(), optimiser="sgd")
+    with pytest.raises(ValueError, match=r"2 .* or 4"):
+        bytes_of(small(), bytes_per_activation=1)
+    with pytest.raises(ValueError, match="at least 1"):
+        bytes_of(small(), rows=0)
+
+
+def test_chunks_are_those_of_the_loss() -> None:
+    assert {True: selected.CHUNK["cuda"], False: selected.CHUNK["cpu"]} == costs.CHUNK
+
+
+STEPS = """
+import json, resource, sys
+import torch
+torch.set_num_threads(2)  # what glibc keeps depends on it
+from adlm.diffusion.anchors import rare_in_sequence
+from adlm.diffusion.masking import corrupt
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import LogLinear
+from adlm.methods import training_loss
+from adlm.models.language_model import LanguageModel, ModelConfig
+
+def steps(config, rows):
+    model = LanguageModel(config)
+    average = [p.detach().clone() for p in model.parameters()]
+    optimiser = torch.optim.AdamW(model.parameters(), fused=True)
+    x0 = torch.randint(config.vocab_size - 1, (rows, config.length))
+    for step in range(6):
+        batch = corrupt(x0, LogLinear(), CounterRng.of(0, rows), step, mask_id=config.mask_id,
+                        anchor_rule=rare_in_sequence(5))
+        loss = training_loss(model, batch, anchor_weight=3e-3)
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.1)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+steps(ModelConfig(vocab_size=64, mask_id=63, dim=16, heads=2, anchor_layers=1, denoiser_layers=1, length=16), 2)
+before = peak()
+steps(ModelConfig(**json.loads(sys.argv[1])), int(sys.argv[2]))
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the figure is of glibc, in kilobytes")
+@pytest.mark.parametrize(
+    ("dim", "depth", "length", "rows", "vocab"),
+    [(256, (4, 2), 256, 8, 2048), (128, (6, 3), 128, 32, 4096)],
+)
+def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length: int, rows: int, vocab: int) -> None:
+    """Six real steps in a fresh process, within 30%."""
+    shape = {"vocab_size": vocab, "mask_id": vocab - 1, "dim": dim, "heads": 4, "length": length}
+    shape |= {"anchor_layers": depth[0], "denoiser_layers": depth[1]}
+    found = subprocess.run(
+        [sys.executable, "-c", STEPS, json.dumps(shape), str(rows)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    estimate = bytes_of(
+        ModelConfig(**shape),  # type: ignore[arg-type]
+        rows=rows,
+        length=length,
+        bytes_per_activation=4,
+        is_cuda=False,
+        anchor_share=1.0,  # of tokens drawn evenly from a large vocabulary nearly all are rare
+    )
+    assert estimate.total == pytest.approx(int(found.stdout), rel=0.3)
+
+
+@pytest.mark.parametrize("name", ["paper_table", "shape_table", "memory_table", "time_table"])
+def test_the_tables_of_the_document_are_computed(name: str) -> None:
+    """`python -m bench.costs` prints them; a change of either must reach the other."""
+    assert getattr(planned, name)() in (ROOT / "docs/cluster.md").read_text("utf-8")
+
+
+def test_the_measured_speed_is_the_records() -> None:
+    assert f"**{planned.MEASURED:,}**" in (ROOT / "bench/RECORDS.md").read_text("utf-8")
+    document = (ROOT / "docs/cluster.md").read_text("utf-8")
+    share = planned.MEASURED * flops_per_token(small(), length=1024) / (peak_flops("NVIDIA H200") or 0)
+    assert f"{planned.MEASURED:,} tokens/s" in document and f"{share:.0%} of the data sheet's" in document
+    # A checkpoint: weights, two moments and the average.
+    sizes = [16 * parameter_count(config) / 1e9 for config in (small(), planned.LARGER[1].config)]
+    assert f"about {sizes[0]:.1f} GB" in document and f"about {sizes[1]:.0f} GB" in document
+
+
+def test_the_paper_models_are_the_methods() -> None:
+    for corpus in planned.CORPORA:
+        for method in corpus.methods:
+            built = build_config(
+                method, "small", vocab_size=corpus.vocab_size, mask_id=corpus.mask_id, length=corpus.length
+            )
+            assert planned.paper_model(corpus, method) == built

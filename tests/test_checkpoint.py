@@ -1,0 +1,301 @@
+"""Checkpoints: whole or not there, checked before they are believed, and nothing in them is code."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adlm import checkpoint
+from adlm.checkpoint import CheckpointWriter, Snapshot, complete, latest, load, name_of, read_weights, verified
+from adlm.data.shards import open_data
+from adlm.methods import METHODS, build_config
+from adlm.models.language_model import LanguageModel
+from tests.train.runs import ROOT, arguments, curve, data, ended, in_process, run, tensors
+
+FILES = ("model.safetensors", "config.json", "state.json", "tokenizer.json", "tokenizer_config.json", "checksums.json")
+SHARD = "training/shard-00001-model-00001-of-00001.safetensors"
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file and link, and what is in it."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else checkpoint.sha256(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def tiny(method: str = "adlm", **changes: Any) -> LanguageModel:
+    layers = {"anchor_layers": 1, "denoiser_layers": 1} if METHODS[method].two_stages else {"denoiser_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": 300, "mask_id": 299, "dim": 16, "heads": 2, "length": 8, **layers}
+    return LanguageModel(build_config(method, "nano", **(sizes | changes)), seed=3)
+
+
+def writer(folder: Path, **options: Any) -> CheckpointWriter:
+    return CheckpointWriter(folder, tiny().config, "adlm", open_data(data()).tokenizer, **options)
+
+
+def snapshot(step: int, *, is_best: bool = False) -> Snapshot:
+    weights = {name: p.detach() + step for name, p in tiny().named_parameters()}
+    return Snapshot(step, weights, {f"weights.{name}": p for name, p in weights.items()}, {"step": step}, is_best)
+
+
+def test_the_layout_is_a_contract(trained: Path) -> None:
+    newest = trained / "checkpoints" / "latest"
+    assert newest.is_symlink() and os.readlink(newest) == "step-00000010"  # relative: a run can be moved
+    for name in (*FILES, SHARD):
+        assert (newest / name).is_file()
+    assert (trained / "metrics.jsonl").is_file() and (trained / "config.yaml").is_file()
+    assert not list(trained.rglob(".*")), "something unfinished was left"
+    weights = load_file(newest / "model.safetensors")
+    assert weights.keys() == dict(load(trained).model.named_parameters()).keys()
+    assert json.loads((newest / "state.json").read_text("utf-8"))["step"] == 10
+    assert json.loads((newest / "config.json").read_text("utf-8"))["method"] == "adlm"
+    moved = trained.rename(trained.with_name("moved"))
+    assert load(moved).step == 10 and verified(moved / "checkpoints" / "latest")
+
+
+STAGES = ["dcp.save", "save_file", "write_json", "checksums", "sync", "os.rename", "link", "Tokenizer.save"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("call", [0, 1])
+def test_an_end_at_any_stage_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, call: int, background: bool
+) -> None:
+    writing = writer(tmp_path, background=background)
+    writing.save(snapshot(1))
+    writing.wait()
+    before = tree(tmp_path / name_of(1))
+    *owner, name = stage.split(".")
+    place: Any = getattr(checkpoint, owner[0]) if owner else checkpoint
+    plain, calls = getattr(place, name), []
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) == call + 1:
+            raise RuntimeError("the lights went out")
+        return plain(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, fail)
+        with suppress(RuntimeError):
+            writing.save(snapshot(2))
+            writing.wait()
+    if len(calls) == call:  # a stage that comes only once has no second call to fail
+        assert call == 1 and latest(tmp_path) == tmp_path / name_of(2)
+        return
+    assert tree(tmp_path / name_of(1)) == before
+    assert latest(tmp_path) in (tmp_path / name_of(1), tmp_path / name_of(2))
+    assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
+    for path in complete(tmp_path):
+        verified(path)
+    writing.save(snapshot(2))  # and the writer can go on
+    writing.wait()
+    assert latest(tmp_path) == verified(tmp_path / name_of(2))
+    assert torch.equal(read_weights(tmp_path / "latest")["head.bias"], snapshot(2).weights["head.bias"])
+
+
+def test_half_a_folder_of_a_killed_run_is_not_believed_and_goes(tmp_path: Path) -> None:
+    writing = writer(tmp_path, background=False)
+    writing.save(snapshot(1))
+    shutil.copytree(tmp_path / name_of(1), tmp_path / f"{checkpoint.PARTIAL}{name_of(2)}")
+    assert complete(tmp_path) == [tmp_path / name_of(1)] and latest(tmp_path) == tmp_path / name_of(1)
+    writing.save(snapshot(3))
+    assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
+
+
+def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
+    writing = writer(tmp_path, keep=2)
+    for step in range(1, 7):
+        writing.save(snapshot(step, is_best=step == 2))
+    writing.wait()
+    assert complete(tmp_path) == [tmp_path / name_of(step) for step in (2, 5, 6)]
+    assert os.readlink(tmp_path / "best") == name_of(2) and os.readlink(tmp_path / "latest") == name_of(6)
+
+
+def test_a_run_keeps_what_it_was_told_to(tmp_path: Path) -> None:
+    run(tmp_path, "checkpoint.every=1", "checkpoint.keep=3", "valid.every=4")
+    nll = {record["step"]: record["val/nll"] for record in curve(tmp_path) if "val/nll" in record}
+    best = min(nll, key=lambda step: nll[step])
+    assert os.readlink(tmp_path / "checkpoints" / "best") == name_of(best)
+    assert {path.name for path in complete(tmp_path / "checkpoints")} == {name_of(n) for n in (8, 9, 10, best)}
+
+
+@pytest.mark.parametrize("name", [*FILES, SHARD])
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_a_damaged_file_is_named_and_nothing_is_changed(trained: Path, name: str, how: str) -> None:
+    checkpoints = trained / "checkpoints"
+    file = checkpoints / "latest" / name
+    content = bytearray(file.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 0x80
+        file.write_bytes(content)
+    elif how == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        file.unlink()
+    before = tree(trained)
+    with pytest.raises(ValueError, match="step-00000010") as caught:
+        verified(latest(checkpoints) or Path())
+    assert name in str(caught.value)
+    with pytest.raises(ValueError, match=r"Nothing was changed; resume=\S*step-00000005") as caught:
+        run(trained, "steps=12")
+    assert name in str(caught.value)
+    assert tree(trained) == before
+    run(trained, f"resume={checkpoints / 'step-00000005'}", "steps=12")
+    assert load(trained, verify=True).step == 12
+
+
+def test_the_only_checkpoint_has_none_before_it(tmp_path: Path) -> None:
+    writer(tmp_path, background=False).save(snapshot(1))
+    with (tmp_path / name_of(1) / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match=r"model\.safetensors is not as it was written.*there is no"):
+        verified(tmp_path / name_of(1))
+
+
+def test_cut_weights_are_not_loaded(trained: Path) -> None:
+    file = trained / "checkpoints" / "latest" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load(trained)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_loaded_from_its_run_or_its_checkpoint(tmp_path: Path, method: str, tied: bool) -> None:
+    one_stage = () if METHODS[method].two_stages else ("model.anchor_layers=null",)
+    run(tmp_path, f"method={method}", *one_stage, f"model.tied={tied}", "steps=5")
+    whole = tensors(tmp_path)
+    for place in (tmp_path, str(tmp_path), tmp_path / "checkpoints" / "latest", tmp_path / "checkpoints" / name_of(5)):
+        loaded = load(place)
+        assert (loaded.method, loaded.step, loaded.model.training) == (method, 5, False)
+        assert loaded.tokenizer is not None and loaded.tokenizer.sha256 == open_data(data()).tokenizer.sha256
+        for name, parameter in loaded.model.named_parameters():
+            assert torch.equal(parameter, whole[f"model.{name}"])
+        assert (loaded.model.head.weight is loaded.model.embed.weight) == tied
+    # The average is what is used, and not what goes on being trained.
+    assert not torch.equal(whole["model.embed.weight"], whole["weights.embed.weight"])
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="neither a run's folder nor a checkpoint's"):
+        load(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
+        load(tmp_path)
+    writer(tmp_path / "checkpoints", background=False).save(snapshot(1))
+    about = tmp_path / "checkpoints" / name_of(1) / "config.json"
+    whole = json.loads(about.read_text("utf-8"))
+    about.write_text(json.dumps(whole | {"format": 99}), "utf-8")
+    with pytest.raises(ValueError, match="format 99, newer"):
+        load(tmp_path)
+    about.write_text(json.dumps(whole | {"model": whole["model"] | {"wings": 2}}), "utf-8")
+    with pytest.raises(ValueError, match="wings"):
+        load(tmp_path)
+
+
+def test_another_optimiser_is_told_by_what_is_missing(trained: Path) -> None:
+    newest = trained / "checkpoints" / "latest"
+    with pytest.raises(ValueError, match=r"has no optimiser\.x\.momentum_buffer"):
+        checkpoint.load_training(newest, {"optimiser.x.momentum_buffer": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"weights\.embed\.weight has shape"):
+        checkpoint.load_training(newest, {"weights.embed.weight": torch.zeros(2)})
+
+
+def test_nothing_is_unpickled(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a checkpoint must not be able to run code")
+
+    files = [path for path in (trained / "checkpoints" / "latest").resolve().rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    assert load(trained, verify=True).step == 10
+    assert run(trained, "steps=12").step == 12
+
+
+def assert_still_there(folder: Path, before: dict[str, str]) -> None:
+    after = tree(folder / "checkpoints")
+    assert after == before
+    assert load(folder, verify=True).step == 5
+    run(folder)  # with room again, it goes on
+    assert load(folder, verify=True).step == 10
+
+
+def test_files_that_may_not_grow_are_a_clear_error(tmp_path: Path) -> None:
+    run(tmp_path, "steps=5")
+    before = tree(tmp_path / "checkpoints")
+    short = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # noqa: E731
+    command = [sys.executable, "-B", "-m", "adlm", "train", *arguments(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=short, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "could not be written" in done.stderr and "step-00000005" in done.stderr and "Make room" in done.stderr
+    assert_still_there(tmp_path, before)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A file system of a given size."""
+    mounted = []
+
+    def mount(size: int) -> Path:
+        place = tmp_path / "disk"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a small file system cannot be mounted here: that takes root and mount -t tmpfs")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("warned", [True, False], ids=["foreseen", "met"])
+def test_a_full_disk_is_a_clear_error(
+    tmp_path: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, warned: bool
+) -> None:
+    run(tmp_path / "measure", "steps=5")
+    path = tmp_path / "measure/checkpoints" / name_of(5)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    folder = small_disk(int(1.6 * size)) / "run"  # one fits, a second does not
+    run(folder, "steps=5")
+    before = tree(folder / "checkpoints")
+    with monkeypatch.context() as patch:
+        if not warned:
+            plenty = shutil.disk_usage(tmp_path)
+            patch.setattr(shutil, "disk_usage", lambda path: plenty)
+        with pytest.raises(OSError, match=r"are free" if warned else r"step-00000005.*Make room") as caught:
+            run(folder)
+    assert isinstance(caught.value, OSError)
+    assert tree(folder / "checkpoints") == before
+    assert load(folder, verify=True).step == 5
+
+
+def test_a_process_alone_reads_what_another_wrote(tmp_path: Path) -> None:
+    """Nothing of a checkpoint is in the process that made it."""
+    assert ended(in_process(tmp_path, "steps=5")) == 0
+    assert load(tmp_path, verify=True).step == 5

@@ -1,0 +1,184 @@
+"""Settings: unknown keys refused with a suggestion, changes in their order, and back from the file that was saved."""
+
+import resource
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adlm.config import Config, differences, known_keys, load_config, save_config, shipped_recipes
+from adlm.methods import METHODS
+from adlm.train.setup import model_config
+from tests.train.runs import ROOT, data
+
+GIVEN: dict[str, Any] = {"folder": "run", "data": {"path": "data"}}
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("step=5", "'step'; did you mean steps"),
+        ("optimiser.lrr=1", "'optimiser.lrr'; did you mean optimiser.lr"),
+        ("optimizer.lr=1", "did you mean optimiser"),
+        ("model.dims=8", "model.dim"),
+        ("checkpoint.evry=8", "checkpoint.every"),
+        ("zzzzzzzz=1", "known: folder, method, steps"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_a_known_one(change: str, said: str) -> None:
+    with pytest.raises(ValueError, match="there is no key") as caught:
+        load_config(GIVEN, change)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("steps=many", "steps"),
+        ("steps=1.5", "steps"),
+        ("optimiser.lr=fast", "optimiser.lr"),
+        ("data.verify=perhaps", "data.verify"),
+        ("optimiser=3", "optimiser"),
+        ("log.track=3", "log.track"),
+        ("steps", "write key=value"),
+        ("=3", "write key=value"),
+        ("steps=0", "steps must be above 0, got 0"),
+        ("batch=-8", "batch must be above 0"),
+        ("ema=1.0", "ema must be in"),
+        ("seed=-1", "seed must be between"),
+        ("valid.rows=1", "valid.rows must be at least 2"),
+        ("data.workers=-1", "data.workers"),
+        ("objective.anchor_weight=-1", "objective.anchor_weight"),
+        ("optimiser.name=sgd", "'sgd' is not one of adamw, muon"),
+        ("optimiser.decay=step", "not one of constant, cosine, wsd"),
+        ("optimiser.decay_share=0", "decay_share"),
+        ("precision=float16", "auto, float32, bfloat16"),
+        ("parallel.kind=tp", "auto, none, ddp, fsdp, hsdp"),
+    ],
+)
+def test_a_wrong_value_is_named(change: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        load_config(GIVEN, change)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match=r"data\.path, folder must be given"):
+        load_config()
+    with pytest.raises(ValueError, match=r"config: folder must be given, for example folder=FOLDER"):
+        load_config(data={"path": "data"})
+
+
+def test_changes_go_over_the_recipe_and_keywords_over_changes(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("steps: 1\nbatch: 2\nseed: 3\nmodel:\n  dim: 4\n  heads: 2\n", "utf-8")
+    config = load_config(recipe, "batch=20", "seed=30", "model.dim=40", seed=300, **GIVEN)
+    assert (config.steps, config.batch, config.seed) == (1, 20, 300)
+    assert (config.model.dim, config.model.heads) == (40, 2)  # the rest of a section stays
+    assert load_config(GIVEN, "seed=1", "seed=2").seed == 2
+
+
+def test_keywords_may_be_sections_dotted_paths_or_path_objects() -> None:
+    one = load_config(folder=Path("run"), data={"path": Path("data"), "workers": 2}, optimiser={"betas": [0.8, 0.9]})
+    other = load_config(folder="run", **{"data.path": "data", "data.workers": 2, "optimiser.betas": (0.8, 0.9)})
+    assert one == other
+    assert isinstance(one.folder, str) and isinstance(one.data.path, str)
+    assert one.optimiser.betas == (0.8, 0.9)
+
+
+def test_null_and_numbers_are_read_as_such() -> None:
+    config = load_config(GIVEN, "ema=null", "guard.spike=null", "optimiser.lr=1e-3", "compile=false", "model.tied=true")
+    assert config.ema is None and config.guard.spike is None
+    assert config.optimiser.lr == 1e-3 and config.compile is False and config.model.tied is True
+    listed = load_config(GIVEN, "log.track=[tensorboard]", "objective.ids=[1,2]", "objective.schedule_options.eps=0.1")
+    assert listed.log.track == ["tensorboard"] and listed.objective.ids == [1, 2]
+    assert listed.objective.schedule_options == {"eps": 0.1}
+
+
+def test_a_saved_config_is_the_config(tmp_path: Path) -> None:
+    changes = ("ema=null", "optimiser.betas=[0.9,0.95]", "log.track=[wandb]", "objective.ids=[3]", "model.dropout=0.1")
+    config = load_config(GIVEN, *changes, objective={"schedule_options": {"a": 1}})
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert load_config(config) == config
+    assert load_config(config, "steps=7") == replace(config, steps=7)
+
+
+def test_a_config_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A run reads its config when it goes on, so no end of a process may leave half of it."""
+    config, path = load_config(GIVEN), tmp_path / "config.yaml"
+    save_config(config, path)
+    script = (
+        "import sys; from pathlib import Path; from adlm.config import load_config, save_config\n"
+        "path = Path(sys.argv[1]); save_config(load_config(path, 'steps=7'), path)"
+    )
+    short = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # noqa: E731
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script, str(path)], cwd=ROOT, preexec_fn=short, capture_output=True, timeout=60
+    )
+    assert done.returncode != 0, "the disk was not full: the test is void"
+    assert load_config(path) == config
+
+
+def test_a_config_is_frozen() -> None:
+    config = load_config(GIVEN)
+    with pytest.raises(FrozenInstanceError):
+        config.steps = 3  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        config.data.path = "x"  # type: ignore[misc]
+
+
+def test_only_what_changes_the_run_is_a_difference() -> None:
+    config = load_config(GIVEN)
+    free = ("folder=x", "steps=2", "data.path=y", "log.every=3", "parallel.kind=fsdp", "micro_batch=1", "resume=z")
+    assert differences(config, load_config(config, *free)) == []
+    changed = load_config(config, "seed=1", "objective.max_count=3", "model.dim=8")
+    assert differences(config, changed) == [
+        "seed: 0 then, 1 now",
+        "model.dim: None then, 8 now",
+        "objective.max_count: 5 then, 3 now",
+    ]
+
+
+def test_every_key_is_known_once() -> None:
+    assert len(known_keys()) == len(set(known_keys()))
+    assert {"folder", "data.path", "optimiser.lr", "parallel.shard"} <= set(known_keys())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_a_run_on_any_data(path: Path) -> None:
+    from adlm.data.shards import open_data
+
+    assert shipped_recipes()[path.stem].read_text("utf-8") == path.read_text("utf-8")
+    prepared = open_data(data())
+    config = load_config(path, folder="run", **{"data.path": data()})
+    assert isinstance(config, Config) and config.method in METHODS
+    shape = model_config(config, prepared)
+    assert (shape.vocab_size, shape.mask_id, shape.length) == (prepared.vocab_size, prepared.mask_id, 32)
+    assert bool(shape.anchor_layers) == METHODS[config.method].two_stages
+
+
+def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = load_config(ROOT / "recipes/cpu-nano.yaml", **GIVEN)
+    for name in ("cpu-nano", "cpu-nano.yaml", "recipes/cpu-nano.yaml"):
+        assert load_config(name, **GIVEN) == wanted
+    with pytest.raises(ValueError, match=r"no recipe 'cpu-nono'; a file, or one of: .*cpu-nano"):
+        load_config("cpu-nono", **GIVEN)
+    (tmp_path / "list.yaml").write_text("- 1\n", "utf-8")
+    with pytest.raises(ValueError, match=r"list\.yaml is not a recipe"):
+        load_config("list.yaml", **GIVEN)
+
+
+def test_a_recipe_that_is_not_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("steps: [1\n", "utf-8")
+    with pytest.raises(ValueError, match=r"bad\.yaml"):
+        load_config(tmp_path / "bad.yaml", **GIVEN)
+    (tmp_path / "typo.yaml").write_text("optimiser:\n  lr_: 1\n", "utf-8")
+    with pytest.raises(ValueError, match=r"'optimiser\.lr_'; did you mean optimiser\.lr"):
+        load_config(tmp_path / "typo.yaml", **GIVEN)

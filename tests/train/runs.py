@@ -1,0 +1,249 @@
+"""Tiny text, a tiny recipe, and runs of it: in this process, in one of their own, in many.
+
+`python -m tests.train.runs JOBS`, started by torchrun, is many runs after each other in the same processes: to start
+them is what takes the time.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from adlm import checkpoint
+from adlm.data.prepare import prepare
+from adlm.data.sources import excerpt
+from adlm.train.loop import Run, train
+from adlm.train.metrics import Record, read_metrics, without_times
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = excerpt()[:30_000]
+TINY: dict[str, Any] = {
+    "steps": 10,
+    "batch": 8,
+    "ema": 0.9,
+    "device": "cpu",
+    "model": {"preset": "nano", "dim": 32, "heads": 2, "anchor_layers": 1, "denoiser_layers": 1, "dropout": 0.0},
+    "optimiser": {"lr": 3e-3, "warmup": 3},
+    "valid": {"every": 5, "rows": 16},
+    "checkpoint": {"every": 5},
+    "log": {"every": 2, "show": False},
+}
+
+
+@cache
+def shelf() -> Path:
+    """A folder that lasts as long as this process."""
+    kept = tempfile.TemporaryDirectory(prefix="adlm-tests-")
+    shelves.append(kept)
+    return Path(kept.name)
+
+
+shelves: list[Any] = []  # so that they are not cleaned up before the end
+
+
+@cache
+def data(rows: str = "wrapped") -> Path:
+    """Prepared text with rows of 32 tokens, full, or `documents` of different lengths."""
+    folder, text = shelf() / rows, shelf() / f"{rows}.txt"
+    if rows == "wrapped":
+        text.write_text(TEXT, "utf-8")
+        prepare(text, folder, train_tokenizer=300, length=32, valid_share=0.1, workers=1)
+        return folder
+    words, documents = TEXT.split(), []
+    while words:
+        count = 2 + 5 * len(documents) % 11
+        documents.append(" ".join(words[:count]))
+        words = words[count:]
+    text.write_text("\n".join(documents), "utf-8")
+    tokenizer = data() / "tokenizer.json"
+    prepare(text, folder, tokenizer=tokenizer, length=32, rows=rows, documents="line", valid_share=0.1, workers=1)
+    return folder
+
+
+@cache
+def tiny_recipe() -> Path:
+    """The tiny recipe as a file (JSON is YAML)."""
+    path = shelf() / "tiny.yaml"
+    path.write_text(json.dumps(TINY), "utf-8")
+    return path
+
+
+def arguments(folder: Path, *changes: str, rows: str = "wrapped") -> list[str]:
+    """What follows `adlm train`."""
+    return [str(tiny_recipe()), f"data.path={data(rows)}", f"folder={folder}", *changes]
+
+
+def run(folder: Path, *changes: str, rows: str = "wrapped") -> Run:
+    """A run in this process."""
+    return train(*arguments(folder, *changes, rows=rows))
+
+
+def curve(folder: Path) -> list[Record]:
+    """What a run recorded, apart from times."""
+    return without_times(read_metrics(folder / "metrics.jsonl"))
+
+
+def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
+    """Everything a checkpoint holds, whole, however many processes wrote it."""
+    path = folder / "checkpoints" / which
+    known = HuggingFaceStorageReader(str(path / "training")).read_metadata().state_dict_metadata
+    found = {name: torch.zeros(about.size) for name, about in known.items()}
+    checkpoint.load_training(path, found)
+    return found | {f"model.{name}": value for name, value in checkpoint.read_weights(path).items()}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Two runs ended with the same bits and told the same figures."""
+    mine, theirs = tensors(one), tensors(other)
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    assert curve(one) == curve(other)
+
+
+def assert_close(one: Path, other: Path, *, losses: float = 2e-5, weights: float = 1e-5) -> None:
+    """Two runs differ by rounding alone: losses relative to their size, weights absolutely."""
+    mine, theirs = curve(one), curve(other)
+    assert [record.keys() for record in mine] == [record.keys() for record in theirs]
+    for a, b in zip(mine, theirs, strict=True):
+        for key in a:
+            assert abs(a[key] - b[key]) <= losses * max(1, abs(b[key])), (key, a, b)
+    mine_at_end, at_end = tensors(one), tensors(other)
+    for name in at_end:
+        if name.startswith(("weights.", "model.")):
+            apart = float((mine_at_end[name] - at_end[name]).abs().max())
+            assert apart <= weights, (name, apart)
+
+
+def in_process(folder: Path, *changes: str, slow: float = 0.0, rows: str = "wrapped") -> BaseProcess:
+    """`adlm train` in a process of its own, started; `slow` seconds are added to every file that a checkpoint has.
+
+    It is forked from a server that has torch loaded, which is what starting takes so long for.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["adlm.cli.main"])
+    process = context.Process(target=_command, args=(arguments(folder, *changes, rows=rows), slow))
+    process.start()
+    return process
+
+
+def _command(given: list[str], slow: float) -> None:
+    from adlm.cli.main import app
+
+    torch.set_num_threads(1)
+    if slow:
+        _slow_down(slow)
+    app(["train", *given])
+
+
+def _slow_down(seconds: float) -> None:
+    at_once = checkpoint.sync
+
+    def late(path: Path) -> None:
+        time.sleep(seconds)
+        at_once(path)
+
+    checkpoint.sync = late
+
+
+def until(happens: Callable[[], object], process: BaseProcess, seconds: float = 60) -> bool:
+    """Wait for something to be so, or for the process to be over; whether it was so first."""
+    deadline = time.monotonic() + seconds
+    while not happens():
+        if not process.is_alive():
+            return bool(happens())
+        assert time.monotonic() < deadline, f"nothing happened in {seconds} s"
+        time.sleep(0.001)
+    return True
+
+
+def ended(process: BaseProcess, seconds: float = 60) -> int:
+    """The exit code of a process that should end by itself."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        raise AssertionError(f"still running after {seconds} s")
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def torchrun(
+    processes: int, *command: str, restarts: int = 0, seconds: float = 100
+) -> subprocess.CompletedProcess[str]:
+    """A command (`-m module …`) in several processes of this machine, none of which is left behind."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    given = [*launch, f"--max-restarts={restarts}", *command]
+    env, pipe = os.environ | {"OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    with subprocess.Popen(given, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # and it ends its own
+            out, err = process.communicate(timeout=60)
+            raise AssertionError(f"still running after {seconds} s\n{err[-4000:]}") from None
+    return subprocess.CompletedProcess(given, process.returncode, out, err)
+
+
+def many(processes: int, jobs: dict[str, list[str]], seconds: float = 100) -> dict[str, str]:
+    """Runs by name, one after another in the same processes; the errors of those that failed."""
+    folder = Path(tempfile.mkdtemp(dir=shelf()))
+    listed = folder / "jobs.json"
+    listed.write_text(json.dumps(jobs), "utf-8")
+    done = torchrun(processes, "-m", "tests.train.runs", str(listed), seconds=seconds)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("told-*.json"))]
+    assert len(told) == processes
+    assert all(one.keys() == told[0].keys() for one in told), "processes failed at different things"
+    return told[0]
+
+
+def _many(listed: Path) -> None:
+    meeting = sys.modules["torch.distributed.rendezvous"]  # the name in torch.distributed is a function
+    errors, create = {}, meeting._create_c10d_store
+    for name, given in json.loads(listed.read_text("utf-8")).items():
+        # A corner of torchrun's store for each: where the processes of the last run met, nobody is any more.
+        meeting._create_c10d_store = lambda *a, name=name, **k: dist.PrefixStore(name, create(*a, **k))
+        try:
+            train(*given)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    (listed.parent / f"told-{os.environ['RANK']}.json").write_text(json.dumps(errors), "utf-8")
+
+
+def _one_that_dies(given: list[str]) -> None:
+    """A run whose second process is killed once there is a checkpoint, the first time that it is started."""
+    folder = Path(next(change for change in given if change.startswith("folder=")).removeprefix("folder="))
+
+    def watch() -> None:
+        while not (folder / "checkpoints" / "latest").exists():
+            time.sleep(0.001)
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        threading.Thread(target=watch, daemon=True).start()
+    train(*given)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with suppress(BrokenPipeError):
+        if sys.argv[1] == "--dies":
+            _one_that_dies(sys.argv[2:])
+        else:
+            _many(Path(sys.argv[1]))

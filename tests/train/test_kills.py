@@ -1,0 +1,61 @@
+"""Killed at any moment, a run goes on and ends with the same bits as the run that never was."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from adlm.checkpoint import PARTIAL, complete, verified
+from tests.train.runs import assert_same, ended, in_process, run, until
+
+# A checkpoint at every step, at other steps than those that are told and validated.
+OFTEN = ("checkpoint.every=1", "log.every=3", "valid.every=4", "model.dropout=0.1")
+SLOW = 0.004  # seconds more for each file of a checkpoint: most of a run's time goes into writing
+
+
+def partial(folder: Path) -> list[Path]:
+    return list((folder / "checkpoints").glob(f"{PARTIAL}*"))
+
+
+def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment: str) -> bool:
+    """Start or go on with a run and kill it: as soon as it writes, some time after that, or at any time at all.
+
+    False: it was over before.
+    """
+    process = in_process(folder, *changes, slow=SLOW)
+    before = {path.name for path in partial(folder)}
+    if moment == "any time":
+        time.sleep(rng.uniform(0, 1))
+    elif until(lambda: any(path.name not in before for path in partial(folder)), process) and moment == "later":
+        time.sleep(rng.uniform(0, 0.2))
+    process.kill()
+    code = ended(process)
+    assert code in (0, -9)
+    return code == -9
+
+
+def check(tmp_path: Path, kills: int, steps: int) -> None:
+    straight, torn = tmp_path / "straight", tmp_path / "torn"
+    changes = (*OFTEN, f"steps={steps}")
+    run(straight, *changes)
+    rng, left = random.Random(kills), 0
+    for number in range(kills):
+        moment = ("writing", "later", "any time")[number % 3]
+        assert is_killed(torn, changes, rng, moment), f"the run was over before kill {number}"
+        left += bool(partial(torn))
+        for path in complete(torn / "checkpoints")[-2:]:
+            verified(path)
+    assert left >= kills // 3, "too few kills fell into the writing of a checkpoint"
+    assert ended(in_process(torn, *changes)) == 0
+    assert not partial(torn)
+    assert_same(torn, straight)
+
+
+def test_three_kills_change_nothing(tmp_path: Path) -> None:
+    check(tmp_path, kills=3, steps=24)
+
+
+@pytest.mark.slow
+def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
+    check(tmp_path, kills=20, steps=120)

@@ -1,0 +1,141 @@
+"""A world of two, and of four, is a world of one: the same curve, checkpoints that fit any of them, a death survived.
+
+Losses agree to 2e-5 (relative), weights to 1e-5 (absolute): sums of gradients are taken in another order.
+"""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from adlm.checkpoint import read_state
+from tests.train.runs import arguments, assert_close, many, run, shelf, torchrun
+
+# Adam divides by the size of a gradient: where that is rounding alone, eps keeps it so.
+STEADY = ("optimiser.eps=1e-5",)
+SHAPES: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "padded": (),
+    "pieces": ("micro_batch=1",),
+    "padded pieces": ("micro_batch=3", "parallel.checkpoint_activations=true"),
+    "no anchor weight": ("objective.anchor_weight=0", "model.tied=true"),
+    "causal": ("method=a2r",),
+    "one stage": ("method=mdlm", "model.anchor_layers=null", "ema=null"),
+    "score entropy": ("method=sedd", "model.anchor_layers=null"),
+    "halves": ("log.every=5",),  # the first five steps end with a record, as they do when they are all
+}
+TWO = [*((shape, kind) for shape in ("full", "padded", "padded pieces") for kind in ("ddp", "fsdp"))]
+TWO += [("pieces", "fsdp"), ("no anchor weight", "ddp"), ("causal", "fsdp"), ("one stage", "ddp")]
+FOUR = [(shape, kind) for shape in SHAPES if shape != "halves" for kind in ("ddp", "fsdp", "hsdp")]
+
+
+def settings(shape: str, kind: str) -> tuple[str, ...]:
+    shard = ("parallel.shard=2",) if kind == "hsdp" else ()
+    return *STEADY, *SHAPES[shape], f"parallel.kind={kind}", *shard
+
+
+def rows(shape: str) -> str:
+    return "documents" if "padded" in shape else "wrapped"
+
+
+def place(processes: int, shape: str, kind: str) -> Path:
+    return shelf() / "many" / f"{processes}-{shape}-{kind}".replace(" ", "-")
+
+
+@cache
+def alone(shape: str) -> Path:
+    """The folder of the same run in one process."""
+    folder = place(1, shape, "none")
+    run(folder, *settings(shape, "none"), rows=rows(shape))
+    return folder
+
+
+def job(processes: int, shape: str, kind: str, *changes: str, name: str = "") -> list[str]:
+    folder = place(processes, name or shape, kind)
+    return arguments(folder, *settings(shape, kind), *changes, rows=rows(shape))
+
+
+@cache
+def two() -> dict[str, str]:
+    """All runs of two processes, and the errors of those that must fail."""
+    jobs = {f"{shape} {kind}": job(2, shape, kind) for shape, kind in TWO}
+    jobs["half"] = job(2, "halves", "fsdp", "steps=5", name="half")
+    jobs["muon"] = job(2, "full", "fsdp", "optimiser.name=muon", name="muon")
+    jobs["odd"] = job(2, "full", "ddp", "batch=7", name="odd")
+    jobs["none"] = job(2, "full", "none", name="none")
+    jobs["shard"] = job(2, "full", "hsdp", "parallel.shard=3", name="shard")
+    return many(2, jobs)
+
+
+@cache
+def four() -> dict[str, str]:
+    jobs = {f"{shape} {kind}": job(4, shape, kind) for shape, kind in FOUR}
+    jobs |= {f"half {kind}": job(4, "halves", kind, "steps=5", name=f"half-{kind}") for kind in ("fsdp", "hsdp")}
+    return many(4, jobs)
+
+
+@pytest.mark.parametrize(("shape", "kind"), TWO)
+def test_two_processes_are_one(shape: str, kind: str) -> None:
+    assert f"{shape} {kind}" not in two(), two()[f"{shape} {kind}"]
+    assert_close(place(2, shape, kind), alone(shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("muon", "optimiser.name=muon needs whole matrices"),
+        ("odd", "batch=7 rows cannot be shared evenly by 2 processes"),
+        ("none", "parallel.kind=none, but torchrun started 2 processes"),
+        ("shard", "parallel.shard=3 does not divide the 2 processes"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_all(name: str, said: str) -> None:
+    assert two()[name].startswith("ValueError")
+    assert said in two()[name]
+
+
+def test_many_processes_need_torchrun(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs torchrun"):
+        run(tmp_path, "parallel.kind=fsdp")
+
+
+def test_what_two_shared_one_goes_on_with() -> None:
+    """A checkpoint of shards; the rest of the run has them whole."""
+    assert "half" not in two()
+    folder = place(2, "half", "fsdp")
+    assert read_state(folder / "checkpoints/latest")["step"] == 5
+    run(folder, *settings("halves", "none"))
+    assert_close(folder, alone("halves"))
+
+
+def test_a_run_survives_the_death_of_a_process(tmp_path: Path) -> None:
+    """torchrun starts all of them again, and they go on from the last checkpoint."""
+    changes = (*STEADY, "steps=40", "checkpoint.every=4", "log.every=4", "valid.every=20")
+    run(tmp_path / "alone", *changes)
+    given = arguments(tmp_path / "torn", *changes, "parallel.kind=ddp")
+    done = torchrun(2, "-m", "tests.train.runs", "--dies", *given, restarts=1, seconds=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "torn/killed").exists(), "nobody died: the test is void"
+    assert_close(tmp_path / "torn", tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "kind"), FOUR)
+def test_four_processes_are_one(shape: str, kind: str) -> None:
+    assert f"{shape} {kind}" not in four(), four()[f"{shape} {kind}"]
+    assert_close(place(4, shape, kind), alone(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_four_shared_fewer_go_on_with(tmp_path: Path, kind: str, processes: int) -> None:
+    assert f"half {kind}" not in four()
+    folder = tmp_path / "run"
+    shutil.copytree(place(4, f"half-{kind}", kind), folder, symlinks=True)
+    if processes == 1:
+        run(folder, *settings("halves", "none"))
+    else:
+        assert many(2, {"rest": arguments(folder, *settings("halves", "fsdp"))}) == {}
+    assert_close(folder, alone("halves"))

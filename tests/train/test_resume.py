@@ -1,0 +1,200 @@
+"""Stopped anywhere and started again, a run computes and tells what it would have."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from adlm.checkpoint import latest, read_state
+from adlm.methods import METHODS
+from adlm.train.progress import RunProgress
+from tests.train.runs import assert_same, curve, data, ended, in_process, run, tensors, until
+
+
+class Crash(Exception):
+    pass
+
+
+@contextmanager
+def crash_at(step: int) -> Iterator[None]:
+    """The process ends, as it were, in the middle of a step."""
+
+    def stop(self: RunProgress, now: int) -> None:
+        if now == step:
+            raise Crash
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunProgress, "step", stop)
+        with pytest.raises(Crash):
+            yield
+
+
+def of_method(method: str) -> tuple[str, ...]:
+    return f"method={method}", *(() if METHODS[method].two_stages else ("model.anchor_layers=null",))
+
+
+def checked(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") -> None:
+    """A run that crashed and went on is the run that did not."""
+    straight, torn = tmp_path / "straight", tmp_path / "torn"
+    run(straight, *changes, rows=rows)
+    with crash_at(crash):
+        run(torn, *changes, rows=rows)
+    assert latest(torn / "checkpoints") is not None, "nothing to go on from: the test is void"
+    done = run(torn, *changes, rows=rows)
+    assert_same(torn, straight)
+    states = [read_state(folder / "checkpoints" / "latest") for folder in (straight, torn)]
+    for state in states:
+        assert state.pop("seconds") > 0
+    assert states[0] == states[1]
+    assert done.step == states[0]["step"] and done.valid.items() <= states[0]["valid"].items()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("optimiser.name=adamw",),
+        ("optimiser.name=muon", "optimiser.muon_lr=0.01"),
+        ("ema=null",),
+        ("model.dropout=0.1", "parallel.checkpoint_activations=true"),
+        ("model.tied=true", "micro_batch=3", "optimiser.decay=wsd"),
+        ("data.workers=2", "batch=96", "checkpoint.background=false"),  # into a second epoch
+        ("objective.anchor_ramp=false", "objective.anchor_rule=random", "objective.fraction=0.3"),
+    ],
+    ids=lambda changes: changes[0],
+)
+def test_ten_steps_are_five_and_five(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    checked(tmp_path, *changes, crash=7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ten_steps_are_five_and_five_for_every_method(tmp_path: Path, method: str) -> None:
+    checked(tmp_path, *of_method(method), "model.dropout=0.1", crash=7)
+
+
+@pytest.mark.parametrize("method", ["adlm", "a2r"])
+def test_padded_rows_go_on_too(tmp_path: Path, method: str) -> None:
+    checked(tmp_path, *of_method(method), crash=7, rows="documents")
+
+
+def test_figures_that_were_not_yet_told_are_not_lost(tmp_path: Path) -> None:
+    """A checkpoint between two records: the mean is over steps of both lives, and the guard remembers."""
+    checked(tmp_path, "log.every=5", "checkpoint.every=3", "guard.window=4", crash=8)
+    state = read_state(tmp_path / "torn/checkpoints/step-00000009")
+    assert len(state["window"]) == 4 and len(state["recent"]) == 4
+    assert state["recent"] == [row[1] for row in state["window"]]  # steps 6 to 9
+    assert [record["step"] for record in curve(tmp_path / "torn")] == [5, 5, 10, 10]
+
+
+def test_a_checkpoint_before_anything_was_told(tmp_path: Path) -> None:
+    checked(tmp_path, "log.every=10", "valid.every=10", "checkpoint.every=2", crash=5)
+
+
+def test_what_a_later_life_did_not_see_is_cut_from_the_record(tmp_path: Path) -> None:
+    with crash_at(9):
+        run(tmp_path, "log.every=1", "valid.every=4")
+    assert [r["step"] for r in curve(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 9, "train/lo')  # killed in the middle of a line
+    with crash_at(6):
+        run(tmp_path, "log.every=1", "valid.every=4")
+    assert [r["step"] for r in curve(tmp_path)] == [1, 2, 3, 4, 4, 5]
+
+
+def test_a_run_that_is_done_is_not_trained_further(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    before, told = tensors(tmp_path), curve(tmp_path)
+    again = run(tmp_path)
+    assert again == first and curve(tmp_path) == told
+    after = tensors(tmp_path)
+    assert all((after[name] == value).all() for name, value in before.items())
+    assert run(tmp_path, "steps=12").step == 12
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    run(tmp_path, "steps=5")
+    before = (tmp_path / "config.yaml").read_bytes(), curve(tmp_path)
+    with pytest.raises(ValueError, match="other settings") as caught:
+        run(tmp_path, "steps=10", "batch=4", "optimiser.lr=0.1", "ema=null")
+    for said in ("batch: 8 then, 4 now", "optimiser.lr: 0.003 then, 0.1 now", "ema: 0.9 then, None now"):
+        assert said in str(caught.value)
+    assert "steps" not in str(caught.value)
+    assert before == ((tmp_path / "config.yaml").read_bytes(), curve(tmp_path))
+    free = ("log.every=3", "micro_batch=2", "checkpoint.keep=5", "samples.rows=1", "data.workers=1")
+    assert run(tmp_path, "steps=6", *free).step == 6
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    run(tmp_path, "steps=5")
+    with pytest.raises(ValueError, match="trained on other data"):
+        run(tmp_path, "steps=10", rows="documents")
+
+
+def test_data_may_move(tmp_path: Path) -> None:
+    run(tmp_path / "run", "steps=5")
+    (tmp_path / "elsewhere").symlink_to(data(), target_is_directory=True)
+    assert run(tmp_path / "run", f"data.path={tmp_path / 'elsewhere'}").step == 10
+
+
+def test_going_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+    straight, back = tmp_path / "straight", tmp_path / "back"
+    for folder in (straight, back):
+        run(folder)
+    earlier = back / "checkpoints" / "step-00000005"
+    for _ in range(2):  # also a second time
+        state = read_state(earlier)
+        with crash_at(8):
+            run(back, f"resume={earlier}")
+        assert read_state(back / "checkpoints/latest") == state
+        assert not (back / "checkpoints/step-00000010").exists()  # a future that is not to be
+        for name in ("latest", "best"):
+            link = back / "checkpoints" / name
+            assert link.exists() or not link.is_symlink(), f"{name} points nowhere"
+        run(back, f"resume={earlier}")
+        assert_same(back, straight)
+
+
+def test_the_checkpoint_of_another_run_may_be_gone_on_from(tmp_path: Path) -> None:
+    run(tmp_path / "one", "steps=5", "log.every=5")
+    checkpoint = tmp_path / "one" / "checkpoints" / "latest"
+    run(tmp_path / "two", f"resume={checkpoint}", "log.every=5")
+    run(tmp_path / "one", "log.every=5")
+    mine, theirs = tensors(tmp_path / "two"), tensors(tmp_path / "one")
+    assert all((mine[name] == value).all() for name, value in theirs.items())
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    run(tmp_path, "steps=5")
+    with pytest.raises(ValueError, match=r"no checkpoint; there are: .*step-00000005"):
+        run(tmp_path, f"resume={tmp_path / 'checkpoints' / 'step-00000004'}")
+
+
+def test_a_run_whose_link_is_not_yet_set_goes_on_from_what_is_whole(tmp_path: Path) -> None:
+    """Killed between the rename of the first checkpoint and its link."""
+    straight, torn = tmp_path / "straight", tmp_path / "torn"
+    run(straight)
+    with crash_at(7):
+        run(torn)
+    (torn / "checkpoints/latest").unlink()
+    with crash_at(6):  # the first step that is not in the checkpoint
+        run(torn)
+    run(torn)
+    assert_same(torn, straight)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_is_answered_with_a_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    changes = ("steps=60", "log.every=7", "checkpoint.every=1000", "valid.every=50")
+    process = in_process(tmp_path / "torn", *changes)
+    told = tmp_path / "torn/metrics.jsonl"
+    assert until(lambda: told.exists() and told.stat().st_size, process)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    assert ended(process) == code
+    saved = latest(tmp_path / "torn/checkpoints")
+    assert saved is not None and 7 <= read_state(saved)["step"] < 60
+    run(tmp_path / "torn", *changes)
+    run(tmp_path / "straight", *changes)
+    assert_same(tmp_path / "torn", tmp_path / "straight")
