@@ -23,12 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from adlm.config import Parallel
 from adlm.diffusion.masking import Noised
 from adlm.diffusion.objectives import Loss
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.models.transformer import Layer
 
+ALONE = Parallel()
 PATIENCE = timedelta(minutes=30)  # for the slowest process, in a collective
 
 
@@ -186,8 +188,9 @@ class Shared:
         return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
 
-def share(learner: Learner, world: World, kind: str, shard: int | None, *, checkpoint_activations: bool) -> Shared:
+def share(learner: Learner, world: World, how: Parallel = ALONE) -> Shared:
     """Apply data or weight sharding from outside; the model does not know."""
+    kind = how.kind
     if kind == "auto":
         kind = "ddp" if world.size > 1 else "none"
     if kind == "none" and world.size > 1:
@@ -195,7 +198,7 @@ def share(learner: Learner, world: World, kind: str, shard: int | None, *, check
     if kind != "none" and world.host is None:
         raise ValueError(f"parallel.kind={kind} needs torchrun: torchrun --nproc-per-node N -m adlm train …")
     layers = [module for module in learner.modules() if isinstance(module, Layer)]
-    if checkpoint_activations:
+    if how.checkpoint_activations:
         for layer in layers:  # the instance's own forward: names and parameters stay as they are
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
     if kind == "none":
@@ -204,7 +207,7 @@ def share(learner: Learner, world: World, kind: str, shard: int | None, *, check
         ids = [world.device.index] if world.device.type == "cuda" else None
         wrapped = DistributedDataParallel(learner, device_ids=ids, gradient_as_bucket_view=True)
         return Shared(wrapped, learner.model, kind)
-    mesh = weight_mesh(world, kind, shard)
+    mesh = weight_mesh(world, kind, how.shard)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     # Embedding, bridge and heads stay together in the root group: the bridge multiplies parameters of two modules.

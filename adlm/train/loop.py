@@ -12,24 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.optim import Optimizer
 
-from adlm.checkpoint import LATEST, CheckpointWriter, sync
+from adlm.checkpoint import LATEST, CheckpointWriter
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.data.shards import open_data
 from adlm.diffusion.masking import Noised
 from adlm.evaluate.likelihood import held_out_bound
 from adlm.methods import METHODS
-from adlm.models.costs import flops_per_token, peak_flops
 from adlm.models.language_model import LanguageModel
 from adlm.train.distributed import Learner, Shared, World, joined, share
 from adlm.train.ema import EMA
 from adlm.train.guard import SIGNALS, Diverged, LossGuard, Preempted, save_batch, stoppable
-from adlm.train.metrics import MetricsFile, open_trackers
-from adlm.train.optim import build_optimisers, learning_rate, set_rate, update
-from adlm.train.progress import RunProgress
+from adlm.train.optim import build_optimisers, rate_at, set_rate, update
 from adlm.train.records import StepRecord, Window
 from adlm.train.saving import restore, snapshot, usable_weights
 from adlm.train.setup import (
@@ -37,12 +33,14 @@ from adlm.train.setup import (
     check_memory,
     data_key,
     going_on,
+    held_out_rows,
     model_config,
     place_of,
     stream_of,
     task_of,
 )
 from adlm.train.task import Task
+from adlm.train.teller import Teller
 from adlm.train.telling import opening, unigram_ppl, validation_line, write_samples
 
 
@@ -138,7 +136,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
     `train("recipes/cpu-nano.yaml", "data.path=DATA", folder="RUN", steps=1000)`: see `load_config`.
     """
     config = load_config(recipe, *changes, **settings)
-    folder, chosen = Path(config.folder), config.optimiser
+    folder = Path(config.folder)
     with joined(config.device) as world, stoppable() as stop, ExitStack() as at_the_end:
         # Where we run.
         on_gpu = world.device.type == "cuda"
@@ -147,62 +145,41 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         if config.batch % world.size:
             raise ValueError(f"batch={config.batch} rows cannot be shared evenly by {world.size} processes")
         micro_batch = min(config.micro_batch or config.batch, config.batch // world.size)
-        console = Console(highlight=False) if world.is_first and config.log.show else None
 
         # What we train, on what, and where it goes on from.
         world.agreed(lambda: open_data(config.data.path, verify=config.data.verify).folder)
-        data = open_data(config.data.path)
-        shape = model_config(config, data)
+        data, stream = open_data(config.data.path), stream_of(config)
+        shape, key = model_config(config, data), data_key(data, stream)
         task = task_of(config, shape, data, on_gpu=on_gpu)
         check_memory(config, shape, world, micro_batch, precision)
-        stream = stream_of(config)
-        key = data_key(data, stream)
         source = world.agreed(lambda: going_on(config, key))
         model = LanguageModel(shape, seed=config.seed).to(world.device)
         if config.compile if config.compile is not None else on_gpu:
             model.compile_layers()
         learner = Learner(model, score_entropy=METHODS[config.method].score_entropy)
-        how = config.parallel
-        shared = share(learner, world, how.kind, how.shard, checkpoint_activations=how.checkpoint_activations)
-        held = data.rows("valid")
+        shared = share(learner, world, config.parallel)
+        batches = batches_of(config, data, stream, world)
+        held = held_out_rows(data)
         unigram = unigram_ppl(data, held, config.valid.rows)
 
         # How.
-        optimisers = build_optimisers(
-            model,
-            chosen.name,
-            lr=chosen.lr,
-            betas=chosen.betas,
-            eps=chosen.eps,
-            weight_decay=chosen.weight_decay,
-            muon_lr=chosen.muon_lr,
-            muon_momentum=chosen.muon_momentum,
-        )
-        rate = partial(
-            learning_rate,
-            steps=config.steps,
-            peak=1.0,
-            warmup=chosen.warmup,
-            decay=chosen.decay,
-            decay_share=chosen.decay_share,
-            floor=chosen.floor,
-        )
+        optimisers = build_optimisers(model, config.optimiser)
         ema = EMA(model, config.ema) if config.ema is not None else None
         window = Window(LossGuard(config.guard.spike, config.guard.window), world)
-        batches = batches_of(config, data, stream, world)
 
-        # What it stands at: a plain dict, which is all that a checkpoint holds beside tensors.
+        # Where it stands: a plain dict, which is all that a checkpoint holds beside tensors.
         state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
         if source is not None:
             state = restore(source, shared, optimisers, ema, world)
             batches.load_state_dict(place_of(state["batches"], world, is_stream=stream is not None))
-            window.figures, earlier = state["window"], state["recent"]
-            window.guard.recent.extend(earlier)
+            window.figures = state["window"]
+            window.guard.recent.extend(state["recent"])
         state["data"] = key
 
         # What it tells, and what it leaves behind.
-        flops = flops_per_token(shape, length=shape.length)
-        peak = peak_flops(torch.cuda.get_device_name(world.device)) if on_gpu else None
+        if world.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, folder / "config.yaml")
         saving = CheckpointWriter(
             folder / "checkpoints",
             shape,
@@ -213,24 +190,8 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             group=world.writing,
         )
         at_the_end.callback(saving.wait)  # whatever happens, what was begun is written
-        metrics, trackers = None, []
-        if world.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_config(config, folder / "config.yaml")
-            metrics = at_the_end.enter_context(MetricsFile(folder / "metrics.jsonl"))
-            metrics.cut_after(state["step"])
-            metrics.path.touch()
-            since = state["step"] or None
-            trackers = open_trackers(
-                config.log.track, folder=folder, run=folder.name, config=vars(config), resumed_after=since
-            )
-            for tracker in trackers:
-                at_the_end.callback(tracker.close)
-
-        def tell(record: dict[str, Any]) -> None:
-            if metrics is not None:
-                for writer in (metrics, *trackers):
-                    writer.write(record)
+        teller = at_the_end.enter_context(Teller(config, shape, world, step=state["step"], seconds=state["seconds"]))
+        teller.note(opening(config, shape, data, world, source))
 
         def validate(step: int) -> None:
             began = time.perf_counter()
@@ -252,37 +213,29 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                 )
             figures = {"val/nll": bound.nll, "val/ppl": bound.ppl, "val/stderr": bound.stderr, "unigram/ppl": unigram}
             state["valid"] = figures | {"step": step}
-            tell({"step": step, **figures, "time": {"seconds": time.perf_counter() - began}})
-            progress.note(f"step {step:,}: {validation_line(figures, is_causal=shape.is_causal)}")
+            teller.write({"step": step, **figures, "time": {"seconds": time.perf_counter() - began}})
+            teller.note(f"step {step:,}: {validation_line(figures, is_causal=shape.is_causal)}")
 
         def save(step: int, batch: Batch) -> None:
             window.read()  # nothing is saved that the guard has not seen
             is_best = state["valid"].get("step") == step and state["valid"]["val/nll"] < (state["best"] or torch.inf)
             if is_best:
                 state["best"] = state["valid"]["val/nll"]
-            state.update(step=step, batches=world.gathered(batch.state))
-            state.update(window=list(window.figures), recent=list(window.guard.recent))
-            state.update(ema_updates=ema.updates if ema else 0, seconds=seconds_before + time.perf_counter() - began)
-            if metrics is not None:
-                sync(metrics.path)
+            state.update(step=step, batches=world.gathered(batch.state), ema_updates=ema.updates if ema else 0)
+            state.update(window=list(window.figures), recent=list(window.guard.recent), seconds=teller.seconds)
+            teller.sync()
             saving.save(snapshot(step, shared, optimisers, ema, world, dict(state), is_best=is_best))
 
         # The loop.
-        first, began, seconds_before = state["step"] + 1, time.perf_counter(), state["seconds"]
-        # Since the figures were last told: when, at which step, and the seconds that were not training.
-        lap, lap_step, aside = began, first - 1, 0.0
-        progress = at_the_end.enter_context(RunProgress(console, first, config.steps))
-        if console is not None:
-            progress.note(opening(config, shape, data, world, source))
         steps = train_steps(
             shared,
             task,
             iter(batches),
             optimisers,
             steps=config.steps,
-            first=first,
-            rate=rate,
-            clip=chosen.clip,
+            first=state["step"] + 1,
+            rate=partial(rate_at, config.optimiser, config.steps),
+            clip=config.optimiser.clip,
             ema=ema,
             seed=config.seed,
             micro_batch=micro_batch,
@@ -293,67 +246,41 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             for record in steps:
                 step, is_last = record.step, record.step == config.steps
                 window.add(record)
-                progress.step(step)
-                if step % config.log.every == 0 or is_last:
-                    figures, stall = window.told()
-                    now = time.perf_counter()
-                    seconds, count = now - lap - aside, step - lap_step
-                    lap, lap_step, aside = now, step, 0.0
-                    speed = count * config.batch * shape.length / max(seconds, 1e-9)
-                    mfu = None if peak is None else speed * flops / (peak * world.size)
-                    told = {
-                        "step": step,
-                        **figures,
-                        "lr": chosen.lr * record.rate,
-                        "anchor_weight": record.anchor_weight,
-                        "tokens": step * config.batch * shape.length,
-                        "epoch": record.batch.state.get("epoch", 0),
-                        "time": {
-                            "seconds": seconds_before + now - began,
-                            "tokens_per_second": speed,
-                            "mfu": mfu,
-                            "stall": stall / max(seconds, 1e-9),
-                        },
-                    }
-                    tell(told)
-                    progress.figures(told)
-                paused = time.perf_counter()
-                if step % config.valid.every == 0 or is_last:
-                    try:
+                teller.progress.step(step)
+                is_told = step % config.log.every == 0 or is_last
+                if is_told:
+                    teller.means(record, window)
+                with teller.aside_from_training():
+                    if step % config.valid.every == 0 or is_last:
                         validate(step)
-                    except FloatingPointError as error:
-                        raise Diverged(f"after step {step} {error}", step, record.batch) from error
-                if config.samples.every and (step % config.samples.every == 0 or is_last):
-                    weights = usable_weights(shared, ema, world)
-                    if world.is_first:
-                        progress.note(write_samples(config, shape, weights, data.tokenizer, step, world.device))
-                    world.wait()
-                # Processes may hear a signal at different steps: they agree now and then.
-                asked = stop.signal is not None
-                if world.size > 1:
-                    asked = step % config.log.every == 0 and world.any(asked)
-                if step % config.checkpoint.every == 0 or is_last or asked:
-                    save(step, record.batch)
-                aside += time.perf_counter() - paused
+                    if config.samples.every and (step % config.samples.every == 0 or is_last):
+                        weights = usable_weights(shared, ema, world)
+                        if world.is_first:
+                            teller.note(write_samples(config, shape, weights, data.tokenizer, step, world.device))
+                        world.wait()
+                    # Processes may hear a signal at different steps: they agree now and then.
+                    asked = world.any(stop.signal is not None) if is_told or world.size == 1 else False
+                    if step % config.checkpoint.every == 0 or is_last or asked:
+                        save(step, record.batch)
                 if asked and not is_last:
                     saving.wait()
-                    code = SIGNALS[stop.signal or signal.SIGTERM]
                     again = "the same command" + ("" if config.resume == "auto" else " without resume=")
-                    raise Preempted(f"stopped after step {step:,}, which is saved; {again} goes on", code)
-        except Diverged as problem:
-            kept = (
-                ""
-                if problem.batch is None
-                else save_batch(folder, problem.step, world.rank, problem.batch, str(problem))
-            )
+                    raise Preempted(
+                        f"stopped after step {step:,}, which is saved; {again} goes on",
+                        SIGNALS[stop.signal or signal.SIGTERM],
+                    )
+        except (Diverged, FloatingPointError) as problem:
+            batch = problem.batch if isinstance(problem, Diverged) else None
+            step = problem.step if isinstance(problem, Diverged) else record.step
+            kept = save_batch(folder, step, world.rank, batch or record.batch, str(problem))
             raise Diverged(
                 f"{problem}. The batch is in {kept}; the last good checkpoint is as it was. Look at those rows, lower "
                 "optimiser.lr or raise optimiser.warmup (guard.spike=null turns the watch for leaps off)",
-                problem.step,
+                step,
             ) from problem
         saving.wait()
-        valid = {key: value for key, value in state["valid"].items() if key != "step"}
-        progress.note(f"step {state['step']:,} of {config.steps:,} is in {folder / 'checkpoints' / LATEST}")
+        valid = {name: value for name, value in state["valid"].items() if name != "step"}
+        teller.note(f"step {state['step']:,} of {config.steps:,} is in {folder / 'checkpoints' / LATEST}")
         if valid:  # not of a run that is asked for fewer steps than it has
-            progress.note(f"{folder}: {validation_line(valid, is_causal=shape.is_causal)}")
+            teller.note(f"{folder}: {validation_line(valid, is_causal=shape.is_causal)}")
         return Run(folder, state["step"], valid)

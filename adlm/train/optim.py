@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from adlm.config import Optimiser as Settings
 from adlm.models.transformer import Layer
 from adlm.train.distributed import norm_of
 from adlm.train.ema import EMA
 
 DECAYS = ("constant", "cosine", "wsd")
+PAPER = Settings()
 
 
 def learning_rate(
@@ -41,6 +43,19 @@ def learning_rate(
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
+def rate_at(how: Settings, steps: int, step: int) -> float:
+    """The share of the peak learning rates at a step of a run."""
+    return learning_rate(
+        step,
+        steps,
+        peak=1.0,
+        warmup=how.warmup,
+        decay=how.decay,
+        decay_share=how.decay_share,
+        floor=how.floor,
+    )
+
+
 def layer_matrices(model: nn.Module) -> dict[str, Tensor]:
     """What Muon is for: the matrices inside layers. Not embeddings, heads, bridge or modulations."""
     return {
@@ -52,27 +67,20 @@ def layer_matrices(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def build_optimisers(
-    model: nn.Module,
-    name: str = "adamw",
-    *,
-    lr: float = 3e-4,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    muon_lr: float = 0.02,
-    muon_momentum: float = 0.95,
-) -> list[Optimizer]:
+def build_optimisers(model: nn.Module, how: Settings = PAPER) -> list[Optimizer]:
     """AdamW for everything, or for everything but the layers' matrices, which Muon moves."""
-    matrices = layer_matrices(model) if name == "muon" else {}
+    matrices = layer_matrices(model) if how.name == "muon" else {}
     rest = [p for key, p in model.named_parameters() if key not in matrices and p.requires_grad]
-    optimisers: list[Optimizer] = [AdamW(rest, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)]
-    if name == "muon":
+    optimisers: list[Optimizer] = [
+        AdamW(rest, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay, fused=True)
+    ]
+    if matrices:
         if any(hasattr(p, "placements") for p in matrices.values()):
             raise ValueError(
                 "optimiser.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp, or adamw"
             )
-        optimisers.append(Muon(list(matrices.values()), lr=muon_lr, momentum=muon_momentum, weight_decay=weight_decay))
+        whole = list(matrices.values())
+        optimisers.append(Muon(whole, lr=how.muon_lr, momentum=how.muon_momentum, weight_decay=how.weight_decay))
     for optimiser in optimisers:
         for group in optimiser.param_groups:
             group["peak"] = group["lr"]

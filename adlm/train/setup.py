@@ -15,7 +15,7 @@ import torch
 from adlm import checkpoint
 from adlm.config import Config, differences, load_config
 from adlm.data.batches import ShuffledBatches
-from adlm.data.shards import PreparedData
+from adlm.data.shards import PreparedData, Rows
 from adlm.data.sources import Source, open_source
 from adlm.data.streaming import StreamedBatches, StreamedRows
 from adlm.methods import ANCHOR_RULES, METHODS, build_anchor_rule, build_config, build_schedule, named
@@ -122,6 +122,15 @@ def batches_of(
         size=world.size,
     )
     return StreamedBatches(rows, config.batch, workers=config.data.workers)
+
+
+def held_out_rows(data: PreparedData) -> Rows:
+    """The rows that a run is measured on."""
+    if "valid" not in data.splits or len(data.rows("valid")) < 2:
+        raise ValueError(
+            f"{data.folder} holds no valid rows out: prepare it again with --valid SOURCE or --valid-share"
+        )
+    return data.rows("valid")
 
 
 def place_of(states: list[dict[str, Any]], world: World, *, is_stream: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from adlm.config import Optimiser, Parallel
 from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import every_token
@@ -24,7 +25,7 @@ from adlm.train.records import StepRecord, Window
 from adlm.train.task import Task
 from tests.train.runs import curve, data, run
 
-FAST: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95)}
+FAST = Optimiser(lr=3e-3, betas=(0.9, 0.95))
 
 
 def rows(padded: bool = False) -> TensorRows:
@@ -63,9 +64,9 @@ def steps_of(
 ) -> list[StepRecord]:
     """So many steps of 8 rows."""
     learner = Learner(model, score_entropy=METHODS[method].score_entropy)
-    shared = share(learner, World(torch.device("cpu")), "none", None, checkpoint_activations=checkpoint_activations)
+    shared = share(learner, World(torch.device("cpu")), Parallel(checkpoint_activations=checkpoint_activations))
     batches = iter(ShuffledBatches(rows(padded), 8, seed=seed))
-    made = optimisers if optimisers is not None else build_optimisers(model, **FAST)
+    made = optimisers if optimisers is not None else build_optimisers(model, FAST)
     asked = Task.of(model.config, **(task or {}))
     return list(train_steps(shared, asked, batches, made, steps=steps, seed=seed, **options))
 
@@ -208,13 +209,13 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
 
 def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
     model = tiny()
-    adamw, muon = (optimiser.param_groups[0]["params"] for optimiser in build_optimisers(model, "muon"))
+    adamw, muon = (optimiser.param_groups[0]["params"] for optimiser in build_optimisers(model, Optimiser("muon")))
     names = {parameter: name for name, parameter in model.named_parameters()}
     moved = {names[p] for p in muon}
     assert moved == set(layer_matrices(model))
     assert moved == {f"{n}" for n in names.values() if ".layers." in n and n.endswith(matrix_ends)}
     assert {names[p] for p in adamw} == set(names.values()) - moved
-    assert len(build_optimisers(model, "adamw")) == 1
+    assert len(build_optimisers(model)) == 1
 
 
 matrix_ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
@@ -224,7 +225,7 @@ matrix_ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
 def test_each_moves_its_own(lr: float, muon_lr: float) -> None:
     model = awake()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    steps_of(model, steps=2, optimisers=build_optimisers(model, "muon", lr=lr, muon_lr=muon_lr))
+    steps_of(model, steps=2, optimisers=build_optimisers(model, Optimiser("muon", lr=lr, muon_lr=muon_lr)))
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     matrices = set(layer_matrices(model))
     if lr == 0:
