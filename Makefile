@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXTRAS := data,eval,mauve,serve,track,dev
 LINT := adlm tests bench
+# Two to four processes at a time; each test computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
 .PHONY: setup demo test test-all check bench
 
@@ -31,7 +33,7 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu'
+	$(PYTEST) -m 'not slow and not gpu'
 	@echo
 	@echo "Left out: tests marked slow or gpu, and tests that need an extra which is not installed (listed above as skipped)."
 	@echo "  make test-all                            installs every extra; all tests but the gpu ones; nothing may be missing"
@@ -41,10 +43,12 @@ test: check
 test-all: $(VENV)/.all
 	$(BIN)/ruff check $(LINT)
 	$(BIN)/mypy
-	ADLM_ALL=1 $(BIN)/python -m pytest -q -m 'not gpu'
+	ADLM_ALL=1 $(PYTEST) -m 'not gpu'
 	@echo
 	@echo "Left out: tests marked gpu. On a machine with CUDA: $(BIN)/python -m pytest -m gpu"
 
 bench: setup
 	$(BIN)/python -m bench.train_step
 	$(BIN)/python -m bench.sample_step
+	$(BIN)/python -m bench.prepare
+	$(BIN)/python -m bench.loop

@@ -45,7 +45,7 @@ def test_a_name_that_means_nothing() -> None:
         ("a.txt", b"good\n<|endoftext|>\ncaf\xe9", {}, r"byte 22 \(0xe9\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', {}, r"byte 24 \(0xff\)"),
         ("a.csv", b"text\nfine\n\xff\n", {}, r"byte 10 \(0xff\)"),
-        ("a.txt.gz", gzip.compress(GOOD.encode())[:-12], {}, r"ends in the middle of its gzip stream"),
+        ("a.txt.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], {}, r"ends in the middle of its gzip stream"),
         ("a.txt.gz", b"not packed at all", {}, r"not a sound gzip file"),
         ("a.txt", b"", {}, r"is empty"),
         ("a.txt", b" \n\n", {}, r"holds no document"),
