@@ -106,7 +106,8 @@ class CheckpointWriter:
         except BaseException as error:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise explained(error, self.folder, bytes_of(snapshot)) from error
+            told = explained(error, self.folder, bytes_of(snapshot))
+            raise told from (None if told is error else error)
 
     def _agree(self, action: Callable[[], None]) -> None:
         """The first process acts; all go on, or all raise."""
@@ -343,7 +344,9 @@ def explained(error: BaseException, folder: Path, needed: int) -> BaseException:
     text = " ".join(str(cause) for cause in causes)
     full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for cause in causes)
     if not full and not any(sign in text for sign in FULL):
-        return error if isinstance(error, Exception) else OSError(f"the checkpoint could not be written: {text}")
+        if isinstance(error, Exception) and not isinstance(error, SafetensorError):  # an I/O error, as text
+            return error
+        return OSError(f"the checkpoint could not be written: {text}; what was there is as it was")
     kept = [path.name for path in complete(folder)]
     return OSError(
         errno.ENOSPC,

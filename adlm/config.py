@@ -29,6 +29,7 @@ FREE = (
     "samples.*",
     "valid.*",
     "parallel.*",
+    "guard.*",
     "micro_batch",
     "compile",
     "memory_check",
@@ -203,12 +204,18 @@ class Config:
         positive(valid__every=self.valid.every, valid__rows=self.valid.rows, valid__draws=self.valid.draws)
         positive(samples__every=self.samples.every, samples__rows=self.samples.rows, guard__spike=self.guard.spike)
         positive(checkpoint__every=self.checkpoint.every, checkpoint__keep=self.checkpoint.keep)
+        positive(valid__batch=self.valid.batch, samples__steps=self.samples.steps, data__shuffle=self.data.shuffle)
+        positive(parallel__shard=self.parallel.shard, objective__discrete_steps=self.objective.discrete_steps)
+        positive(model__dim=self.model.dim, model__heads=self.model.heads, optimiser__muon_lr=self.optimiser.muon_lr)
         positive(optimiser__clip=self.optimiser.clip, optimiser__lr=self.optimiser.lr, guard__window=self.guard.window)
         require(self.valid.rows is None or self.valid.rows > 1, "valid.rows must be at least 2 for a standard error")
         require(self.objective.anchor_weight >= 0, f"objective.anchor_weight is {self.objective.anchor_weight} < 0")
         require(self.ema is None or 0 <= self.ema < 1, f"ema must be in [0, 1) or null, got {self.ema}")
         require(0 <= self.seed < 2**63, f"seed must be between 0 and 2**63 - 1, got {self.seed}")
         require(self.data.workers >= 0, f"data.workers must not be negative, got {self.data.workers}")
+        require(self.optimiser.warmup >= 0, f"optimiser.warmup must not be negative, got {self.optimiser.warmup}")
+        require(0 <= self.optimiser.floor <= 1, f"optimiser.floor must be in [0, 1], got {self.optimiser.floor}")
+        require(0 < self.samples.top_p <= 1, f"samples.top_p must be in (0, 1], got {self.samples.top_p}")
         require(0 < self.optimiser.decay_share <= 1, f"optimiser.decay_share is {self.optimiser.decay_share}")
         one_of("optimiser.name", self.optimiser.name, ("adamw", "muon"))
         one_of("optimiser.decay", self.optimiser.decay, ("constant", "cosine", "wsd"))
@@ -258,7 +265,8 @@ def load_config(
 def save_config(config: Config, path: Path) -> None:
     """As YAML, whole: a recipe that repeats the run."""
     fresh = path.with_name(f".{path.name}.part")  # a kill here must leave the old one: a resumption reads it
-    fresh.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), "utf-8")
+    settings = asdict(config) | {"resume": "auto"}  # where this life began is no setting of the run
+    fresh.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), "utf-8")
     fresh.replace(path)
 
 
@@ -275,7 +283,8 @@ def differences(old: Config, new: Config) -> list[str]:
 
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes that come with the package."""
-    return {path.stem: path for folder in RECIPES for path in sorted(folder.glob("*.yaml"))}
+    folder = next(folder for folder in RECIPES if folder.is_dir())
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:

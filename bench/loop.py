@@ -45,7 +45,6 @@ def bare(config_path: list[str], recipe: str, data: Path, device: str, repeats: 
 def main(args: argparse.Namespace) -> None:
     device = args.device
     if device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")
         torch.set_num_threads(args.threads or 2)
     elif args.threads:
         torch.set_num_threads(args.threads)

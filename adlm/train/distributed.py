@@ -54,6 +54,7 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    local_rank: int = 0  # on this node
     local_size: int = 1  # processes of this node
     host: dist.ProcessGroup | None = None  # for small things that must not wait for a device
     writing: dist.ProcessGroup | None = None  # for checkpoints, whose writing has a thread of its own
@@ -72,7 +73,7 @@ class World:
         """Whether any process says so."""
         return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
-    def agreed(self, act: Callable[[], Path | None]) -> Path | None:
+    def agreed(self, act: Callable[[], Path | None] | Callable[[], None]) -> Path | None:
         """The first process acts; all have what it found, or all raise."""
         found, error = None, None
         if self.is_first:
@@ -107,9 +108,13 @@ class World:
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """The world that torchrun describes in the environment; without it, this process alone."""
-    size, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    chosen = pick_device(device, local_rank)
-    if "RANK" not in os.environ or not dist.is_torchelastic_launched():
+    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if not dist.is_torchelastic_launched():
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # alone, each would write the whole run into the same folder
+            raise ValueError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but this process was not started by torchrun: start it with "
+                "torchrun --nproc-per-node N -m adlm train …, or unset WORLD_SIZE for a run of one process"
+            )
         yield World(chosen)
         return
     if chosen.type == "cuda":
@@ -120,7 +125,8 @@ def joined(device: str) -> Iterator[World]:
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size)
     try:
         host, writing = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
-        yield World(chosen, dist.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), host, writing)
+        here, there = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        yield World(chosen, rank, size, here, there, host, writing)
     finally:
         dist.destroy_process_group()
 
@@ -152,7 +158,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """`auto` is this process's GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto")
@@ -160,8 +169,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
             device = torch.device("cuda", local_rank)
         if device.index >= torch.cuda.device_count():
             raise ValueError(
-                f"process {local_rank} of this node has no GPU of its own: there are {torch.cuda.device_count()}; "
-                "start as many processes as there are GPUs (torchrun --nproc-per-node)"
+                f"there is no {device}: this node has {torch.cuda.device_count()} GPUs; start as many processes as it "
+                "has (torchrun --nproc-per-node), or name one that is there"
             )
     return device
 
@@ -173,7 +182,7 @@ class Shared:
     module: nn.Module  # to call
     model: LanguageModel  # whose parameters these are (sharded, with fsdp)
     kind: str
-    mesh: DeviceMesh | None = None
+    host_mesh: DeviceMesh | None = None  # of sharded weights: the same processes, for copies in host memory
 
     def loss(self, batch: Noised) -> Loss:
         """The loss without a backward after it; sharded weights are put away again, which a backward would do."""
@@ -212,7 +221,11 @@ def share(learner: Learner, world: World, how: Parallel = ALONE) -> Shared:
         fully_shard(layer, mesh=mesh)
     # Embedding, bridge and heads stay together in the root group: the bridge multiplies parameters of two modules.
     fully_shard(learner, mesh=mesh)
-    return Shared(learner, learner.model, kind, mesh)
+    # Made once: a mesh makes groups, and they stay.
+    is_host = mesh.device_type == "cpu"
+    names = mesh.mesh_dim_names
+    host_mesh = mesh if is_host else init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=names)
+    return Shared(learner, learner.model, kind, host_mesh)
 
 
 def weight_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
@@ -235,13 +248,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def host_copy(tensor: Tensor, host_mesh: Callable[[], DeviceMesh]) -> Tensor:
+def host_copy(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
     """A copy in host memory, sharded as the tensor is."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
+    assert host_mesh is not None
     part = tensor.to_local().detach().to("cpu", copy=True)
     return DTensor.from_local(
-        part, host_mesh(), tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        part, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 

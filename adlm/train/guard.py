@@ -50,7 +50,7 @@ class LossGuard:
             raise Diverged(f"the loss at step {step} is {loss}", step)
         if self.spike is not None and len(self.recent) == self.recent.maxlen:
             mean, deviation = statistics.fmean(self.recent), statistics.pstdev(self.recent)
-            if loss > mean + self.spike * deviation > 0 and deviation > 0:
+            if deviation > 0 and loss > mean + self.spike * deviation:
                 raise Diverged(
                     f"the loss at step {step} is {loss:.4g}, more than guard.spike={self.spike:g} standard deviations "
                     f"({deviation:.2g}) above the mean of the last {len(self.recent)} steps ({mean:.4g})",

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from adlm.checkpoint import LATEST, CheckpointWriter
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
-from adlm.data.shards import open_data
 from adlm.diffusion.masking import Noised
 from adlm.evaluate.likelihood import held_out_bound
 from adlm.methods import METHODS
@@ -25,6 +24,7 @@ from adlm.models.language_model import LanguageModel
 from adlm.train.distributed import Learner, Shared, World, joined, share
 from adlm.train.ema import EMA
 from adlm.train.guard import SIGNALS, Diverged, LossGuard, Preempted, save_batch, stoppable
+from adlm.train.notes import opening, sampler_of, unigram_ppl, validation_line, write_samples
 from adlm.train.optim import build_optimisers, rate_at, set_rate, update
 from adlm.train.records import StepRecord, Window
 from adlm.train.saving import restore, snapshot, usable_weights
@@ -34,14 +34,15 @@ from adlm.train.setup import (
     data_key,
     going_on,
     held_out_rows,
+    locked,
     model_config,
+    open_everywhere,
     place_of,
     stream_of,
     task_of,
 )
 from adlm.train.task import Task
 from adlm.train.teller import Teller
-from adlm.train.telling import opening, unigram_ppl, validation_line, write_samples
 
 
 def train_steps(
@@ -95,7 +96,8 @@ def train_steps(
             with together, dropout_of(seed, step, world.rank, number, device):
                 with torch.autocast(device.type, precision, enabled=precision != torch.float32):
                     loss = shared.module(piece, gamma)
-                if not on_gpu:  # before it reaches the weights; a GPU is looked at later, many steps at once
+                # Before it reaches the weights; on a GPU, or with others who must stop as well, it is looked at later.
+                if not on_gpu and world.size == 1:
                     try:
                         loss.check(rows.number)
                     except FloatingPointError as error:
@@ -147,11 +149,12 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         micro_batch = min(config.micro_batch or config.batch, config.batch // world.size)
 
         # What we train, on what, and where it goes on from.
-        world.agreed(lambda: open_data(config.data.path, verify=config.data.verify).folder)
-        data, stream = open_data(config.data.path), stream_of(config)
-        shape, key = model_config(config, data), data_key(data, stream)
+        data, stream = open_everywhere(config, world), stream_of(config)
+        shape, key, held = model_config(config, data), data_key(data, stream), held_out_rows(data)
         task = task_of(config, shape, data, on_gpu=on_gpu)
+        sampler_of(config, shape)  # what is wrong with it is said now, not at the first sample
         check_memory(config, shape, world, micro_batch, precision)
+        at_the_end.enter_context(locked(folder, world))
         source = world.agreed(lambda: going_on(config, key))
         model = LanguageModel(shape, seed=config.seed).to(world.device)
         if config.compile if config.compile is not None else on_gpu:
@@ -159,7 +162,6 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         learner = Learner(model, score_entropy=METHODS[config.method].score_entropy)
         shared = share(learner, world, config.parallel)
         batches = batches_of(config, data, stream, world)
-        held = held_out_rows(data)
         unigram = unigram_ppl(data, held, config.valid.rows)
 
         # How.
@@ -178,7 +180,6 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
 
         # What it tells, and what it leaves behind.
         if world.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
             save_config(config, folder / "config.yaml")
         saving = CheckpointWriter(
             folder / "checkpoints",
@@ -191,26 +192,29 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         )
         at_the_end.callback(saving.wait)  # whatever happens, what was begun is written
         teller = at_the_end.enter_context(Teller(config, shape, world, step=state["step"], seconds=state["seconds"]))
-        teller.note(opening(config, shape, data, world, source))
+        teller.note(opening(config, shape, data, world, shared.kind, source))
 
-        def validate(step: int) -> None:
+        def validate(record: StepRecord) -> None:
             began = time.perf_counter()
-            averaged = ema.in_place(model) if ema is not None else nullcontext()
-            with averaged, torch.autocast(world.device.type, precision, enabled=is_half):
-                bound = held_out_bound(
-                    model,
-                    held,
-                    batch=config.valid.batch or micro_batch,
-                    draws=config.valid.draws,
-                    schedule=task.schedule,
-                    steps=task.discrete_steps,
-                    attend_padding=task.attend_padding,
-                    first=config.valid.rows,
-                    loss_of=shared.loss,
-                    rank=world.rank,
-                    size=world.size,
-                    total=world.sum,
-                )
+            step, averaged = record.step, ema.in_place(model) if ema is not None else nullcontext()
+            try:
+                with averaged, torch.autocast(world.device.type, precision, enabled=is_half):
+                    bound = held_out_bound(
+                        model,
+                        held,
+                        batch=config.valid.batch or micro_batch,
+                        draws=config.valid.draws,
+                        schedule=task.schedule,
+                        steps=task.discrete_steps,
+                        attend_padding=task.attend_padding,
+                        first=config.valid.rows,
+                        loss_of=shared.loss,
+                        rank=world.rank,
+                        size=world.size,
+                        total=world.sum,
+                    )
+            except FloatingPointError as error:
+                raise Diverged(f"after step {step} {error}", step, record.batch) from error
             figures = {"val/nll": bound.nll, "val/ppl": bound.ppl, "val/stderr": bound.stderr, "unigram/ppl": unigram}
             state["valid"] = figures | {"step": step}
             teller.write({"step": step, **figures, "time": {"seconds": time.perf_counter() - began}})
@@ -224,6 +228,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             state.update(step=step, batches=world.gathered(batch.state), ema_updates=ema.updates if ema else 0)
             state.update(window=list(window.figures), recent=list(window.guard.recent), seconds=teller.seconds)
             teller.sync()
+            saving.wait()  # one copy of the run in host memory at a time
             saving.save(snapshot(step, shared, optimisers, ema, world, dict(state), is_best=is_best))
 
         # The loop.
@@ -252,7 +257,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                     teller.means(record, window)
                 with teller.aside_from_training():
                     if step % config.valid.every == 0 or is_last:
-                        validate(step)
+                        validate(record)
                     if config.samples.every and (step % config.samples.every == 0 or is_last):
                         weights = usable_weights(shared, ema, world)
                         if world.is_first:
@@ -269,14 +274,14 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                         f"stopped after step {step:,}, which is saved; {again} goes on",
                         SIGNALS[stop.signal or signal.SIGTERM],
                     )
-        except (Diverged, FloatingPointError) as problem:
-            batch = problem.batch if isinstance(problem, Diverged) else None
-            step = problem.step if isinstance(problem, Diverged) else record.step
-            kept = save_batch(folder, step, world.rank, batch or record.batch, str(problem))
+        except Diverged as problem:
+            assert problem.batch is not None  # noqa: PT017
+            kept = save_batch(folder, problem.step, world.rank, problem.batch, str(problem))
             raise Diverged(
-                f"{problem}. The batch is in {kept}; the last good checkpoint is as it was. Look at those rows, lower "
-                "optimiser.lr or raise optimiser.warmup (guard.spike=null turns the watch for leaps off)",
-                step,
+                f"{problem}. The batch is in {kept}; the last good checkpoint is as it was. Look at those rows. A "
+                "larger guard.spike, or null, goes on in this folder; another optimiser.lr or warmup is another run: "
+                f"folder=NEW, and with resume={folder / 'checkpoints' / LATEST} it begins from here",
+                problem.step,
             ) from problem
         saving.wait()
         valid = {name: value for name, value in state["valid"].items() if name != "step"}

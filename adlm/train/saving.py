@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -48,15 +46,8 @@ def snapshot(
 ) -> Snapshot:
     """A copy of the run as it stands. What is whole in every process is copied by the first alone."""
 
-    @cache
-    def host_mesh() -> DeviceMesh:
-        assert shared.mesh is not None
-        if shared.mesh.device_type == "cpu":
-            return shared.mesh
-        return init_device_mesh("cpu", tuple(shared.mesh.shape), mesh_dim_names=shared.mesh.mesh_dim_names)
-
     training = {
-        name: host_copy(tensor, host_mesh)
+        name: host_copy(tensor, shared.host_mesh)
         for name, tensor in training_tensors(shared, optimisers).items()
         if world.is_first or isinstance(tensor, DTensor)
     }

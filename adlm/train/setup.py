@@ -7,6 +7,8 @@ import inspect
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from adlm import checkpoint
 from adlm.config import Config, differences, load_config
 from adlm.data.batches import ShuffledBatches
-from adlm.data.shards import PreparedData, Rows
+from adlm.data.shards import PreparedData, Rows, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.streaming import StreamedBatches, StreamedRows
 from adlm.methods import ANCHOR_RULES, METHODS, build_anchor_rule, build_config, build_schedule, named
@@ -40,6 +42,46 @@ def model_config(config: Config, data: PreparedData) -> ModelConfig:
         length=data.length,
         **changes,
     )
+
+
+def open_everywhere(config: Config, world: World) -> PreparedData:
+    """The prepared data, checked on every node and the same in every process."""
+    found: dict[str, Any] = {"problem": None, "data": None}
+    data = None
+    try:
+        data = open_data(config.data.path, verify=config.data.verify and world.local_rank == 0)
+        found["data"] = data.manifest["settings_sha256"]
+    except (ValueError, OSError) as error:  # raised below, when the others know
+        found["problem"] = str(error)
+    told = world.gathered(found)
+    problems = [each["problem"] for each in told if each["problem"]]
+    if problems or data is None:
+        raise ValueError(problems[0])
+    if any(each["data"] != found["data"] for each in told):
+        raise ValueError(f"the processes do not see the same data in {config.data.path}: copy it again to every node")
+    return data
+
+
+@contextmanager
+def locked(folder: Path, world: World) -> Iterator[None]:
+    """The run's folder, for this run alone; the lock goes with the process, however that ends."""
+    with ExitStack() as held:
+
+        def lock() -> None:
+            import fcntl
+
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"folder={folder} is a file: give the run another folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((folder / ".lock").open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process trains in {folder}: wait for it, or take another folder") from None
+
+        if os.name == "posix":
+            world.agreed(lock)
+        yield
 
 
 def task_of(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool) -> Task:
@@ -126,9 +168,11 @@ def batches_of(
 
 def held_out_rows(data: PreparedData) -> Rows:
     """The rows that a run is measured on."""
-    if "valid" not in data.splits or len(data.rows("valid")) < 2:
+    count = len(data.rows("valid")) if "valid" in data.splits else 0
+    if count < 2:
         raise ValueError(
-            f"{data.folder} holds no valid rows out: prepare it again with --valid SOURCE or --valid-share"
+            f"{data.folder} has {count} valid rows, and validation needs 2: prepare it with --valid SOURCE, or with a "
+            "--valid-share above 0"
         )
     return data.rows("valid")
 
@@ -165,7 +209,17 @@ def available_memory(device: torch.device) -> int | None:
     except (OSError, ValueError):
         return None
     free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-    return max(pages, free.get("MemAvailable", 0))
+    return min([max(pages, free.get("MemAvailable", 0)), *allowed_memory()])
+
+
+def allowed_memory() -> list[int]:
+    """What a container leaves to this process, if it says so."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        most, used = ((group / name).read_text("utf-8").strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return []
+    return [] if most == "max" else [max(0, int(most) - int(used))]
 
 
 def check_memory(config: Config, model: ModelConfig, world: World, rows: int, precision: torch.dtype) -> None:
@@ -201,8 +255,6 @@ def going_on(config: Config, key: str) -> Path | None:
     folder = Path(config.folder)
     kept = folder / "checkpoints"
     path = checkpoint.latest(kept) if config.resume == "auto" else Path(config.resume).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"folder={folder} is a file: give the run another folder")
     if path is None:
         return None
     if not path.is_dir():

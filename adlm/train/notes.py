@@ -15,6 +15,8 @@ from adlm.data.batches import is_valid
 from adlm.data.shards import PreparedData, Rows
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import Draw
+from adlm.diffusion.orders import Order
+from adlm.diffusion.plans import Plan
 from adlm.evaluate.likelihood import unigram_nll
 from adlm.generate import ready, write
 from adlm.methods import build_sampler
@@ -23,12 +25,14 @@ from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.train.distributed import World
 
 
-def opening(config: Config, shape: ModelConfig, data: PreparedData, world: World, source: Path | None) -> str:
+def opening(
+    config: Config, shape: ModelConfig, data: PreparedData, world: World, kind: str, source: Path | None
+) -> str:
     """The first lines of a run."""
     rows = len(data.rows("train"))
     text = f"{config.data.stream} as it comes, rows" if config.data.stream else f"{rows:,} rows"
     where = "CPU" if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
-    many = "" if world.size == 1 else f" × {world.size} processes ({config.parallel.kind})"
+    many = "" if world.size == 1 else f" × {world.size} processes ({kind})"
     lines = [
         f"{config.method}, {parameter_count(shape) / 1e6:.1f}M parameters, on {where}{many}",
         f"{text} of {shape.length} tokens, vocabulary {shape.vocab_size:,}; "
@@ -42,9 +46,13 @@ def opening(config: Config, shape: ModelConfig, data: PreparedData, world: World
 
 def unigram_ppl(data: PreparedData, held: Rows, first: int | None) -> float:
     """The perplexity of the unigram model on the rows that validation uses."""
-    tokens, lengths = held.fetch(range(len(held) if first is None else min(first, len(held))))
-    valid = None if lengths is None else is_valid(lengths, tokens.shape[1])
-    return math.exp(unigram_nll(data.counts(), tokens, valid))
+    counts, nats, asked = data.counts(), 0.0, 0
+    for piece in torch.arange(len(held) if first is None else min(first, len(held))).split(1024):
+        tokens, lengths = held.fetch(piece)
+        here = tokens.numel() if lengths is None else int(lengths.sum())
+        valid = None if lengths is None else is_valid(lengths, tokens.shape[1])
+        nats, asked = nats + here * unigram_nll(counts, tokens, valid), asked + here
+    return math.exp(nats / asked)
 
 
 def validation_line(figures: Mapping[str, float], *, is_causal: bool) -> str:
@@ -55,6 +63,11 @@ def validation_line(figures: Mapping[str, float], *, is_causal: bool) -> str:
         f"({figures['val/nll']:.4f} ± {figures['val/stderr']:.4f} nats per token); "
         f"unigram model {figures['unigram/ppl']:.2f}"
     )
+
+
+def sampler_of(config: Config, shape: ModelConfig) -> Plan | Order | None:
+    """What the samples of a run are written with; a causal model needs nothing."""
+    return None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
 
 
 def write_samples(
@@ -68,8 +81,7 @@ def write_samples(
     """Write texts with the weights as they are, into the run's folder; where they are and how the first begins."""
     model = LanguageModel(shape)
     model.load_state_dict(restored(weights, model))
-    asked = config.samples
-    sampler = None if shape.is_causal else build_sampler(asked.sampler, steps=asked.steps)
+    asked, sampler = config.samples, sampler_of(config, shape)
     predictor = ready(model, device, is_compiled=False)
     how = Draw(top_p=asked.top_p)
     texts = write(predictor, tokenizer, sampler, rows=asked.rows, seed=config.seed, how=how)

@@ -1,0 +1,70 @@
+"""What is wrong with a run is said before it begins, and nothing is written."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from adlm.data.prepare import prepare
+from adlm.train import setup
+from adlm.train.loop import train
+from tests.train.runs import TEXT, arguments, run, tiny_recipe
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process trains in"):
+            run(tmp_path, "steps=2")
+    assert {path.name for path in tmp_path.iterdir()} == {".lock"}
+    assert run(tmp_path, "steps=2").step == 2  # let go
+
+
+def test_processes_of_another_launcher_are_not_runs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="not started by torchrun"):
+        run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("samples.sampler=fastest", "unknown sampler 'fastest'"),
+        ("device=gpu", "not one of auto, cpu, cuda"),
+        ("objective.anchor_rule=loud", "unknown anchor rule 'loud'"),
+        ("objective.max_fraction=0.1", "one of them"),
+        ("model.preset=huge", "unknown preset 'huge'"),
+        ("method=gan", "unknown method 'gan'"),
+        ("data.shuffle=0", "data.shuffle must be above 0"),
+        ("valid.batch=0", "valid.batch must be above 0"),
+        ("parallel.kind=ddp", "needs torchrun"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_nothing_is_written(tmp_path: Path, change: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path / "run", change)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_data_without_held_out_rows(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=300, length=32, valid_share=0, workers=1)
+    with pytest.raises(ValueError, match="0 valid rows"):
+        train(tiny_recipe(), f"data.path={tmp_path / 'data'}", folder=tmp_path / "run")
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "allowed_memory", lambda: [2**19])
+    with pytest.raises(MemoryError, match=r"512 KiB are free.*micro_batch"):
+        run(tmp_path / "run")
+    assert run(tmp_path / "run", "memory_check=false", "steps=1").step == 1
+
+
+def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe, data, _ = arguments(tmp_path)
+    assert train(recipe, data, "folder=~/run", steps=1).folder == tmp_path / "run"
