@@ -288,7 +288,7 @@ def summary(runs: Sequence[Curves]) -> Table:
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are drawn into one figure.")],
-    out: Annotated[Path | None, typer.Option(help="A .png, .svg or .pdf. [plots/run.png of the first run]")] = None,
+    out: Annotated[Path | None, typer.Option(help="A .png, .svg or .pdf (plots/run.png of the first run).")] = None,
     x: Annotated[str, typer.Option(help="What the curves are over: step or tokens.")] = "step",
 ) -> Path:
     """Draw the curves of one or several runs: likelihood, learning rate and γ, speed."""

@@ -18,6 +18,7 @@ from adlm.cli.errors import told
 from adlm.data.prepare import SHARD_TOKENS, Progress
 from adlm.data.prepare import prepare as prepare_data
 from adlm.data.shards import MANIFEST, open_data
+from adlm.data.sources import unread_files
 
 EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -32,16 +33,16 @@ def prepare(
     out: Annotated[Path | None, typer.Option(help="The folder to write.")] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [gpt2]"),
+        typer.Option(help="gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. (gpt2)"),
     ] = None,
-    length: Annotated[int | None, typer.Option(min=3, help="Tokens in a row. [1024]")] = None,
+    length: Annotated[int | None, typer.Option(min=3, help="Tokens in a row. (1024)")] = None,
     train_tokenizer: Annotated[
         int | None, typer.Option(min=258, help="Learn a byte-level BPE of so many tokens, the mask included.")
     ] = None,
     rows: Annotated[
-        str | None, typer.Option(help="wrapped: one stream cut into rows; documents: a document to a row. [wrapped]")
+        str | None, typer.Option(help="wrapped: one stream cut into rows; documents: a document to a row. (wrapped)")
     ] = None,
-    valid: Annotated[str | None, typer.Option(help="Where the valid split comes from. [the end of SOURCE]")] = None,
+    valid: Annotated[str | None, typer.Option(help="Where the valid split comes from. (the end of SOURCE)")] = None,
     valid_share: Annotated[float, typer.Option(help="Without --valid: the share of the rows; 0 for none.")] = 0.01,
     split: Annotated[str, typer.Option(help="Of SOURCE; perhaps a slice: train[:-1000].")] = "train",
     column: Annotated[str | None, typer.Option(help="Of a table: the column that is the text.")] = None,
@@ -49,7 +50,7 @@ def prepare(
         str, typer.Option(help="Of plain text, what a document is: auto, separator, file, line, blank, every-line.")
     ] = "auto",
     detokenizer: Annotated[str | None, typer.Option(help="A clean-up of benchmark text, or none.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenise. [all cores]")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenise. (all cores)")] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a file of rows.")] = SHARD_TOKENS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote to --out.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compare the checksums of --out with its manifest.")] = False,
@@ -88,6 +89,9 @@ def prepare(
                 raise typer.Exit(130) from None
             done = "was prepared before, nothing to do" if is_there else f"{time.perf_counter() - began:.1f} s"
             console.print(f"{out}: {done}", markup=False)
+            if Path(source).is_dir() and (unread := unread_files(Path(source))):
+                names = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
+                console.print(f"left out, because their names do not say that they hold text: {names}", markup=False)
         manifest = open_data(out, verify=check).manifest
         if check:
             console.print(f"{out}: every checksum is right", markup=False)
@@ -131,13 +135,17 @@ def said(progress: Progress) -> str:
     return f"{progress.split} {share}  {progress.tokens:,} tokens, {speed:.1f} MB/s{left}"
 
 
+def size_of(text: int) -> str:
+    return f"{text / 1e6:,.1f} MB" if text >= 1e6 else f"{text / 1e3:,.1f} KB"
+
+
 def summarise(console: Console, manifest: dict[str, Any], out: Path) -> None:
     table = Table()
     for column in ("split", "rows", "tokens", "documents", "text"):
         table.add_column(column, justify="left" if column == "split" else "right")
     for name, found in manifest["splits"].items():
         numbers = [f"{found[key]:,}" for key in ("rows", "tokens", "documents")]
-        table.add_row(name, *numbers, f"{found['bytes'] / 1e6:,.1f} MB")
+        table.add_row(name, *numbers, size_of(found["bytes"]))
     console.print(table)
     tokenizer = manifest["tokenizer"]
     asked = manifest["settings"]["tokenizer"].get("trained")
@@ -148,4 +156,6 @@ def summarise(console: Console, manifest: dict[str, Any], out: Path) -> None:
         + f", mask id {tokenizer['mask_id']:,}, rows of {manifest['length']:,} tokens",
         markup=False,
     )
+    if label := manifest["source"].get("stand_in"):
+        console.print(f"a stand-in for the data set of that name: {label}", markup=False)
     console.print(f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN", markup=False)

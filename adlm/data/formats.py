@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,8 +19,10 @@ BLANK_LINES = re.compile(r"(?:[ \t]*\n)*")
 CHUNK = 1 << 20
 PACKED_CHUNK = 1 << 18  # of a compressed file: about a megabyte of text
 TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
+MEND = "leave such rows out, or choose another --column"
 PARQUET_TEXT = ("string", "large_string", "dictionary<values=string")
 LONGEST_FIELD = 2**31 - 1  # of a csv; the module's own limit, 128 KiB, is less than a long document
+LOOKED_AT = 100  # rows of JSON that say which columns there are: the first may lack some
 EXTRA = "pip install 'adlm[data]'"
 
 
@@ -198,7 +200,7 @@ def text_chunks(path: Path) -> Documents:
 
 def _no_column(path: Path, where: str, name: str, columns: Mapping[str, Any] | list[str]) -> NoReturn:
     there = ", ".join(map(repr, columns)) or "none"
-    raise ValueError(f"{path}{where} has no column {name!r}; there are: {there}")
+    raise ValueError(f"{path}{where} has no column {name!r}; there are: {there}. {MEND[0].upper()}{MEND[1:]}")
 
 
 def _text_of(row: Any, names: tuple[str, ...], path: Path, where: str) -> str:
@@ -212,7 +214,9 @@ def _text_of(row: Any, names: tuple[str, ...], path: Path, where: str) -> str:
         if name not in row:
             _no_column(path, where, name, row)
         if not isinstance(row[name], str):
-            raise ValueError(f"{path}{where}: column {name!r} holds {row[name]!r:.60}, where a text was expected")
+            raise ValueError(
+                f"{path}{where}: column {name!r} holds {row[name]!r:.60}, where a text was expected: {MEND}"
+            )
         parts.append(row[name])
     return " ".join(parts)
 
@@ -299,9 +303,11 @@ class Table:
 
 def _json_table(rows: Callable[[Path], Iterator[tuple[Any, int, str]]]) -> Table:
     def columns(path: Path) -> dict[str, bool]:
-        row: Any = next((row for row, _, _ in rows(path)), {})
-        row = {"": row} if isinstance(row, str) else row
-        return {name: isinstance(value, str) for name, value in row.items()} if isinstance(row, dict) else {}
+        found: dict[str, bool] = {}
+        for row, _, _ in islice(rows(path), LOOKED_AT):
+            for name, value in ({"": row} if isinstance(row, str) else row if isinstance(row, dict) else {}).items():
+                found[name] = found.get(name, False) or isinstance(value, str)
+        return found
 
     def read(path: Path, names: tuple[str, ...]) -> Documents:
         return ((_text_of(row, names, path, where), position) for row, position, where in rows(path))
@@ -367,7 +373,7 @@ def _read_parquet(path: Path, names: tuple[str, ...]) -> Documents:
         position = size * (n_seen + len(batch)) // max(1, file.metadata.num_rows)
         for i, parts in enumerate(zip(*values)):
             if not all(isinstance(part, str) for part in parts):
-                raise ValueError(f"{path}, row {n_seen + i} holds {parts!r:.60}, where a text was expected")
+                raise ValueError(f"{path}, row {n_seen + i} holds {parts!r:.60}, where a text was expected: {MEND}")
             yield (parts[0] if len(parts) == 1 else " ".join(parts)), position
         n_seen += len(batch)
 

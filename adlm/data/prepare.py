@@ -21,8 +21,8 @@ from adlm.data.shards import (
     COUNTS,
     FORMAT,
     MANIFEST,
-    PROGRESS,
     Rows,
+    check_size,
     dtype_for,
     open_data,
     read_manifest,
@@ -38,15 +38,6 @@ from adlm.data.workers import TokenizerPool, chunked
 SAMPLE_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is learned from
 SHARD_TOKENS = 2**25
 MANNERS = ("wrapped", "documents")
-OURS = (
-    "manifest.json*",
-    "progress.json*",
-    "counts.npy*",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "train-*",
-    "valid-*",
-)
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ def prepare(
     the last rows of the stream.
     """
     corpus = named_corpus(source)
-    tokenizer = tokenizer or (corpus.tokenizer if corpus else "gpt2")
+    asked, tokenizer = tokenizer, tokenizer or (corpus.tokenizer if corpus else "gpt2")
     length = length or (corpus.length if corpus else 1024)
     rows = rows or (corpus.rows if corpus else "wrapped")
     if rows not in MANNERS:
@@ -99,6 +90,10 @@ def prepare(
         raise ValueError(f"shard_tokens must be at least a row's {length}, got {shard_tokens}")
     if train_tokenizer is not None and train_tokenizer < 258:
         raise ValueError(f"a trained tokenizer has at least 258 tokens (bytes, end, mask), got {train_tokenizer}")
+    if train_tokenizer is not None and asked is not None:
+        raise ValueError(
+            f"tokenizer {str(asked)!r:.60} is given, and one of {train_tokenizer} to be learned: leave one"
+        )
     how: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer}
     opened = {"train": source if isinstance(source, Source) else open_source(source, split=split, **how)}
     if valid is not None:
@@ -107,6 +102,11 @@ def prepare(
         opened["valid"] = open_source(source, split="valid", **how)
         if opened["valid"].identity == opened["train"].identity:
             del opened["valid"]  # one file is every split: its end is held out, as of any file
+    for each in opened.values():
+        if each.folder is not None and Path(out).resolve().is_relative_to(each.folder.resolve()):
+            raise ValueError(
+                f"{out} lies in {each.folder}, whose files are read as text: choose an --out outside of it"
+            )
 
     given = None
     if train_tokenizer is None:
@@ -124,7 +124,7 @@ def prepare(
     }
     job = Job(Path(out), json.loads(json.dumps(settings)), workers or cores(), on_progress or (lambda _: None))
     if overwrite:
-        clear(job)
+        writing.clear(job.folder)
     found = begin(job)
     if found is not None:
         return found
@@ -172,18 +172,18 @@ class Job:
         writing.write_progress(self.folder, self.state)
 
 
-def clear(job: Job) -> None:
-    """Remove what a preparation wrote, and nothing else."""
-    for pattern in OURS:
-        for path in job.folder.glob(pattern):
-            path.unlink()
-
-
 def begin(job: Job) -> dict[str, Any] | None:
     """The manifest if the folder is finished; otherwise the state to go on from, perhaps a fresh one."""
+    if job.folder.exists() and not job.folder.is_dir():
+        raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
     is_finished = (job.folder / MANIFEST).is_file()
     old = read_manifest(job.folder) if is_finished else writing.read_progress(job.folder)
+    if old is None and (found := [path for path in writing.ours(job.folder) if path.suffix != ".part"]):
+        raise ValueError(
+            f"{job.folder} holds {found[0].name}, which no preparation here wrote and this one would replace: "
+            "move it, or choose another --out"
+        )
     if old is not None and not is_finished and not any(split["shards"] for split in old["splits"].values()):
         old = None  # nothing is lost by beginning anew
     if old is not None and old["settings_sha256"] != job.sha256:
@@ -193,8 +193,12 @@ def begin(job: Job) -> dict[str, Any] | None:
             f"{job.folder} {what} with other settings:\n{listed}\nChoose another --out, or --overwrite it."
         )
     if is_finished:
-        tidy(job)
+        writing.tidy(job.folder)
         return open_data(job.folder).manifest
+    if old is not None and old["cut"] is None:  # while the valid split is cut off, shards are being shortened
+        for split in old["splits"].values():
+            for shard in split["shards"]:
+                check_size(job.folder / shard["file"], shard["bytes"])
     splits = {"train": {"shards": [], "end": [0, 0, 0], "is_complete": False}}
     if not job.is_cut:
         splits["valid"] = json.loads(json.dumps(splits["train"]))
@@ -202,12 +206,6 @@ def begin(job: Job) -> dict[str, Any] | None:
     job.state.update(old or {"format": FORMAT, **fresh, "cut": None})
     job.save()
     return None
-
-
-def tidy(job: Job) -> None:
-    for pattern in ("*.ends", "*.part", PROGRESS):
-        for path in job.folder.glob(pattern):
-            path.unlink()
 
 
 def run(job: Job, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -230,8 +228,7 @@ def run(job: Job, sources: dict[str, Source], tokenizer: Tokenizer | None) -> di
             cut_valid(job, dtype)
         return finish(job, sources["train"], tokenizer, dtype)
     except OSError as error:
-        for path in job.folder.glob("*.part"):
-            path.unlink()  # room for whatever comes next
+        writing.remove_parts(job.folder)  # room for whatever comes next
         if error.errno == errno.ENOSPC:
             raise disk_full(job) from error
         raise
@@ -280,7 +277,7 @@ def write_split(job: Job, split: str, source: Source, pool: TokenizerPool, frami
         state["consumed"], state["of"] = consumed, source.total_bytes
     writer.close()
     if count == 0:
-        clear(job)
+        writing.clear(job.folder)
         raise ValueError(
             f"{source.name} ({split}) fills no row: it has {tokens:,} tokens in {packer.documents:,} documents, and "
             f"one row of length {framing.length} takes {framing.length - 2:,}; choose a smaller --length or more text"
@@ -302,7 +299,7 @@ def cut_valid(job: Job, dtype: str) -> None:
         rows = stored(job, dtype)
         cut = len(rows) - held_out_rows(len(rows), job.settings["valid"]["share"])
         if cut < 1:
-            clear(job)
+            writing.clear(job.folder)
             raise ValueError(
                 f"{len(rows)} rows of length {job.settings['length']} are too few: the valid split takes "
                 f"{len(rows) - cut} and at least one must be left to train on; choose a smaller --length, more "
@@ -349,7 +346,7 @@ def finish(job: Job, source: Source, tokenizer: Tokenizer, dtype: str) -> dict[s
         "made_with": f"adlm {own_version()}",
     }
     write_safely(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
-    tidy(job)
+    writing.tidy(job.folder)
     return manifest
 
 

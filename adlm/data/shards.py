@@ -97,7 +97,11 @@ class Rows:
                 piece = stored[first : first + step]
                 if lengths is not None:
                     piece = piece[np.arange(self.length) < lengths[first : first + step, None]]
-                counts += np.bincount(piece.ravel(), minlength=vocab_size)
+                found = np.bincount(piece.ravel(), minlength=vocab_size)
+                if len(found) > vocab_size:
+                    what = f"token {len(found) - 1}, where the vocabulary has {vocab_size}"
+                    raise ValueError(f"{self.folder / self.shards[shard][0]} holds {what}: {AGAIN}")
+                counts += found
         return counts
 
 
@@ -179,13 +183,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 f"{folder} is not finished: run the same `adlm prepare` again, it goes on where it stopped"
             )
         raise ValueError(f"no {MANIFEST} in {folder}: make it with `adlm prepare SOURCE --out {folder}`")
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text("utf-8"))
+    manifest: dict[str, Any] = parsed(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"{folder / MANIFEST} has format {manifest.get('format')!r}, this version reads {FORMAT}: "
             "use the version of adlm that made it, or prepare the text again"
         )
     return manifest
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of ours."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not the JSON that it was written as ({error}): {AGAIN}") from error
+    if not isinstance(content, dict) or "splits" not in content or "settings_sha256" not in content:
+        raise ValueError(f"{path} does not say what is in its folder: {AGAIN}")
+    return content
 
 
 def tokenizer_of(folder: Path, said: Mapping[str, Any]) -> Tokenizer:

@@ -36,6 +36,7 @@ class Source:
     identity: dict[str, Any]
     total_bytes: int | None  # on the disk, of what will be read; None where unknown
     read: Callable[[], Documents]  # each document with the bytes read so far; 0 where unknown
+    folder: Path | None = None  # whose files are read, if it is one
 
 
 def excerpt() -> str:
@@ -106,7 +107,9 @@ def _split(wanted: Wanted, corpus: Corpus | None) -> Split:
         return asked
     ours = "valid" if asked.base == "validation" else asked.base
     if ours not in corpus.splits:
-        raise ValueError(f"{wanted.name} has no split {asked.base!r}; there are {', '.join(corpus.splits)}")
+        raise ValueError(
+            f"{wanted.name} has no split {asked.base!r}: choose {' or '.join(corpus.splits)} (--split)"
+        )
     theirs = Split.parse(corpus.splits[ours])
     if asked.is_whole:
         return theirs
@@ -183,7 +186,7 @@ def _local(place: Path, wanted: Wanted, corpus: Corpus | None) -> Source:
     }
     if corpus and (label := corpus.stand_ins.get("+".join(names))):
         identity["stand_in"] = label
-    return Source(wanted.name, identity, total, read)
+    return Source(wanted.name, identity, total, read, root if root.is_dir() else None)
 
 
 def _natural(name: str) -> tuple[Any, ...]:
@@ -191,11 +194,20 @@ def _natural(name: str) -> tuple[Any, ...]:
     return *((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)), (-1, name)
 
 
+def _seen(root: Path) -> dict[str, Path]:
+    """The files of a folder and below, by name; hidden ones are not seen."""
+    every = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+    return {name: path for name, path in every.items() if not any(part.startswith(".") for part in name.split("/"))}
+
+
+def unread_files(root: Path) -> list[str]:
+    """The files of a folder that are left out because their names do not say that they hold text."""
+    return sorted(name for name, path in _seen(root).items() if suffix_of(path) not in READABLE)
+
+
 def _files(root: Path, corpus: Corpus | None) -> list[tuple[str, Path]]:
     """The readable files of a folder and below, by name."""
-    every = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
-    seen = {name: path for name, path in every.items() if not any(part.startswith(".") for part in name.split("/"))}
-    patterns = corpus.files if corpus else ()
+    seen, patterns = _seen(root), corpus.files if corpus else ()
     names = [
         name
         for name, path in seen.items()
@@ -271,10 +283,11 @@ def choose_columns(
         return ("text",)
     if spec is None and len(texts) == 1:
         return (texts[0],)
-    numbers = "; where there is no header, give numbers: column='0'" if is_numbered else ""
+    numbers = "; where there is no header, give numbers: --column 0" if is_numbered else ""
     there = ", ".join(f"{column!r:.40}" for column in columns)
     asked = "text" if spec is None else spec
-    raise ValueError(f"{name} has no column {asked!r}; choose one of these with column=...: {there}{numbers}")
+    what = f"holds no text in column {asked!r}" if asked in columns else f"has no column {asked!r}"
+    raise ValueError(f"{name} {what}; choose one of these with --column: {there}{numbers}")
 
 
 # The Hub.

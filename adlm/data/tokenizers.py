@@ -219,6 +219,11 @@ def _from_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
         bpe = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{name} is no tokenizer.json of the `tokenizers` library: {error}") from error
+    if dropout := getattr(bpe.model, "dropout", None):
+        raise ValueError(
+            f"{name} leaves out merges at random (model.dropout is {dropout}), and a text must have one encoding: "
+            "set it to null in tokenizer.json"
+        )
     added = {token.content for token in bpe.get_added_tokens_decoder().values()}
     ids = {role: _special_id(bpe, role, config, added) for role in CONFIG_KEYS}
     return Tokenizer(bpe, ids["bos"], ids["eos"], ids["pad"], ids["mask"], name, text)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 # Between a visible ASCII character and a blank before a letter, or a line end; between a letter and a punctuation mark.
 CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z]|\n)|(?<=[A-Za-z])(?=[,.;:!?\"])")
 MOST_KNOWN = 2**18  # words; some 50 MB
+LONGEST_KNOWN = 40  # characters: text without Latin letters is hardly cut, and a paragraph is not met again
 AHEAD = 3  # chunks in flight for each process: one in work, one waiting, one on its way back
 
 
@@ -184,7 +185,11 @@ class Encoder:
                 self.known.clear()
                 fresh = list(set(pieces))
             self.known.update(zip(fresh, self._ids(fresh)))
-        return b"".join(map(self.known.__getitem__, pieces))
+        ids = b"".join(map(self.known.__getitem__, pieces))
+        for piece in fresh:
+            if len(piece) > LONGEST_KNOWN:
+                del self.known[piece]
+        return ids
 
     def _ids(self, texts: list[str]) -> list[bytes]:
         found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)

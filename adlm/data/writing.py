@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +16,21 @@ import torch
 from numpy.typing import NDArray
 
 from adlm.data.packing import Packed
-from adlm.data.shards import PROGRESS, Rows, disk_type, lengths_file, sha256_of, sync_folder, write_safely
+from adlm.data.shards import (
+    MANIFEST,
+    PROGRESS,
+    Rows,
+    disk_type,
+    lengths_file,
+    parsed,
+    sha256_of,
+    sync_folder,
+    write_safely,
+)
+
+OURS = re.compile(
+    r"((train|valid)-\d{5,}\.(bin|len|ends)|counts\.npy|tokenizer(_config)?\.json|(progress|manifest)\.json)(\.part)?"
+)
 
 
 class ShardWriter:
@@ -110,6 +125,36 @@ def copied(rows: Rows, first: int, at_once: int = 4096) -> Iterator[Packed]:
         yield Packed(tokens.numpy(), None if lengths is None else lengths.numpy(), nowhere)
 
 
+def ours(folder: Path) -> list[Path]:
+    """The files of a preparation, by their names; the two that say what the others are come last."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_file() and OURS.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.name.startswith((PROGRESS, MANIFEST)), path.name))
+
+
+def clear(folder: Path) -> None:
+    """Remove what a preparation wrote, and nothing else; a folder without its marks is not a preparation's."""
+    if (folder / PROGRESS).is_file() or (folder / MANIFEST).is_file():
+        for path in ours(folder):
+            path.unlink()
+
+
+def tidy(folder: Path) -> None:
+    """Remove what only a preparation under way needs."""
+    remove_parts(folder)
+    for path in ours(folder):
+        if path.suffix == ".ends" or path.name == PROGRESS:
+            path.unlink()
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove files that were never finished."""
+    for path in ours(folder):
+        if path.suffix == ".part":
+            path.unlink()
+
+
 def save_counts(path: Path, counts: NDArray[np.int64]) -> None:
     content = io.BytesIO()
     np.save(content, counts.astype(disk_type("int64")), allow_pickle=False)
@@ -118,7 +163,7 @@ def save_counts(path: Path, counts: NDArray[np.int64]) -> None:
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
     path = folder / PROGRESS
-    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+    return parsed(path) if path.is_file() else None
 
 
 def write_progress(folder: Path, progress: dict[str, Any]) -> None:

@@ -99,3 +99,21 @@ def test_the_line_says_speed_and_time_left() -> None:
     line = said(Progress("train", 25, 100, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))
     assert line.split() == ["train", "25%", "1,200,000", "tokens,", "2.5", "MB/s,", "6", "s", "left"]
     assert "left" not in said(Progress("train", 0, None, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))
+
+
+def test_the_help_says_the_defaults() -> None:
+    """Square brackets are markup to the printer: what stands in them is gone."""
+    shown = " ".join(run("--help").output.replace("│", " ").split())
+    for default in ("(gpt2)", "(1024)", "(wrapped)", "(the end of SOURCE)", "(all cores)"):
+        assert default in shown, default
+
+
+def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("Some words, and some more of them. " * 200, "utf-8")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / "notes.md").write_text("left out", "utf-8")
+    result = run(folder, "--out", tmp_path / "data", "--length", "32")
+    assert result.exit_code == 0, result.output
+    assert "left out" in result.output and "notes.md, picture.png" in result.output

@@ -98,7 +98,7 @@ def test_ag_news(tmp_path: Path) -> None:
 def test_lambada(tmp_path: Path) -> None:
     (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": " “Go,” she said.\n\nAnd he went"}) + "\n")
     assert texts(open_source(f"lambada:{tmp_path}", split="test")) == ['\n"Go," she said.\n\nAnd he went']
-    with pytest.raises(ValueError, match=r"no split 'train'; there are valid, test"):
+    with pytest.raises(ValueError, match=r"no split 'train': choose valid or test"):
         open_source(f"lambada:{tmp_path}")
 
 
@@ -155,7 +155,7 @@ def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
     write_parquet(tmp_path / "1.parquet", [{"text": str(i)} for i in range(4, 9)])
     train, valid = split_texts(lambda split: open_source(f"openwebtext:{tmp_path}", split=split))
     assert train == list("012345") and valid == list("678")
-    with pytest.raises(ValueError, match=r"no split 'test'; there are train, valid"):
+    with pytest.raises(ValueError, match=r"no split 'test': choose train or valid"):
         open_source(f"openwebtext:{tmp_path}", split="test")
     (tmp_path / "1.parquet").unlink()
     assert split_texts(lambda split: open_source(f"openwebtext:{tmp_path}", split=split)) == (["0"], list("123"))

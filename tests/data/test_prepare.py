@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,59 @@ def test_a_named_corpus_brings_what_it_is_known_for(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(source_of(TEXTS), tmp_path, **SMALL | changes)
+
+
+@pytest.mark.parametrize("how", [{"length": 1024}, {"length": 3}, {"length": 64, "overwrite": True}])
+def test_files_of_the_user_are_never_removed(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Nor if the text is too short, or the folder is written anew: a name that looks like ours is not ours."""
+    names = ("train-small.txt", "valid-notes.txt", "train-00000-of-00001.parquet", "film.mkv.part", "a.ends")
+    for name in names:
+        (tmp_path / name).write_text("too short" if how["length"] != 64 else "long enough " * 100)
+    kept = contents(tmp_path)
+    with suppress(ValueError):  # too short
+        prepare(tmp_path / "train-small.txt", tmp_path, tokenizer="bytes", workers=1, **how)
+        prepare(tmp_path / "train-small.txt", tmp_path, tokenizer="bytes", workers=1, **how | {"overwrite": True})
+    assert kept.items() <= contents(tmp_path).items()
+
+
+def test_a_tokenizer_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"holds tokenizer.json, which no preparation here wrote"):
+            prepare(source_of(TEXTS), tmp_path, overwrite=overwrite, **SMALL)
+    assert contents(tmp_path) == {"tokenizer.json": b"mine"}
+
+
+def test_a_folder_is_not_written_into_its_own_source(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(excerpt()[:20_000])
+    for out in (tmp_path, tmp_path / "data", tmp_path / "deep" / "data"):
+        with pytest.raises(ValueError, match="whose files are read as text"):
+            prepare(tmp_path, out, **SMALL)
+    prepare(tmp_path / "a.txt", tmp_path / "data", **SMALL)
+
+
+def test_a_shard_that_was_hurt_while_the_run_stood_still_is_told(tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.rows > 350:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source_of(TEXTS), tmp_path, on_progress=stop, **SMALL)
+    os.truncate(tmp_path / "train-00001.bin", 100)
+    with pytest.raises(ValueError, match=r"train-00001.bin has 100 bytes, 12,800 expected.*--overwrite"):
+        prepare(source_of(TEXTS), tmp_path, **SMALL)
+    (tmp_path / "train-00001.bin").unlink()
+    with pytest.raises(ValueError, match=r"train-00001.bin is missing.*--overwrite"):
+        prepare(source_of(TEXTS), tmp_path, **SMALL)
+    (tmp_path / "progress.json").write_text("{")
+    with pytest.raises(ValueError, match=r"progress.json is not the JSON.*--overwrite"):
+        prepare(source_of(TEXTS), tmp_path, **SMALL)
+    prepare(source_of(TEXTS), tmp_path, overwrite=True, **SMALL)
+
+
+def test_choices_that_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'gpt2' is given, and one of 300 to be learned"):
+        prepare(source_of(TEXTS), tmp_path, tokenizer="gpt2", train_tokenizer=300)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"file is a file: give --out a folder"):
+        prepare(source_of(TEXTS), tmp_path / "file", **SMALL)

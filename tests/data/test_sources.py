@@ -226,3 +226,17 @@ def test_a_clean_up_is_applied(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("it is n't <unk>\n")
     source = open_source(tmp_path / "a.txt", detokenizer="ptb")
     assert texts(source) == ["it isn't ?"] and source.identity["detokenizer"] == "ptb"
+
+
+def test_the_first_row_may_lack_the_text(tmp_path: Path) -> None:
+    """One row does not say which columns there are: titles must not be taken for the text."""
+    (tmp_path / "a.jsonl").write_text('{"title": "A"}\n{"title": "B", "text": "the text"}\n')
+    with pytest.raises(ValueError, match=r"line 1 has no column 'text'; there are: 'title'.*--column"):
+        texts(open_source(tmp_path / "a.jsonl"))
+    assert texts(open_source(tmp_path / "a.jsonl", column="title")) == ["A", "B"]
+    (tmp_path / "b.jsonl").write_text('{"id": 1, "text": null}\n{"id": 2, "text": "x"}\n')
+    with pytest.raises(ValueError, match=r"line 1: column 'text' holds None.*leave such rows out"):
+        texts(open_source(tmp_path / "b.jsonl"))
+    (tmp_path / "c.jsonl").write_text('{"text": 1}\n')
+    with pytest.raises(ValueError, match=r"holds no text in column 'text'"):
+        open_source(tmp_path / "c.jsonl")

@@ -232,3 +232,11 @@ def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
 def test_ids_of_a_batch_fit_their_type() -> None:
     flat, _ = LOADED["gpt2"].encode_batch(["So it goes."])
     assert flat.dtype == np.uint32
+
+
+def test_a_tokenizer_that_draws_lots_is_refused(tmp_path: Path) -> None:
+    description = json.loads(load_tokenizer("gpt2").json)
+    description["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"model.dropout is 0\.1.*set it to null"):
+        load_tokenizer(tmp_path)

@@ -46,6 +46,16 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(encoder.known) < 400
 
 
+@pytest.mark.parametrize("name", sorted(FAST))
+def test_text_that_is_hardly_cut_is_not_kept(name: str) -> None:
+    """Without Latin letters a piece may be a whole document: the number of pieces bounds nothing."""
+    encoder = Encoder(FAST[name].json, "uint16")
+    for number in range(20):
+        text = "".join(chr(0x4E00 + (number * 997 + i * i) % 5000) for i in range(1000)) + " и слово за словом" * 50
+        assert np.frombuffer(encoder.encode(text), np.uint16).tolist() == FAST[name].encode(text)
+    assert sum(map(len, encoder.known)) < 1000
+
+
 def test_only_tokenizers_that_cut_there_are_asked_word_by_word() -> None:
     description = json.loads(FAST["gpt2"].json)
     assert words_are_apart(description)
