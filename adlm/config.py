@@ -236,11 +236,14 @@ def load_config(
     try:
         merged = OmegaConf.merge(base, _recipe(recipe))
         for change in changes:
-            key, equals, _ = change.partition("=")
+            key, equals, text = change.partition("=") if isinstance(change, str) else ("", "", "")
             if not equals or not key.strip():
                 raise ValueError(f"{change!r} is not a change: write key=value, such as steps=1000 or data.path=FOLDER")
             at = change
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([change]))
+            if key in ("folder", "data.path"):  # a name as it is: 2026-11-15 is no date here, and 1e3 no number
+                OmegaConf.update(merged, key, text)
+            else:
+                merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([change]))
         for key, value in settings.items():
             value = str(value) if isinstance(value, Path) else value
             nested: Any = value

@@ -182,3 +182,14 @@ def test_a_recipe_that_is_not_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "typo.yaml").write_text("optimiser:\n  lr_: 1\n", "utf-8")
     with pytest.raises(ValueError, match=r"'optimiser\.lr_'; did you mean optimiser\.lr"):
         load_config(tmp_path / "typo.yaml", **GIVEN)
+
+
+@pytest.mark.parametrize("name", ["2026-11-15", "1e3", "true", "007", "a=b"])
+def test_a_folders_name_is_taken_as_it_is(name: str) -> None:
+    config = load_config("cpu-nano", f"data.path={name}", f"folder={name}", "data.stream=null")
+    assert (config.folder, config.data.path, config.data.stream) == (name, name, None)
+
+
+def test_a_list_is_no_change() -> None:
+    with pytest.raises(ValueError, match="write key=value"):
+        load_config("cpu-nano", ["steps=3"])  # type: ignore[arg-type]

@@ -336,6 +336,8 @@ def finish(job: Job, source: Source, tokenizer: Tokenizer, dtype: str) -> dict[s
         "settings": job.settings,
         "settings_sha256": job.sha256,
         "tokenizer": tokenizer_facts(tokenizer),
+        "vocab_size": tokenizer.vocab_size,
+        "mask_id": tokenizer.mask_id,
         "length": job.settings["length"],
         "dtype": dtype,
         "rows": job.settings["rows"],

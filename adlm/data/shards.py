@@ -115,11 +115,11 @@ class PreparedData:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.manifest["tokenizer"]["vocab_size"])
+        return int(self.manifest["vocab_size"])
 
     @property
     def mask_id(self) -> int:
-        return int(self.manifest["tokenizer"]["mask_id"])
+        return int(self.manifest["mask_id"])
 
     @property
     def length(self) -> int:
