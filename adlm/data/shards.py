@@ -23,6 +23,7 @@ from adlm.data.tokenizers import Tokenizer
 
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
+KEYS = ("tokenizer", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")  # of a finished manifest
 PIECE = 2**24  # bytes read at a time where a whole file is gone through
 AGAIN = "prepare it again with `adlm prepare … --overwrite`"
 
@@ -189,6 +190,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder / MANIFEST} has format {manifest.get('format')!r}, this version reads {FORMAT}: "
             "use the version of adlm that made it, or prepare the text again"
         )
+    if missing := [key for key in KEYS if key not in manifest]:
+        raise ValueError(f"{folder / MANIFEST} does not say {', '.join(missing)}: {AGAIN}")
     return manifest
 
 

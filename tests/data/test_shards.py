@@ -186,3 +186,12 @@ def test_verifying_tells_how_far_it_is(data: Path) -> None:
     seen: list[tuple[int, int]] = []
     open_data(data, verify=True, on_verified=lambda done, total: seen.append((done, total)))
     assert len(seen) == 4 and seen[-1][0] == seen[-1][1] == 60 * 32 * 2
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "mask_id", "length", "tokenizer", "dtype"])
+def test_a_manifest_that_lacks_something_says_so(data: Path, key: str) -> None:
+    manifest = json.loads((data / "manifest.json").read_text("utf-8"))
+    del manifest[key]
+    (data / "manifest.json").write_text(json.dumps(manifest), "utf-8")
+    with pytest.raises(ValueError, match=f"does not say {key}"):
+        open_data(data)
