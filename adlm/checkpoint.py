@@ -96,8 +96,8 @@ class CheckpointWriter:
     def _write(self, snapshot: Snapshot) -> None:
         final = self.folder / name_of(snapshot.step)
         partial = self.folder / f"{PARTIAL}{final.name}"
-        self._agree(lambda: self._begin(partial, snapshot))
         try:
+            self._agree(lambda: self._begin(partial, snapshot))
             writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -131,7 +131,7 @@ class CheckpointWriter:
             shutil.rmtree(left)
         needed, free = bytes_of(snapshot), shutil.disk_usage(self.folder).free
         if needed > free:
-            raise OSError(errno.ENOSPC, f"a checkpoint takes about {size(needed)} and {size(free)} are free")
+            raise OSError(errno.ENOSPC, f"{size(free)} are free")
         (partial / "training").mkdir(parents=True)
 
     def _publish(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
