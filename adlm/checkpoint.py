@@ -12,7 +12,6 @@ checkpoints/latest, best                      links
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from adlm.data.shards import sha256_of, sync
 from adlm.data.tokenizers import Tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
 
@@ -204,7 +204,7 @@ def damage(path: Path) -> str:
         file = path / name
         if not file.is_file():
             return f"{name} is missing (or checksums.json is not as it was written)"
-        if sha256(file) != digest:
+        if sha256_of(file) != digest:
             return f"{name} is not as it was written (or checksums.json is not)"
     return ""
 
@@ -285,12 +285,7 @@ def restored(weights: dict[str, Tensor], model: LanguageModel) -> dict[str, Tens
 
 def checksums(folder: Path) -> dict[str, str]:
     """Relative name -> sha256 of every file."""
-    return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -311,15 +306,6 @@ def link(path: Path, target: str) -> None:
     fresh.symlink_to(target, target_is_directory=True)
     os.replace(fresh, path)
     sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file or a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def bytes_of(snapshot: Snapshot) -> int:

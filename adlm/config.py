@@ -13,6 +13,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from adlm.data.shards import write_safely
+
 HERE = Path(__file__).resolve().parent
 RECIPES = (HERE / "recipes", HERE.parent / "recipes")  # in a wheel, in a checkout
 PATHS = ("folder", "resume", "data.path", "data.stream")
@@ -267,10 +269,8 @@ def load_config(
 
 def save_config(config: Config, path: Path) -> None:
     """As YAML, whole: a recipe that repeats the run."""
-    fresh = path.with_name(f".{path.name}.part")  # a kill here must leave the old one: a resumption reads it
     settings = asdict(config) | {"resume": "auto"}  # where this life began is no setting of the run
-    fresh.write_text(OmegaConf.to_yaml(OmegaConf.create(settings)), "utf-8")
-    fresh.replace(path)
+    write_safely(path, OmegaConf.to_yaml(OmegaConf.create(settings)).encode("utf-8"))
 
 
 def differences(old: Config, new: Config) -> list[str]:

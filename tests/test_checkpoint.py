@@ -30,7 +30,7 @@ SHARD = "training/shard-00001-model-00001-of-00001.safetensors"
 def tree(folder: Path) -> dict[str, str]:
     """Every file and link, and what is in it."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else checkpoint.sha256(path)
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else checkpoint.sha256_of(path)
         for path in sorted(folder.rglob("*"))
         if path.is_symlink() or path.is_file()
     }

@@ -248,11 +248,8 @@ def check_sum(path: Path, expected: str) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_safely(path: Path, content: bytes) -> None:
@@ -263,14 +260,14 @@ def write_safely(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """A renamed file survives a power cut only once its folder is on the disk."""
-    if os.name == "nt":
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or a folder's names: a renamed file survives a power cut only then."""
+    if os.name == "nt" and path.is_dir():
         return  # a folder cannot be opened there, nor need it be
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

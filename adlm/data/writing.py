@@ -24,7 +24,7 @@ from adlm.data.shards import (
     lengths_file,
     parsed,
     sha256_of,
-    sync_folder,
+    sync,
     write_safely,
 )
 
@@ -96,7 +96,7 @@ class ShardWriter:
         if self.keep_ends:
             write_safely(self.folder / ends_file(self.name), ends.astype(disk_type("int64")).tobytes())
         (self.folder / f"{self.name}.part").replace(self.folder / self.name)
-        sync_folder(self.folder)
+        sync(self.folder)
         self.on_shard(record, ends[-1].tolist())
         self.file, self.rows, self.digest, self.lengths, self.ends = None, 0, hashlib.sha256(), [], []
         self.number += 1

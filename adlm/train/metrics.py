@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from adlm.data.shards import write_safely
+
 Record = dict[str, Any]
 
 # JSON has no such numbers, and a run that diverged must be recordable.
@@ -48,7 +50,7 @@ class MetricsFile:
         lines = self.path.read_bytes().count(b"\n") + (not is_whole)
         kept = [record for record in read_metrics(self.path) if record["step"] <= step]
         if len(kept) < lines or not is_whole:
-            _replace(self.path, "".join(to_line(record) + "\n" for record in kept))
+            write_safely(self.path, "".join(to_line(record) + "\n" for record in kept).encode("utf-8"))
         return lines - len(kept)
 
     def close(self) -> None:
@@ -145,21 +147,6 @@ def _ends_a_line(path: Path) -> bool:
             return True
         file.seek(-1, os.SEEK_END)
         return file.read() == b"\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that at every moment the old one or the new one is there, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk as well
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class Tracker(Protocol):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from adlm.checkpoint import sync
 from adlm.config import Config
+from adlm.data.shards import sync
 from adlm.models.costs import flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
 from adlm.train.distributed import World
