@@ -4,6 +4,7 @@ import json
 import pickle
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import tokenizers
@@ -159,26 +160,24 @@ def test_what_cannot_be_loaded_is_named_with_a_remedy(tmp_path: Path, monkeypatc
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no tokenizer\.json of the"):
         load_tokenizer(tmp_path)
-    hub = pytest.importorskip("huggingface_hub")
 
     def offline(*_: object) -> str:
         raise OSError("no network here")
 
-    monkeypatch.setattr(hub, "hf_hub_download", offline)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(ValueError, match=r"'someone/something' could not be had.*no network here"):
         load_tokenizer("someone/something")
 
 
 def test_a_name_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
     written(tmp_path, ["<go>", "<stop>"], {"bos_token": "<go>", "eos_token": "<stop>"})
 
     def fetch(repository: str, file: str) -> str:
         if not (tmp_path / file).is_file():
-            raise hub.errors.LocalEntryNotFoundError("none")
+            raise huggingface_hub.errors.LocalEntryNotFoundError("none")
         return str(tmp_path / file)
 
-    monkeypatch.setattr(hub, "hf_hub_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
     found = load_tokenizer("someone/something")
     assert (found.name, found.bos_id, found.eos_id) == ("someone/something", 3, 4)
 
