@@ -1,6 +1,5 @@
 """Anchored diffusion language models (arXiv 2505.18456): the public names, from the parts that define them."""
 
-from adlm.checkpoint import Loaded, load
 from adlm.config import Config, load_config
 from adlm.data.prepare import prepare
 from adlm.data.shards import PreparedData, open_data
@@ -19,14 +18,22 @@ from adlm.generate import Predictor, ready, stream_tokens
 from adlm.interop.reference import from_state_dict
 from adlm.methods import build_anchor_rule, build_config, build_sampler, build_schedule, training_loss
 from adlm.models.language_model import Features, LanguageModel, ModelConfig
+from adlm.stills import Recording
+from adlm.text.lm import LM, Texts, load
+from adlm.text.scoring import Score
+from adlm.text.shots import Shot
+from adlm.text.templates import Hole
 from adlm.train.ema import EMA
 from adlm.train.guard import Diverged, Preempted
 from adlm.train.loop import Run, train, train_steps
+from adlm.view.gif import write_gif
+from adlm.view.player import write_player
 
 __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "LM",
     "Bound",
     "Config",
     "Cosine",
@@ -35,8 +42,8 @@ __all__ = [
     "Draw",
     "Features",
     "Frame",
+    "Hole",
     "LanguageModel",
-    "Loaded",
     "LogLinear",
     "Loss",
     "ModelConfig",
@@ -47,7 +54,11 @@ __all__ = [
     "Predictor",
     "Preempted",
     "PreparedData",
+    "Recording",
     "Run",
+    "Score",
+    "Shot",
+    "Texts",
     "Tokenizer",
     "__version__",
     "anchor_weight",
@@ -73,4 +84,6 @@ __all__ = [
     "train",
     "train_steps",
     "training_loss",
+    "write_gif",
+    "write_player",
 ]

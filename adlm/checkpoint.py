@@ -1,7 +1,7 @@
 """The folder of a checkpoint: safetensors and JSON, written whole or not at all, checked before it is believed.
 
 checkpoints/step-00001000/model.safetensors   the weights to use (the average, if there is one)
-                          config.json         the model's shape, the method, the step
+                          config.json         the model's shape, the method, the step, what a row is
                           tokenizer.json …    as in the prepared data
                           training/           weights and optimiser, by torch.distributed.checkpoint
                           state.json          where the run stands: a plain dict
@@ -32,9 +32,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from adlm.data.shards import sha256_of, sync
 from adlm.data.tokenizers import Tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.quantised import dequantised, quantise
 
 LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 FORMAT = 1
+WRAPPED = "wrapped"
 FULL = ("No space left", "file write failed", "os error 28", "os error 27")  # how other libraries say ENOSPC and EFBIG
 
 
@@ -59,11 +61,12 @@ class CheckpointWriter:
         method: str,
         tokenizer: Tokenizer | None,
         *,
+        rows: str = WRAPPED,
         keep: int = 2,
         background: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.folder, self.config, self.method, self.tokenizer = folder, config, method, tokenizer
+        self.folder, self.config, self.method, self.tokenizer, self.rows = folder, config, method, tokenizer, rows
         self.keep, self.background, self.group = keep, background, group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.thread: threading.Thread | None = None
@@ -136,8 +139,7 @@ class CheckpointWriter:
 
     def _publish(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
         save_file({name: t.contiguous() for name, t in snapshot.weights.items()}, partial / "model.safetensors")
-        about = {"format": FORMAT, "method": self.method, "step": snapshot.step, "model": asdict(self.config)}
-        write_json(partial / "config.json", about)
+        write_json(partial / "config.json", described(self.config, self.method, snapshot.step, self.rows))
         write_json(partial / "state.json", snapshot.state)
         if self.tokenizer is not None:
             self.tokenizer.save(partial)
@@ -250,6 +252,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     method: str
     step: int
+    rows: str = WRAPPED  # how text became rows: wrapped, or documents (one a row, which ends where its text ends)
 
 
 def load(path: str | Path, *, verify: bool = False) -> Loaded:
@@ -271,9 +274,26 @@ def load(path: str | Path, *, verify: bool = False) -> Loaded:
     if unknown:
         raise ValueError(f"{folder.name}/config.json has settings that this adlm does not know: {sorted(unknown)}")
     model = LanguageModel(ModelConfig(**about["model"]))
-    model.load_state_dict(restored(read_weights(folder), model))
+    model.load_state_dict(restored(dequantised(read_weights(folder)), model))
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return Loaded(model.eval(), tokenizer, about["method"], about["step"])
+    return Loaded(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
+
+
+def export(loaded: Loaded, folder: Path) -> Path:
+    """A model to give away: folded, a byte a weight, with its tokenizer; `load` reads it like any other."""
+    model = loaded.model.fold()
+    weights = {name: t for name, t in model.state_dict().items() if not (model.config.tied and name == "head.weight")}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(quantise(weights), folder / "model.safetensors")
+    write_json(folder / "config.json", described(model.config, loaded.method, loaded.step, loaded.rows))
+    if loaded.tokenizer is not None:
+        loaded.tokenizer.save(folder)
+    return folder
+
+
+def described(config: ModelConfig, method: str, step: int, rows: str) -> dict[str, Any]:
+    """What config.json says."""
+    return {"format": FORMAT, "method": method, "step": step, "rows": rows, "model": asdict(config)}
 
 
 def restored(weights: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.categorical import Draw
+from adlm.diffusion.categorical import Draw, Limits
 from adlm.diffusion.denoise import Frame, denoise
 from adlm.diffusion.next_token import continue_tokens
 from adlm.diffusion.orders import Order
@@ -20,6 +20,27 @@ from adlm.models.language_model import LanguageModel, ModelConfig
 
 Inputs = tuple[Tensor | None, ...]
 ALIGN = 64  # a GPU's half-precision product wants rows that start on a boundary
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is this process's GPU if there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto")
+        if device.index is None:
+            device = torch.device("cuda", local_rank)
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"there is no {device}: this node has {torch.cuda.device_count()} GPUs; start as many processes as it "
+                "has (torchrun --nproc-per-node), or name one that is there"
+            )
+    return device
 
 
 class Graph:
@@ -150,6 +171,7 @@ def stream_tokens(
     how: Draw | None = None,
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
+    limits: Limits | None = None,
     block: int | None = None,
 ) -> Iterator[Frame]:
     """Fill the mask tokens of xt (B, L) and yield frames; a causal model needs no sampler and goes left to right.
@@ -167,6 +189,9 @@ def stream_tokens(
     rng = CounterRng.of(seed, xt.shape[0] if rows is None else rows)
     is_fixed = None if is_fixed is None else is_fixed.to(xt.device)
     valid = None if valid is None else valid.to(xt.device)
+    if limits is not None:  # a head may be wider than the vocabulary
+        extra = predictor.head[1].numel() - limits.banned.shape[1]
+        limits = Limits(limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(xt.device))
     if config.is_causal:
         if sampler is not None or block is not None:
             raise ValueError("a causal model samples from left to right: leave sampler and block out")
@@ -182,6 +207,7 @@ def stream_tokens(
             is_fixed=is_fixed,
             rng=rng,
             how=how,
+            limits=limits,
         )
         return
     if sampler is None:
@@ -197,6 +223,7 @@ def stream_tokens(
         how=how,
         is_fixed=is_fixed,
         valid=valid,
+        limits=limits,
         block=block,
     )
 

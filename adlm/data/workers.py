@@ -180,7 +180,8 @@ class Encoder:
         if not self.is_apart:
             return self._ids([text])[0]
         pieces = CUT.split(text)
-        if fresh := list(set(pieces) - self.known.keys()):
+        # Asked word by word: a difference of sets would walk through all that is known, for every document.
+        if fresh := [piece for piece in set(pieces) if piece not in self.known]:
             if len(self.known) + len(fresh) > MOST_KNOWN:
                 self.known.clear()
                 fresh = list(set(pieces))

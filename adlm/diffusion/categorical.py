@@ -33,6 +33,23 @@ class Draw:
             raise ValueError(f"nucleus {self.nucleus!r} is not one of {', '.join(NUCLEI)}")
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Which tokens may not stand where: every position has a kind, every kind its banned tokens."""
+
+    kind: Tensor  # (B, L), int64, on the host
+    banned: Tensor  # (kinds, V), bool, on the device
+
+    def __post_init__(self) -> None:
+        if bool(self.banned.all(-1).any()):
+            raise ValueError(f"kind {int(self.banned.all(-1).nonzero()[0])} bans every token: nothing could be drawn")
+
+    def applied(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Logits (N, V) of places (N,) in the flattened batch, with what is banned there made impossible."""
+        banned = self.banned[self.kind.flatten()[index].to(self.banned.device)]
+        return logits.masked_fill(banned, -torch.inf)
+
+
 class Drawn(NamedTuple):
     """Tokens (N,) and the probability (N,) that each had when it was drawn."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from adlm.diffusion.categorical import Draw, draw
+from adlm.diffusion.categorical import Draw, Limits, draw
 from adlm.diffusion.orders import Order, next_positions
 from adlm.diffusion.plans import EPS, Plan, Transition, spread
 from adlm.diffusion.rng import CounterRng, Purpose
@@ -55,6 +55,7 @@ class State:
     rng: CounterRng
     how: Draw
     valid: Tensor | None = None
+    limits: Limits | None = None
     step: int = 0  # frames so far
     clock: int = 0  # which random numbers are next: not the frames', because how many a block takes depends on all rows
     nfe: Tensor = field(init=False)
@@ -85,18 +86,19 @@ class State:
             features = self.predict(self.xt[self.send(rows)], level[rows], valid)
         return features.flatten(0, 1)[self.send(is_asked[rows].flatten().nonzero()[:, 0])]
 
-    def logits_of(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The head at features (N, dim), some at a time."""
+    def logits_of(self, features: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The head at features (N, dim) of places (N,) in the flattened batch, some at a time."""
         size = POSITIONS_AT_ONCE[self.xt.device.type]
         for start in range(0, features.shape[0], size):
             part = slice(start, start + size)
-            yield part, self.logits_at(features[part])
+            logits = self.logits_at(features[part])
+            yield part, logits if self.limits is None else self.limits.applied(logits, index[part])
 
     def put(self, is_revealed: Tensor, features: Tensor, how: Draw, is_remasked: Tensor | None = None) -> Tensor:
         """Draw tokens where revealed and put them in place, masks where remasked; the probability of each token."""
         index = is_revealed.flatten().nonzero()[:, 0]
         u = self.send(self.numbers()[1].flatten()[index])
-        parts = [draw(logits, u[part], how) for part, logits in self.logits_of(features)]
+        parts = [draw(logits, u[part], how) for part, logits in self.logits_of(features, index)]
         tokens, probs = [part.tokens for part in parts], [part.probs for part in parts]
         self.is_hidden = self.is_hidden & ~is_revealed
         if is_remasked is not None and bool(is_remasked.any()):
@@ -129,9 +131,10 @@ def denoise(
     how: Draw | None = None,
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
+    limits: Limits | None = None,
     block: int | None = None,
 ) -> Iterator[Frame]:
-    """Fill the mask tokens of xt (B, L) and yield a frame per step.
+    """Fill the mask tokens of xt (B, L) and yield a frame per step; `limits` say which tokens may not stand where.
 
     Tokens that are visible in xt may be hidden again by a remasking plan unless `is_fixed`, which by default is
     everything that is visible at the start. `block` fills windows of that many positions from left to right, each with
@@ -149,7 +152,7 @@ def denoise(
         row, position = (fixed & is_hidden).nonzero()[0].tolist()
         raise ValueError(f"row {row}, position {position} is fixed but holds the mask token: fixed tokens must be text")
     is_free = ~fixed if valid is None else ~fixed & valid.cpu()
-    state = State(xt, is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid)
+    state = State(xt, is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid, limits)
     for number, window in _windows(is_free, block):
         state.is_free, state.clock = window, number * STEPS_OF_A_BLOCK
         yield from _run_plan(state, sampler) if isinstance(sampler, Plan) else _run_order(state, sampler)
@@ -216,7 +219,9 @@ def _run_order(state: State, order: Order) -> Iterator[Frame]:
             features = state.features_at(chosen, _level(time))
         else:
             features = state.features_at(is_hidden, _level(hidden / first.clamp(min=1)))
-            at_hidden = torch.cat([order.score(logits.float()) for _, logits in state.logits_of(features)]).cpu()
+            index = is_hidden.flatten().nonzero()[:, 0]
+            parts = [order.score(logits.float()) for _, logits in state.logits_of(features, index)]
+            at_hidden = torch.cat(parts).cpu()
             scores = at_hidden.new_zeros(state.xt.shape).masked_scatter_(is_hidden, at_hidden)
             chosen = next_positions(order, scores, is_hidden, state.step - start)
             features = features[state.send(chosen[is_hidden].nonzero()[:, 0])]

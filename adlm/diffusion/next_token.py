@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from adlm.diffusion.categorical import Draw, draw
+from adlm.diffusion.categorical import Draw, Limits, draw
 from adlm.diffusion.denoise import Frame, LogitsAt
 from adlm.diffusion.rng import CounterRng, Purpose
 
@@ -23,6 +23,7 @@ def continue_tokens(
     is_fixed: Tensor,
     rng: CounterRng,
     how: Draw | None = None,
+    limits: Limits | None = None,
 ) -> Iterator[Frame]:
     """Fill what is not fixed in xt (B, L), left to right; fixed tokens are read, never altered. Yields a frame a token.
 
@@ -42,7 +43,10 @@ def continue_tokens(
         read = position
         nfe += 1
         u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0].to(xt.device)
-        drawn = draw(logits_at(features), u, how).tokens
+        logits = logits_at(features)
+        if limits is not None:
+            logits = limits.applied(logits, torch.arange(batch) * length + position)
+        drawn = draw(logits, u, how).tokens
         is_new = ~is_fixed[:, position]
         xt[:, position] = torch.where(is_new.to(xt.device), drawn, xt[:, position])
         is_masked[:, position] = False

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from adlm.config import Parallel
 from adlm.diffusion.masking import Noised
 from adlm.diffusion.objectives import Loss
+from adlm.generate import pick_device
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.models.transformer import Layer
@@ -152,27 +153,6 @@ def meeting_place(store: dist.Store, rank: int, size: int) -> str:
                 return place
         time.sleep(0.02)
     raise TimeoutError(f"not all of {size} processes came within {PATIENCE}")
-
-
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is this process's GPU if there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto")
-        if device.index is None:
-            device = torch.device("cuda", local_rank)
-        if device.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"there is no {device}: this node has {torch.cuda.device_count()} GPUs; start as many processes as it "
-                "has (torchrun --nproc-per-node), or name one that is there"
-            )
-    return device
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             shape,
             config.method,
             data.tokenizer,
+            rows=data.manifest["rows"],
             keep=config.checkpoint.keep,
             background=config.checkpoint.background,
             group=world.writing,

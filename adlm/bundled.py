@@ -1,0 +1,13 @@
+"""The models that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODELS = ("adlm-prose",)
+DEFAULT = MODELS[0]
+
+
+def folder_of(name: str) -> Path:
+    """Where a bundled model lies."""
+    return Path(__file__).resolve().parent / "weights" / name

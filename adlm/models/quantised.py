@@ -1,0 +1,39 @@
+"""Weights in a byte each, for storing: every row of a matrix as int8 with its own scale; models compute in float."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+SCALE = ".scale"
+MOST = 127
+
+
+def quantise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices as int8 and `<name>.scale` (a float32 a row); vectors, which are few, as float32."""
+    stored: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if weight.dim() != 2:
+            stored[name] = weight.float().contiguous()
+            continue
+        scale = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / MOST
+        stored[name] = (weight.float() / scale[:, None]).round().to(torch.int8).contiguous()
+        stored[name + SCALE] = scale
+    return stored
+
+
+def dequantised(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that `quantise` stored, in float32; what is not int8 passes as it is."""
+    weights: dict[str, Tensor] = {}
+    for name, weight in stored.items():
+        if name.endswith(SCALE):
+            continue
+        if weight.dtype != torch.int8:
+            weights[name] = weight
+            continue
+        if name + SCALE not in stored:
+            raise ValueError(f"{name} is int8 but has no {name + SCALE}: the file is not whole")
+        weights[name] = weight.float() * stored[name + SCALE][:, None]
+    return weights

@@ -1,0 +1,81 @@
+"""How long should a hole be? As long as makes the text around it likeliest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from adlm.generate import Predictor
+from adlm.text.templates import Hole, Layout, Pieces, holes_of, with_lengths
+
+NEIGHBOURS = 4  # given tokens on each side of a hole that are asked
+ROWS = 64  # evaluated at a time
+
+
+def fitted(predictor: Callable[[], Predictor], pieces: Pieces, room: int, *, lay: Callable[[Pieces], Layout]) -> Pieces:
+    """The pieces with every hole of one length; those that leave a choice are chosen one by one, from the left.
+
+    The score of a length is the sum of log p(token | all the rest, the hole hidden) over the given tokens next to the
+    hole: the same tokens for every length, so lengths compare. At most `room` tokens may stand in all holes together.
+    """
+    holes = holes_of(pieces)
+    lengths = [hole.least for hole in holes]
+    for number, hole in enumerate(holes):
+        most = min(hole.most, room - sum(lengths) + lengths[number])
+        if most > hole.least:
+            lengths[number] = likeliest_length(predictor(), pieces, lay, lengths, number, Hole(hole.least, most))
+    return with_lengths(pieces, lengths)
+
+
+@torch.no_grad()
+def likeliest_length(
+    predictor: Predictor,
+    pieces: Pieces,
+    lay: Callable[[Pieces], Layout],
+    lengths: list[int],
+    number: int,
+    hole: Hole,
+) -> int:
+    """The length of hole `number`, the others as they are."""
+    rows: list[list[int]] = []
+    asked: list[tuple[int, int, int]] = []  # length, place and token of each row's question
+    for length in range(hole.least, hole.most + 1):
+        layout = lay(with_lengths(pieces, [length if i == number else n for i, n in enumerate(lengths)]))
+        for place in neighbours(layout, number):
+            row = list(layout.ids)
+            asked.append((length, place, row[place]))
+            row[place] = layout.tokenizer.mask_id
+            rows.append(row)
+    if not asked:  # nothing is given: every length is as good as another
+        return hole.most
+    scores = dict.fromkeys(range(hole.least, hole.most + 1), 0.0)
+    for start in range(0, len(rows), ROWS):
+        part, questions = rows[start : start + ROWS], asked[start : start + ROWS]
+        widest = max(len(row) for row in part)
+        tokens = torch.tensor([row + [0] * (widest - len(row)) for row in part], device=predictor.device)
+        valid = torch.arange(widest) < torch.tensor([len(row) for row in part])[:, None]
+        assert predictor.config.mask_id is not None
+        hidden = (tokens == predictor.config.mask_id).sum(-1).cpu() / valid.sum(-1)
+        level = -torch.log(1 - (1 - 1e-3) * hidden)
+        features = predictor.predict(tokens, level, valid.to(predictor.device))
+        places = torch.tensor([place for _, place, _ in questions], device=predictor.device)
+        logits = predictor.logits_at(features[torch.arange(len(part), device=predictor.device), places])
+        log_probs = logits.float().log_softmax(-1).cpu()
+        for (length, _, token), row_probs in zip(questions, log_probs, strict=True):
+            scores[length] += float(row_probs[token])
+    return max(scores, key=lambda length: (scores[length], -length))
+
+
+def neighbours(layout: Layout, number: int) -> list[int]:
+    """The places of given text next to hole `number`, on both sides as far as the next hole."""
+    holes = [i for i, span in enumerate(layout.spans) if span.texts is None]
+    at = holes[number]
+    left = layout.spans[at - 1] if at > 0 and layout.spans[at - 1].texts is not None else None
+    right = layout.spans[at + 1] if at + 1 < len(layout.spans) and layout.spans[at + 1].texts is not None else None
+    places: list[int] = []
+    if left is not None:
+        places += range(max(left.start, left.end - NEIGHBOURS), left.end)
+    if right is not None:
+        places += range(right.start, min(right.end, right.start + NEIGHBOURS))
+    return places

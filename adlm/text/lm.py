@@ -1,0 +1,229 @@
+"""A trained model as a tool: `load` one, then write, fill in, watch and score text.
+
+A text depends on the seed, on its number among the `n` of its prompt, and on its own prompt and settings: not on the
+prompts beside it, on the batch, or on whether it is watched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from adlm import checkpoint
+from adlm.bundled import DEFAULT, MODELS, folder_of
+from adlm.diffusion.categorical import Draw, Limits
+from adlm.diffusion.denoise import Frame
+from adlm.generate import Predictor, pick_device, ready, stream_tokens
+from adlm.stills import Recording, Still
+from adlm.text.fitting import fitted
+from adlm.text.jobs import Form, Job, Templates, batch_of, choose_sampler
+from adlm.text.scoring import Score, score_rows
+from adlm.text.shots import Shot, guessed
+from adlm.text.templates import Layout, Template, banned_tokens
+
+BATCH = 16  # rows at a time, unless told
+Prompts = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, `n` for every prompt or template one after the other, and what they took."""
+
+    texts: list[str]
+    nfe: int  # network evaluations of the text that took most
+    seconds: float
+    settings: dict[str, Any]
+    nfe_each: list[int]
+
+    def __str__(self) -> str:
+        return "\n\n".join(self.texts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class LM:
+    """A model with its tokenizer. `adlm.load` makes one."""
+
+    def __init__(
+        self, loaded: checkpoint.Loaded, name: str, *, device: str = "auto", deterministic: bool = False
+    ) -> None:
+        if loaded.tokenizer is None:
+            raise ValueError(f"{name} has no tokenizer.json: its model's tokens cannot be read as text")
+        self.model, self.tokenizer, config = loaded.model, loaded.tokenizer, loaded.model.config
+        if not config.is_causal and config.mask_id != self.tokenizer.mask_id:
+            raise ValueError(f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}")
+        self.method, self.step, self.name = loaded.method, loaded.step, name
+        self.device, self.deterministic = pick_device(device), deterministic
+        is_framed = loaded.rows == "documents" and not config.is_causal
+        self.form = Form(self.tokenizer, config.length, is_framed, config.is_causal)
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The model ready to sample."""
+        return ready(self.model, self.device, fixed_batch=BATCH if self.deterministic else None, is_compiled=False)
+
+    def generate(self, prompt: Prompts = "", *, length: int | None = None, n: int = 1, **how: Any) -> Texts:
+        """Texts that begin with the prompt, `length` tokens long (the prompt counts; as long as can be unless told).
+
+        `how`: steps, sampler and its own options, temperature, top_p, top_k, seed, block, batch.
+        """
+        return self.write(self.job(prompt, length=length, n=n, **how))
+
+    def infill(self, template: Templates, *, n: int = 1, **how: Any) -> Texts:
+        """The template with its holes filled, such as "The ___ sat on the ___{2}."; or a list of templates."""
+        return self.write(self.job(template=template, n=n, **how))
+
+    def stream(
+        self, prompt: Prompts = "", *, template: Templates | None = None, guesses: int = 0, **how: Any
+    ) -> Iterator[Shot]:
+        """The texts of `generate` (with a template: of `infill`) step by step.
+
+        With `guesses` a shot holds so many guesses of the anchor network for every position.
+        """
+        return self.shots(self.job(prompt, template=template, **how), guesses)
+
+    def record(
+        self, prompt: str = "", *, template: Template | None = None, title: str = "", guesses: int = 3, **how: Any
+    ) -> Recording:
+        """One text from its masks to its end, for `adlm.write_player` and `adlm.write_gif`."""
+        job = self.job(prompt, template=template, **how)
+        began = time.perf_counter()
+        stills = [shot.still() for shot in self.shots(job, guesses)]
+        return self.recording(stills, job, title=title, seconds=time.perf_counter() - began)
+
+    def recording(self, stills: Sequence[Still], job: Job, *, title: str = "", seconds: float = 0.0) -> Recording:
+        """The stills of a job's first text as a recording."""
+        guesser = "anchor network" if self.model.anchor is not None else "network"
+        title = title or f"{self.name} · {job.settings['sampler']}"
+        return Recording(title, stills[-1].text, tuple(stills), seconds, job.settings, guesser)
+
+    def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
+        """How likely each text is: nats per token (of a masked model an upper bound), its error, bits per byte."""
+        given = [texts] if isinstance(texts, str) else list(texts)
+        if not given:
+            raise ValueError("there is no text to score: give one, or a list of them")
+        layouts = [self.form.given(text) for text in given]
+        sizes = [len(text.encode("utf-8")) for text in given]
+        model = self.model.to(self.device)
+        return score_rows(model, layouts, sizes, method=self.method, draws=draws, seed=seed, batch=batch)
+
+    def job(
+        self,
+        prompt: Prompts = "",
+        *,
+        template: Templates | None = None,
+        length: int | None = None,
+        n: int = 1,
+        steps: int | None = None,
+        sampler: str | None = None,
+        temperature: float = 1.0,
+        top_p: float = 0.9,
+        top_k: int | None = None,
+        seed: int = 0,
+        block: int | None = None,
+        batch: int = BATCH,
+        **options: Any,
+    ) -> Job:
+        """A request, checked: what is wrong with it is said before anything runs."""
+        for name, value in (("n", n), ("batch", batch), ("steps", steps)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number from 1 on, got {value}")
+        how = Draw(temperature=temperature, top_k=top_k, top_p=top_p)
+        fills = template is not None
+        if template is None:
+            layouts = [self.form.continuation(text, length) for text in each(prompt)]
+        elif prompt != "" or length is not None:
+            raise ValueError("a template says where everything stands: leave prompt and length out")
+        else:
+            fit = partial(fitted, lambda: self.predictor, lay=self.form.lay)
+            layouts = [self.form.filling(one, fit) for one in batch_of(template)]
+        if not layouts:
+            raise ValueError("there is nothing to write: give a prompt (it may be empty) or a template, or a list")
+        hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
+        made, said = choose_sampler(
+            sampler, steps, options, is_causal=self.form.is_causal, fills=fills, hidden=hidden
+        )
+        settings = {"model": self.name, "method": self.method, **said, "temperature": temperature, "top_p": top_p}
+        settings |= {"top_k": top_k, "seed": seed, "n": n, "block": block, "device": str(self.device)}
+        settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
+        return Job(layouts, n, made, how, seed, block, batch, settings)
+
+    def shots(self, job: Job, guesses: int = 0) -> Iterator[Shot]:
+        """A job's texts step by step, all in one batch; step 0 is before the first."""
+        layouts = tuple(layout for layout, _ in job.rows)
+        for frame in frames(self.predictor, job, job.rows, with_start=True):
+            asked = guesses and not self.form.is_causal
+            yield Shot(frame.step, frame, layouts, guessed(self.predictor, frame, layouts, guesses) if asked else None)
+
+    def write(self, job: Job) -> Texts:
+        """A job's texts, some rows at a time."""
+        began = time.perf_counter()
+        texts, nfe = [], []
+        for start in range(0, len(job.rows), job.batch):
+            rows = job.rows[start : start + job.batch]
+            *_, frame = frames(self.predictor, job, rows)
+            texts += [layout.text(ids[: len(layout)]) for (layout, _), ids in zip(rows, frame.tokens.tolist())]
+            nfe += frame.nfe.tolist()
+        return Texts(texts, max(nfe), time.perf_counter() - began, job.settings, nfe)
+
+
+def frames(
+    predictor: Predictor, job: Job, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
+) -> Iterator[Frame]:
+    """Rows of a job, written together; with the start, the first frame is what they begin as."""
+    widest = max(len(layout) for layout, _ in rows)
+
+    def stack(values: Sequence[Sequence[int]], pad: int) -> Tensor:
+        return torch.tensor([[*row, *[pad] * (widest - len(row))] for row in values])
+
+    layouts = [layout for layout, _ in rows]
+    xt = stack([layout.ids for layout in layouts], 0)
+    is_fixed = stack([layout.is_fixed for layout in layouts], 1).bool()
+    banned = banned_tokens(layouts[0].tokenizer)
+    extra = predictor.config.vocab_size - banned.shape[1]  # a causal model may have no mask, others ids to spare
+    limits = Limits(stack([layout.kinds for layout in layouts], 0), F.pad(banned, (0, extra), value=True))
+    valid = torch.arange(widest) < torch.tensor([len(layout) for layout in layouts])[:, None]
+    if with_start:
+        yield Frame(0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64))
+    yield from stream_tokens(
+        predictor,
+        xt,
+        job.sampler,
+        seed=job.seed,
+        rows=torch.tensor([number for _, number in rows]),
+        how=job.how,
+        is_fixed=is_fixed,
+        valid=None if bool(valid.all()) else valid,
+        limits=limits,
+        block=job.block,
+    )
+
+
+def each(prompt: Prompts) -> list[str]:
+    """One prompt or several."""
+    return [prompt] if isinstance(prompt, str) else list(prompt)
+
+
+def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool = False) -> LM:
+    """A trained model: one that comes with the package by name, a run's folder, or a checkpoint's.
+
+    On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes
+    `deterministic`: every evaluation then has the same number of rows.
+    """
+    is_bundled = str(model) in MODELS and not Path(model).exists()
+    folder = folder_of(str(model)) if is_bundled else Path(model)
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"there is no model {str(model)!r}: give a run's folder, a checkpoint's, or one of {', '.join(MODELS)}"
+        )
+    return LM(checkpoint.load(folder, verify=verify), str(model), device=device, deterministic=deterministic)

@@ -1,0 +1,269 @@
+"""Text with holes: what is given, where something is to be written, and the way from tokens back to text.
+
+A template is a string in which `___` is a hole of a length to be found, `___{5}` one of five tokens and `___{2,8}` one
+of two to eight; or a list of strings and `Hole`s, in which underscores are underscores.
+
+Given text is cut into tokens piece by piece, and what comes back holds the given pieces themselves: they are the same
+to the byte, whatever the tokenizer does to them. Words of most vocabularies carry the blank before them, so a blank
+just before a hole is left to the hole, whose first token must then begin with one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adlm.data.tokenizers import Tokenizer
+
+HOLE = re.compile(r"_{3,}(?:\{(\d+)(?:,(\d+))?\})?")
+MOST = 12  # tokens of a hole whose length is to be found
+BLOCK = "░"
+TEXT, WORD, ENDED = range(3)  # kinds of places: text; the first token of a word; text, or the end of it
+CONTEXT = 4  # tokens before another that decide how it is spelled, with or without a blank
+SPACED, CONTINUED = ("Ġ", "▁"), "##"  # how vocabularies write the blank before a word, and a word that goes on
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A place for at least `least` and at most `most` tokens."""
+
+    least: int = 1
+    most: int = MOST
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(
+                f"a hole takes 1 token or more, and at most as many as at least: got {self.least} to {self.most}"
+            )
+
+    @classmethod
+    def of(cls, length: int) -> Hole:
+        """A hole of exactly so many tokens."""
+        return cls(length, length)
+
+    def __str__(self) -> str:
+        return f"___{{{self.least}}}" if self.least == self.most else f"___{{{self.least},{self.most}}}"
+
+
+Pieces = tuple[str | Hole, ...]
+Template = str | Sequence[str | Hole]
+
+
+def parsed(template: Template) -> Pieces:
+    """The pieces of a template; neighbouring strings are one."""
+    joined: list[str | Hole] = []
+    for piece in _parsed(template) if isinstance(template, str) else template:
+        if not isinstance(piece, str | Hole):
+            raise ValueError(f"a template is a string, or a list of strings and Holes; it holds {piece!r}")
+        if isinstance(piece, Hole):
+            joined.append(piece)
+        elif joined and isinstance(last := joined[-1], str):
+            joined[-1] = last + piece
+        elif piece:
+            joined.append(piece)
+    return tuple(joined)
+
+
+def _parsed(template: str) -> Iterator[str | Hole]:
+    end = 0
+    for match in HOLE.finditer(template):
+        yield template[end : match.start()]
+        least, most = match.groups()
+        yield Hole() if least is None else Hole(int(least), int(most or least))
+        end = match.end()
+    yield template[end:]
+
+
+def holes_of(pieces: Pieces) -> list[Hole]:
+    """The holes, in order."""
+    return [piece for piece in pieces if isinstance(piece, Hole)]
+
+
+def with_lengths(pieces: Pieces, lengths: Sequence[int]) -> Pieces:
+    """The pieces with each hole of the length given for it."""
+    left = iter(lengths)
+    return tuple(Hole.of(next(left)) if isinstance(piece, Hole) else piece for piece in pieces)
+
+
+class Classes(NamedTuple):
+    """What a vocabulary's tokens are, each (V,)."""
+
+    special: Tensor  # no text: marks, the mask, ids without a token
+    spaced: Tensor  # begins with a blank
+    continued: Tensor  # goes on with the word before it
+
+
+@lru_cache(maxsize=8)
+def classes_of(tokenizer: Tokenizer) -> Classes:
+    """The classes of a tokenizer's tokens."""
+    size = tokenizer.vocab_size
+    marks = {i for i, token in tokenizer.bpe.get_added_tokens_decoder().items() if token.special}
+    marks |= {tokenizer.mask_id} | {i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None}
+    names = [tokenizer.bpe.id_to_token(i) for i in range(size)]
+    return Classes(
+        torch.tensor([name is None or i in marks for i, name in enumerate(names)]),
+        torch.tensor([name is not None and name.startswith(SPACED) and len(name) > 1 for name in names]),
+        torch.tensor([(name or "").startswith(CONTINUED) for name in names]),
+    )
+
+
+@lru_cache(maxsize=8)
+def banned_tokens(tokenizer: Tokenizer) -> Tensor:
+    """The tokens (kinds, V) that may not stand in a place of each kind."""
+    special, spaced, continued = classes_of(tokenizer)
+    ended = special.clone()
+    if tokenizer.eos_id is not None:
+        ended[tokenizer.eos_id] = False
+    word = special | ~spaced if bool(spaced.any()) else special | continued
+    return torch.stack([special, word, ended])
+
+
+def brings_blanks(tokenizer: Tokenizer) -> bool:
+    """Whether a word brings the blank before it: in its token, or because only a mark says that a word goes on."""
+    return bool(classes_of(tokenizer).spaced.any() or classes_of(tokenizer).continued.any())
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the tokens of a piece stand, and of a given piece what each of them adds to the text."""
+
+    start: int
+    end: int
+    texts: tuple[str, ...] | None = None  # of a hole: None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts or ())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row to be written."""
+
+    tokenizer: Tokenizer
+    spans: tuple[Span, ...]
+    ids: tuple[int, ...]  # the mask in the holes
+    is_fixed: tuple[bool, ...]
+    kinds: tuple[int, ...]
+    may_end: bool  # whether the text ends where its last hole holds an end token
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def texts(self, ids: Sequence[int]) -> list[str | None]:
+        """What each token of the row adds to the text; None where it is hidden.
+
+        A character that is spread over several tokens is its last one's. What begins, ends or pads a text adds nothing.
+        """
+        found: list[str | None] = [""] * len(self)
+        for span in self.spans:
+            if span.texts is not None:
+                found[span.start : span.end] = span.texts
+                continue
+            mask_id, written = self.tokenizer.mask_id, list(ids[span.start : span.end])
+            found[span.start : span.end] = [None if token == mask_id else "" for token in written]
+            stop = span.end
+            if self.may_end and span is self.spans[-1] and self.tokenizer.eos_id in written:
+                stop = span.start + written.index(self.tokenizer.eos_id)
+            for start, end in _runs(ids, span.start, stop, mask_id):
+                found[start:end] = spelled(self.tokenizer, ids[:start], ids[start:end])
+        return found
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a row; hidden tokens as blocks, a blank before the one that will bring it."""
+        texts = self.texts(ids)
+        blank = [" " if kind == WORD else "" for kind in self.kinds]
+        return "".join(blank[i] + BLOCK if text is None else text for i, text in enumerate(texts))
+
+
+def lay_out(
+    pieces: Pieces, tokenizer: Tokenizer, *, begins: bool = True, ends: bool = True, may_end: bool = False
+) -> Layout:
+    """Pieces, each hole of one length, as a row between the tokens that begin and end a text (where it has them).
+
+    With `may_end` the text may also end inside a hole that is its last piece.
+    """
+    ids: list[int] = []
+    is_fixed: list[bool] = []
+    kinds: list[int] = []
+    spans: list[Span] = []
+
+    def put(tokens: Sequence[int], fixed: bool, kind: int) -> None:
+        ids.extend(tokens)
+        is_fixed.extend([fixed] * len(tokens))
+        kinds.extend([kind] * len(tokens))
+
+    if begins and tokenizer.bos_id is not None:
+        put([tokenizer.bos_id], True, TEXT)
+    starts_word = False
+    for number, piece in enumerate(pieces):
+        start, is_last = len(ids), number == len(pieces) - 1
+        if isinstance(piece, Hole):
+            assert piece.least == piece.most, f"{piece} has no length yet"
+            put([tokenizer.mask_id] * piece.least, False, ENDED if may_end and is_last else TEXT)
+            if starts_word:
+                kinds[start] = WORD
+            spans.append(Span(start, len(ids)))
+            continue
+        starts_word = not is_last and piece.endswith(" ") and brings_blanks(tokenizer)
+        tokens, texts = cut(tokenizer, piece[:-1] if starts_word else piece)  # the blank is the hole's to bring
+        put(tokens, True, TEXT)
+        spans.append(Span(start, len(ids), tuple(texts)))
+    if ends and tokenizer.eos_id is not None:
+        put([tokenizer.eos_id], True, TEXT)
+    return Layout(tokenizer, tuple(spans), tuple(ids), tuple(is_fixed), tuple(kinds), may_end)
+
+
+def cut(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[str]]:
+    """The tokens of a given text, and what each of them adds to it: together they are the text to the byte."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair and no text"
+        ) from error
+    encoding = tokenizer.bpe.encode(text, add_special_tokens=False)
+    if text and not encoding.ids:
+        raise ValueError(f"the tokenizer {tokenizer.name} has no tokens for {text!r}: leave it out, or give more text")
+    ends = [end for _, end in encoding.offsets]
+    marks = [0]
+    for end in ends[:-1]:
+        marks.append(max(marks[-1], end))  # ends of one character's tokens repeat
+    marks.append(len(text))
+    return encoding.ids, [text[a:b] for a, b in pairwise(marks)] if encoding.ids else []
+
+
+def spelled(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
+    """What each of these tokens adds to the text, given the tokens before them."""
+    hidden = next((i for i in range(len(before), 0, -1) if before[i - 1] == tokenizer.mask_id), 0)
+    left = list(before[max(hidden, len(before) - CONTEXT) :])
+    done, pending = tokenizer.decode(left, skip_special=True), []
+    texts: list[str] = []
+    for number, token in enumerate(ids, 1):
+        pending.append(token)
+        whole = tokenizer.decode([*left, *pending], skip_special=True)
+        if whole.endswith("\ufffd") and number < len(ids):  # bytes of a character that is not whole yet
+            texts.append("")
+            continue
+        is_next = whole.startswith(done)
+        texts.append(whole[len(done) :] if is_next else tokenizer.decode(pending, skip_special=True))
+        left, pending = [*left, *pending][-CONTEXT:], []
+        done = tokenizer.decode(left, skip_special=True)
+    return texts
+
+
+def _runs(ids: Sequence[int], start: int, stop: int, mask_id: int) -> Iterator[tuple[int, int]]:
+    """Stretches of visible tokens."""
+    begin = start
+    for place in range(start, stop + 1):
+        if place == stop or ids[place] == mask_id:
+            if place > begin:
+                yield begin, place
+            begin = place + 1

@@ -1,0 +1,372 @@
+
+"use strict";
+// Text from the data enters the page as text nodes and attributes alone, never as markup.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const byId = (id) => document.getElementById(id);
+  const isMasked = (cell) => cell.state === "hidden" || cell.state === "remasked";
+
+  function element(tag, className, ...children) {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    made.append(...children);
+    return made;
+  }
+
+  // --- The data: every still in full; a cell that did not change is the same object. ---
+
+  function decoded(recording) {
+    let cells = [];
+    return recording.stills.map(([step, nfe, flat]) => {
+      cells = cells.slice();
+      for (let i = 0, at = -1; i < flat.length; ) {
+        at += flat[i++];
+        const kind = flat[i++];
+        const text = recording.strings[flat[i++]];
+        const guesses = [];
+        for (let left = flat[i++]; left > 0; left--) guesses.push([recording.strings[flat[i++]], flat[i++] / 1000]);
+        cells[at] = { state: data.states[kind >> 1], isAnchor: kind % 2 === 1, text, guesses };
+      }
+      return { step, nfe, cells };
+    });
+  }
+
+  // What happened to one position: [index of the still, words], a line for each change.
+  function history(stills, place) {
+    const events = [];
+    let before = null;
+    stills.forEach((still, index) => {
+      const cell = still.cells[place];
+      if (cell === before) return;
+      const said =
+        cell.state === "revealed" ? `revealed as ${quoted(cell.text)}`
+        : cell.state === "remasked" ? "remasked"
+        : before && isMasked(cell) === isMasked(before) && cell.text === before.text ? null
+        : isMasked(cell) ? "hidden"
+        : cell.state === "given" ? `given: ${quoted(cell.text)}`
+        : `reads ${quoted(cell.text)}`;
+      if (said) events.push([index, said]);
+      before = cell;
+    });
+    return events;
+  }
+
+  // Whitespace made visible, and a token that adds nothing of its own.
+  const plain = (text) => text.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "∅";
+  const quoted = (text) => `“${plain(text)}”`;
+
+  // Space around a token's letters is laid out but not coloured.
+  function pieces(text) {
+    const [, lead, ink, tail] = /^(\s*)([^]*?)(\s*)$/.exec(text);
+    if (ink) return [lead, ink, tail];
+    return text.includes("\n") ? ["", "", text] : ["", text, ""];
+  }
+
+  // --- One panel for each recording. ---
+
+  const GUESS_SIZE = 0.92; // of the text's, as in the style
+  const brush = document.createElement("canvas").getContext("2d");
+  const family = getComputedStyle(document.documentElement).getPropertyValue("--serif");
+  const widths = new Map();
+  function width(text, style) {
+    const key = `${style} ${text}`;
+    if (!widths.has(key)) {
+      brush.font = `${style} 100px ${family}`;
+      widths.set(key, brush.measureText(text).width);
+    }
+    return widths.get(key);
+  }
+
+  function makePanel(recording) {
+    const stills = decoded(recording);
+    const last = stills[stills.length - 1];
+    const text = element("div", "text");
+    text.translate = false;
+    const cells = last.cells.map((final, place) => {
+      const parts = ["gap", "ink", "gap"].map((name) => element("span", name));
+      const cell = element("span", "cell", ...parts);
+      cell.tabIndex = place === 0 ? 0 : -1;
+      cell.dataset.place = place;
+      const [lead, ink, tail] = pieces(final.text);
+      // Where nothing or a new line will stand there is a small block as well.
+      return { cell, parts, ghost: [lead, ink || "\u2002", tail] };
+    });
+    text.append(...cells.map((each) => each.cell));
+    const step = element("b", "step");
+    const nfe = element("b", "nfe");
+    const seen = element("b", "seen");
+    const share = element("i");
+    const counts = element(
+      "div", "counts",
+      element("span", "", "step ", step, ` of ${last.step}`),
+      element("span", "", element("abbr", "", "NFE"), " ", nfe),
+      element("span", "", seen, ` of ${cells.length} visible`),
+    );
+    counts.querySelector("abbr").title = "network evaluations so far";
+    const panel = element("section", "panel", element("div", "head", element("h2", "", recording.title), counts));
+    panel.append(element("div", "share", share), text, settings(recording, last));
+    panel.setAttribute("aria-label", recording.title);
+    const made = { recording, stills, panel, text, cells, step, nfe, seen, share, index: -1, shown: [] };
+    text.addEventListener("mouseover", (event) => point(made, event.target.closest(".cell")));
+    text.addEventListener("mouseleave", () => point(null, null));
+    text.addEventListener("focusin", (event) => focus(made, event.target.closest(".cell")));
+    text.addEventListener("focusout", () => focus(null, null));
+    return made;
+  }
+
+  function settings(recording, last) {
+    const list = element("dl");
+    const told = [...recording.settings, ["network evaluations", String(last.nfe)]];
+    if (recording.seconds > 0) told.push(["seconds", String(recording.seconds)]);
+    for (const [name, value] of told) list.append(element("dt", "", name), element("dd", "", value));
+    return element("details", "", element("summary", "", "Settings"), list);
+  }
+
+  function draw(panel, index) {
+    const still = panel.stills[index];
+    still.cells.forEach((cell, place) => {
+      if (panel.shown[place] !== cell) drawCell(panel.cells[place], cell);
+    });
+    panel.shown = still.cells;
+    panel.index = index;
+    const visible = still.cells.filter((cell) => !isMasked(cell)).length;
+    panel.step.textContent = still.step;
+    panel.nfe.textContent = still.nfe;
+    panel.seen.textContent = visible;
+    panel.share.style.transform = `scaleX(${still.cells.length ? visible / still.cells.length : 1})`;
+  }
+
+  function drawCell({ cell, parts, ghost }, now) {
+    const hidden = isMasked(now);
+    const ink = parts[1];
+    cell.dataset.state = now.state;
+    cell.classList.toggle("anchor", now.isAnchor);
+    pieces(now.text).forEach((piece, i) => {
+      if (parts[i].textContent !== piece) parts[i].textContent = piece;
+      if (hidden) parts[i].dataset.ghost = ghost[i];
+      else delete parts[i].dataset.ghost;
+    });
+    const [guess, p] = hidden && now.guesses.length ? now.guesses[0] : ["", 0];
+    ink.style.setProperty("--p", p);
+    const word = guess.trim() || (guess && plain(guess));
+    // A guess longer than its place is set narrower; one that could not be read then is left to the card.
+    const squeeze = word ? width(ghost[1], "normal") / (GUESS_SIZE * width(word, "italic")) : 0;
+    ink.style.setProperty("--squeeze", Math.min(1, squeeze || 1).toFixed(3));
+    if (squeeze > 0.6) ink.dataset.guess = word;
+    else delete ink.dataset.guess;
+  }
+
+  // --- The timeline: as many ticks as the longest recording has steps; the others keep pace by their share. ---
+
+  const panels = data.recordings.map(makePanel);
+  const ticks = Math.max(...panels.map((panel) => panel.stills.length)) - 1;
+  const scrub = byId("scrub");
+  let tick = 0;
+  let playing = false;
+  let owed = 0;
+  let clock = 0;
+
+  // At speed 1 a recording lasts about fourteen seconds, within what an eye can follow or wait for.
+  const pace = Math.min(500, Math.max(60, 14000 / Math.max(1, ticks)));
+
+  function show(to) {
+    tick = Math.min(ticks, Math.max(0, to));
+    for (const panel of panels) {
+      const index = ticks ? Math.round((tick * (panel.stills.length - 1)) / ticks) : 0;
+      if (index !== panel.index) draw(panel, index);
+    }
+    scrub.value = tick;
+    scrub.setAttribute("aria-valuetext", `${tick} of ${ticks}`);
+    byId("tick").textContent = `${tick} / ${ticks}`;
+    byId("back").disabled = tick === 0;
+    byId("forward").disabled = tick === ticks;
+    showCard();
+  }
+
+  function play() {
+    clearTimeout(opening);
+    if (tick === ticks) show(0);
+    if (!playing) requestAnimationFrame(begin);
+    setPlaying(ticks > 0);
+  }
+
+  function pause() {
+    clearTimeout(opening);
+    setPlaying(false);
+  }
+
+  function setPlaying(now) {
+    playing = now;
+    document.body.classList.toggle("playing", now);
+    byId("play").setAttribute("aria-label", now ? "Pause" : "Play");
+  }
+
+  function begin(now) {
+    clock = now;
+    owed = 0;
+    if (playing) requestAnimationFrame(advance);
+  }
+
+  function advance(now) {
+    if (!playing) return;
+    owed += ((now - clock) * Number(byId("speed").value)) / pace;
+    clock = now;
+    if (owed >= 1) {
+      show(tick + Math.floor(owed));
+      owed %= 1;
+    }
+    if (tick === ticks) pause();
+    else requestAnimationFrame(advance);
+  }
+
+  function stepTo(to) {
+    pause();
+    show(to);
+  }
+
+  byId("play").addEventListener("click", () => (playing ? pause() : play()));
+  byId("restart").addEventListener("click", () => (show(0), play()));
+  byId("back").addEventListener("click", () => stepTo(tick - 1));
+  byId("forward").addEventListener("click", () => stepTo(tick + 1));
+  scrub.addEventListener("input", () => stepTo(Number(scrub.value)));
+
+  const keys = {
+    " ": () => (playing ? pause() : play()),
+    ArrowLeft: () => stepTo(tick - 1),
+    ArrowRight: () => stepTo(tick + 1),
+    Home: () => stepTo(0),
+    End: () => stepTo(ticks),
+    ArrowUp: () => walk(-1),
+    ArrowDown: () => walk(1),
+    Escape: () => (point(null, null), focused.cell && focused.cell.blur()),
+    g: () => byId("guesses").click(),
+  };
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
+    // What a control does with a key of its own stays its own.
+    const own = { BUTTON: [" "], SUMMARY: [" "], SELECT: [" ", "ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Home", "End"] };
+    const tag = event.target.tagName;
+    if ((own[tag] || []).includes(event.key) || (event.target.id === "guesses" && event.key === " ")) return;
+    if (event.key.startsWith("Arrow") && /Up|Down/.test(event.key) && !focused.cell) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+
+  // --- The card of the token that is pointed at or has the focus. ---
+
+  const card = byId("card");
+  let pointed = { panel: null, cell: null };
+  let focused = { panel: null, cell: null };
+  let marked = null;
+
+  function point(panel, cell) {
+    pointed = { panel, cell };
+    showCard();
+  }
+
+  function focus(panel, cell) {
+    focused = { panel, cell };
+    if (cell) {
+      pointed = { panel: null, cell: null };
+      for (const each of panel.cells) each.cell.tabIndex = each.cell === cell ? 0 : -1;
+    }
+    showCard();
+  }
+
+  function walk(by) {
+    const next = focused.panel.cells[Number(focused.cell.dataset.place) + by];
+    if (next) next.cell.focus();
+  }
+
+  function showCard() {
+    const { panel, cell } = pointed.cell ? pointed : focused;
+    if (marked && marked !== cell) {
+      marked.classList.remove("shown");
+      marked.removeAttribute("aria-describedby");
+    }
+    marked = cell;
+    card.hidden = !cell;
+    if (!cell) return;
+    cell.classList.add("shown");
+    cell.setAttribute("aria-describedby", "card");
+    card.replaceChildren(...cardParts(panel, Number(cell.dataset.place)));
+    placeCard(cell.querySelector(".ink").getClientRects()[0] || cell.getBoundingClientRect());
+  }
+
+  function cardParts(panel, place) {
+    const now = panel.stills[panel.index].cells[place];
+    const hidden = isMasked(now);
+    const kinds = [hidden ? "" : now.state, now.isAnchor ? "anchor" : "", `token ${place + 1} of ${panel.cells.length}`];
+    const name = element("div", "name", hidden ? element("b", "", now.state) : element("q", "", plain(now.text)));
+    name.append(element("span", "", kinds.filter(Boolean).join(" · ")));
+    return [name, ...guessParts(panel, place), element("h3", "", "History"), historyList(panel, place)];
+  }
+
+  function guessParts(panel, place) {
+    // A visible token has no guesses any more: then those it had last.
+    let index = panel.index;
+    while (index > 0 && !panel.stills[index].cells[place].guesses.length) index--;
+    const { guesses, state } = panel.stills[index].cells[place];
+    if (!guesses.length) return state === "given" ? [] : [element("h3", "", `No guesses of the ${panel.recording.guesser} here`)];
+    const list = element("ol", "guesses");
+    for (const [guess, p] of guesses) {
+      const fill = element("i");
+      fill.style.width = `${100 * p}%`;
+      const share = p >= 0.9995 || p < 0.0005 ? (100 * p).toFixed(0) : (100 * p).toFixed(1);
+      list.append(element("li", "", element("q", "", plain(guess)), element("span", "meter", fill), element("span", "share-of", `${share}%`)));
+    }
+    return [element("h3", "", `Guesses of the ${panel.recording.guesser} at step ${panel.stills[index].step}`), list];
+  }
+
+  function historyList(panel, place) {
+    const events = history(panel.stills, place);
+    const current = events.filter(([index]) => index <= panel.index).length - 1;
+    // A token that came and went often: the changes around this step.
+    const first = Math.max(0, Math.min(current - 3, events.length - 7));
+    const list = element("ol", "history");
+    if (first > 0) list.append(element("li", "", element("span", "", "…"), element("span", "", `${first} earlier`)));
+    events.slice(first, first + 7).forEach(([index, said], i) => {
+      const state = first + i === current ? "now" : first + i > current ? "later" : "";
+      list.append(element("li", state, element("span", "", `step ${panel.stills[index].step}`), element("span", "", said)));
+    });
+    const rest = events.length - first - 7;
+    if (rest > 0) list.append(element("li", "later", element("span", "", "…"), element("span", "", `${rest} later`)));
+    return list;
+  }
+
+  function placeCard(at) {
+    const room = document.querySelector(".bar").getBoundingClientRect().top;
+    const { width: wide, height: high } = card.getBoundingClientRect();
+    const left = Math.min(Math.max(8, at.left + at.width / 2 - wide / 2), innerWidth - wide - 8);
+    const below = at.bottom + 8;
+    const top = below + high < room || at.top - high - 8 < 0 ? below : at.top - high - 8;
+    card.style.left = `${left}px`;
+    card.style.top = `${Math.max(4, Math.min(top, innerHeight - high - 4))}px`;
+  }
+
+  for (const event of ["scroll", "resize"]) addEventListener(event, showCard, { passive: true });
+
+  // --- The page. ---
+
+  const every = panels.flatMap((panel) => panel.stills.flatMap((still) => still.cells));
+  const has = { given: (cell) => cell.state === "given", visible: (cell) => cell.state === "visible" };
+  has.guesses = (cell) => cell.guesses.length > 0;
+  has.anchors = (cell) => isMasked(cell) && cell.isAnchor;
+  for (const [name, test] of Object.entries(has)) {
+    if (!every.some(test)) for (const found of document.querySelectorAll(`.only-${name}`)) found.hidden = true;
+  }
+  const guessing = byId("guesses");
+  const setGuessing = () => document.body.classList.toggle("guessing", guessing.checked);
+  guessing.addEventListener("change", setGuessing);
+
+  document.title = data.title;
+  byId("title").textContent = data.title;
+  byId("panels").append(...panels.map((panel) => panel.panel));
+  document.body.classList.toggle("several", panels.length > 1);
+  scrub.max = ticks;
+  scrub.disabled = byId("play").disabled = byId("restart").disabled = ticks === 0;
+  setGuessing();
+  show(0);
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const opening = setTimeout(() => !still && play(), 900);
+})();

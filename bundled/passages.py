@@ -1,0 +1,110 @@
+"""Cut books into passages: whole sentences, from a line to a full row, each to be a row of its own.
+
+    python bundled/passages.py BOOKS.txt.gz … --out passages.jsonl
+
+A model that is trained on them knows how a text of any length begins and ends. The cuts follow from the text alone:
+the same books give the same passages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SEPARATOR = "<|endoftext|>"
+MOST = 920  # characters unless told: about 240 tokens of the bundled tokenizer, so that nearly all fit into 254
+LEAST = 40
+FULL_SHARE = 0.6  # of the passages take as much as fits, the others end earlier
+ABBREVIATION = "".join(rf"(?<!\b{short}\.)" for short in ("Mr", "Mrs", "Dr", "St", "[A-Z]"))
+SENTENCE = re.compile(rf"(?<=[.!?]){ABBREVIATION}([\"'”’)\]]*)\s+(?=[\"'“‘(\[]*[A-Z])")
+CLAUSE = re.compile(r"(?<=[;:,])\s+")
+
+
+def documents(path: Path) -> Iterator[str]:
+    """The books of a file, which stand between separators."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        book: list[str] = []
+        for line in lines:
+            if line.strip() == SEPARATOR:
+                yield "".join(book)
+                book = []
+            else:
+                book.append(line)
+        if book:
+            yield "".join(book)
+
+
+def sentences(paragraph: str, most: int = MOST) -> list[str]:
+    """The sentences of a paragraph, each with what closes it; one that is too long is cut where it pauses."""
+    marked = SENTENCE.sub(lambda match: match.group(1) + "\0", paragraph.strip())
+    found: list[str] = []
+    for sentence in marked.split("\0"):
+        if len(sentence) <= most:
+            found.append(sentence)
+            continue
+        part = ""
+        for clause in CLAUSE.split(sentence):
+            if part and len(part) + 1 + len(clause) > most:
+                found.append(part)
+                part = ""
+            part = f"{part} {clause}" if part else clause
+        found.append(part)
+    return found
+
+
+def passages(book: str, rng: random.Random, most: int = MOST) -> Iterator[str]:
+    """Passages of a book in order: sentences of a paragraph joined by a blank, paragraphs by a new line."""
+
+    def draw_budget() -> int:
+        return most if rng.random() < FULL_SHARE else rng.randint(LEAST, most)
+
+    text, budget = "", draw_budget()
+    for paragraph in re.split(r"\n\s*\n", book):
+        if not is_prose(paragraph):
+            if text:
+                yield text
+            text, budget = "", draw_budget()
+            continue
+        for number, sentence in enumerate(sentences(paragraph, most)):
+            joint = "\n" if number == 0 else " "
+            if text and len(text) + 1 + len(sentence) > budget:
+                yield text
+                text, budget = "", draw_budget()
+            text = text + joint + sentence if text else sentence
+    if text:
+        yield text
+
+
+def is_prose(paragraph: str) -> bool:
+    """Whether a paragraph reads as sentences: no title page, table, index or list of contents."""
+    words = paragraph.split()
+    if len(words) < 4 or paragraph.strip()[-1:] not in ".!?\"'”’)":
+        return False
+    letters = sum(character.isalpha() for character in paragraph)
+    lower = sum(character.islower() for character in paragraph)
+    return letters > 0.7 * len("".join(words)) and lower > 0.8 * letters and "\n" not in paragraph.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("books", nargs="+", type=Path)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--most", type=int, default=MOST, help="characters in a passage")
+    options = parser.parse_args()
+    rows = size = 0
+    with options.out.open("w", encoding="utf-8") as out:
+        for path in options.books:
+            for number, book in enumerate(documents(path)):
+                for passage in passages(book, random.Random(f"{path.name} {number}"), options.most):
+                    out.write(json.dumps({"text": passage}, ensure_ascii=False) + "\n")
+                    rows, size = rows + 1, size + len(passage)
+    print(f"{rows:,} passages, {size:,} characters, {size / max(rows, 1):.0f} each")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The bigram baseline: a distribution everywhere, counted however rows come, better than the unigram on real text."""
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from adlm.data.batches import TensorRows
+from adlm.data.shards import open_data
+from adlm.evaluate import ngrams
+from adlm.evaluate.likelihood import held_out_bound, unigram_nll
+from adlm.evaluate.ngrams import Bigram, count_bigrams, held_out_nll, per_token
+from adlm.methods import build_config
+from adlm.models.language_model import LanguageModel
+from tests.train.runs import data
+
+VOCAB = 7  # of which 5 and 6 never occur, and 4 only at the end of a row
+
+
+def rows(seed: int = 0, count: int = 40, length: int = 9) -> TensorRows:
+    """Padded rows in which a token is mostly followed by the next one."""
+    rng = torch.Generator().manual_seed(seed)
+    start = torch.randint(4, (count, 1), generator=rng)
+    jumps = torch.randint(4, (count, length), generator=rng) * (torch.rand(count, length, generator=rng) < 0.3)
+    tokens = (start + torch.arange(length) + jumps) % 4
+    lengths = torch.randint(2, length + 1, (count,), generator=rng)
+    tokens[torch.arange(count), lengths - 1] = 4
+    tokens[torch.arange(length) >= lengths[:, None]] = 6  # padding: never to be counted
+    return TensorRows(tokens, lengths)
+
+
+def table(model: Bigram) -> np.ndarray:
+    """P(w | v) for all v, w."""
+    before, after = np.divmod(np.arange(VOCAB * VOCAB), VOCAB)
+    return model.probability(before, after).reshape(VOCAB, VOCAB)
+
+
+def test_everything_is_counted_and_padding_is_not() -> None:
+    given = rows()
+    texts = [row[:n].tolist() for row, n in zip(given.tokens, given.lengths, strict=True)]
+    pairs = Counter(pair for text in texts for pair in pairwise(text))
+    model = count_bigrams(given, VOCAB)
+    assert {divmod(int(code), VOCAB): int(n) for code, n in zip(model.pairs, model.counts, strict=True)} == pairs
+    assert model.tokens.tolist() == [sum(text.count(token) for text in texts) for token in range(VOCAB)]
+    assert model.tokens[6] == 0
+
+
+def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, seen = count_bigrams(rows(), VOCAB), []
+    bound = held_out_nll(whole.nll, rows(1))
+    monkeypatch.setattr(ngrams, "PIECE", 30)
+    parts = count_bigrams(rows(), VOCAB, on_rows=lambda done, total: seen.append((done, total)))
+    for name in ("tokens", "pairs", "counts"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name))
+    assert held_out_nll(whole.nll, rows(1)) == pytest.approx(bound)
+    assert len(seen) > 10 and seen[-1] == (40, 40)
+
+
+@pytest.mark.parametrize("given", [rows(), rows(count=2), TensorRows(torch.tensor([[0, 1]] * 3)),
+                                   TensorRows(torch.tensor([[0, 1, 0, 2, 0, 3]]))])  # fmt: skip
+def test_it_is_a_distribution_and_nothing_is_impossible(given: TensorRows) -> None:
+    """After every token, the never-seen too; of as little text as may be, where discounts cannot be estimated."""
+    model = count_bigrams(given, VOCAB)
+    assert table(model).sum(1) == pytest.approx(np.ones(VOCAB))
+    assert (table(model) > 0).all()
+    assert model.unigram.sum() == pytest.approx(1) and (model.unigram > 0).all()
+    assert (model.discounts[1:] > 0).all() and (model.discounts <= np.arange(4)).all()
+
+
+def test_the_formula() -> None:
+    """P(w | v) by hand, for a pair that was seen and one that was not."""
+    model = count_bigrams(TensorRows(torch.tensor([[0, 1, 0, 1, 0, 2]])), 4)  # too few for discounts: a half each
+    continuation = np.array([1 + 1, 1 + 1, 1 + 1, 0 + 1]) / 7  # 0 behind 1; 1 behind 0; 2 behind 0
+    before, after = np.array([0, 0, 0, 3]), np.array([1, 2, 3, 2])
+    # 0 was followed three times, by two different tokens; 3 never.
+    expected = [1.5 / 3 + 1 / 3 * continuation[1], 0.5 / 3 + 1 / 3 * continuation[2], 1 / 3 * continuation[3]]
+    assert model.probability(before, after) == pytest.approx([*expected, continuation[2]])
+
+
+def test_discounts_follow_from_counts_of_counts() -> None:
+    counts = np.repeat([1, 2, 3, 4, 9], [8, 4, 2, 1, 3])
+    model = Bigram(10, np.ones(10, dtype=np.int64), np.arange(len(counts)), counts)
+    y = 8 / (8 + 2 * 4)
+    expected = [0, 1 - 2 * y * 4 / 8, 2 - 3 * y * 2 / 4, 3 - 4 * y * 1 / 2]
+    assert model.discounts == pytest.approx(expected)
+
+
+def test_it_learns_what_follows() -> None:
+    """More rows of a source bring it near the source's own entropy: here of a chain with two successors each."""
+    rng = torch.Generator().manual_seed(0)
+    steps = 1 + (torch.rand(2000, 16, generator=rng) < 0.25).long()
+    tokens = steps.cumsum(1) % 5
+    model = count_bigrams(TensorRows(tokens[:1500]), 5)
+    after_first = model.nll(tokens[1500:].numpy())[:, 1:].mean()
+    assert after_first == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=0.02)
+
+
+def test_the_first_token_is_the_unigrams_and_ends_can_be_free() -> None:
+    model, held = count_bigrams(rows(), VOCAB), rows(1)
+    tokens, lengths = held.tokens.numpy(), held.lengths.numpy()
+    nats = model.nll(tokens)
+    assert nats[:, 0] == pytest.approx(-np.log(model.unigram[tokens[:, 0]]))
+    assert nats[:, 1:] == pytest.approx(-np.log(table(model)[tokens[:, :-1], tokens[:, 1:]]))
+    valid = np.arange(tokens.shape[1]) < lengths[:, None]
+    bound = held_out_nll(model.nll, held)
+    assert bound.tokens == lengths.sum()
+    assert bound.nll == pytest.approx(nats[valid].mean())
+    inner = valid & (np.arange(tokens.shape[1]) < lengths[:, None] - 1)
+    inner[:, 0] = False
+    free = held_out_nll(model.nll, held, ends_free=True)
+    assert free.tokens == bound.tokens
+    assert free.nll == pytest.approx(nats[inner].sum() / lengths.sum())
+
+
+def test_the_same_tokens_count_as_in_the_bound() -> None:
+    shape = {"dim": 16, "heads": 2, "length": 9, "denoiser_layers": 1}
+    masked = LanguageModel(build_config("mdlm", "nano", vocab_size=VOCAB, mask_id=5, **shape))
+    model, held = count_bigrams(rows(), VOCAB), rows(1)
+    kept: list[Tensor] = []
+    bound = held_out_bound(masked, held, total=lambda sums: kept.append(sums) or sums)
+    assert held_out_nll(model.nll, held).tokens == bound.tokens
+    assert per_token(*kept[0].numpy()) == pytest.approx(bound)  # the same error, too
+    valid = torch.arange(9) < held.lengths[:, None]
+    expected = unigram_nll(torch.from_numpy(model.tokens), held.tokens, valid)
+    assert held_out_nll(model.unigram_nll, held).nll == pytest.approx(expected)
+
+
+def test_the_error_is_the_spread_over_sets_of_rows() -> None:
+    model = count_bigrams(rows(), VOCAB)
+    bounds = [held_out_nll(model.nll, rows(seed)) for seed in range(1, 101)]
+    spread = np.std([bound.nll for bound in bounds], ddof=1)
+    assert np.mean([bound.stderr for bound in bounds]) == pytest.approx(spread, rel=0.25)
+
+
+@pytest.mark.parametrize("form", ["wrapped", "documents"])
+def test_it_beats_the_unigram_on_real_text(form: str) -> None:
+    prepared = open_data(data(form))
+    model = count_bigrams(prepared.rows("train"), prepared.vocab_size)
+    assert np.array_equal(model.tokens, prepared.counts().numpy())
+    held = prepared.rows("valid")
+    bigram, unigram = held_out_nll(model.nll, held), held_out_nll(model.unigram_nll, held)
+    assert bigram.tokens == unigram.tokens
+    assert bigram.nll < unigram.nll - 5 * unigram.stderr < math.log(prepared.vocab_size)
+
+
+def test_errors_teach() -> None:
+    none = TensorRows(torch.empty(0, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="no rows"):
+        count_bigrams(none, VOCAB)
+    with pytest.raises(ValueError, match="tokens from 0 to 4, where the vocabulary has 4"):
+        count_bigrams(rows(), 4)
+    with pytest.raises(ValueError, match="no row has two tokens"):
+        count_bigrams(TensorRows(torch.tensor([[1], [2]])), VOCAB)
+    model = count_bigrams(rows(), VOCAB)
+    with pytest.raises(ValueError, match="at least 2 rows, got 1"):
+        held_out_nll(model.nll, TensorRows(torch.tensor([[1, 2]])))

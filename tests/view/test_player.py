@@ -1,0 +1,261 @@
+"""The player's page without a browser: the data comes back as it was, no text breaks out, errors name the remedy."""
+
+import base64
+import hashlib
+import html
+import json
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adlm.stills import STATES, Cell, Recording, Still
+from adlm.view.player import TITLE, player_html, write_player
+
+PROSE = (
+    "The harbour was quiet when the surveyor came down from the lighthouse. She had counted the lamps twice, once for "
+    "the ledger and once for herself, and the two sums did not agree. “Then one of them has moved,” said the keeper, "
+    "who was mending a net.\n\nThey went out together in the small boat. Beyond the breakwater the water lay flat as "
+    "slate, and on it, far from any shore, a single lamp was burning. Nobody had lit it. Nobody, the keeper said, ever "
+    "rowed out to put it out — not in café talk, not in winter, not even 冬."
+)
+NASTY = "</script><script>window.broken=1</script><!-- <b>&amp; \"quotes\" ' \u2028 {{script}} \\u003c \ud800 \x00 \r\n"
+
+
+def tokens_of(text: str) -> list[str]:
+    """Words with the space before them, long ones in two pieces, punctuation and newlines apart."""
+    words = re.findall(r"\n+|\s?\w+|\s?[^\w\s]", text)
+    return [piece for word in words for piece in ((word[:6], word[6:]) if len(word) > 9 else (word,))]
+
+
+def simulated(text: str = PROSE, *, steps: int = 32, remask: float = 0.0, prompt: int = 0, seed: int = 1) -> Recording:
+    """A text that comes out of its masks at random, some of it put back; guesses grow surer as more is visible."""
+    rng = random.Random(seed)
+    final = tokens_of(text)
+    vocabulary = sorted({*final, " the", " of", ","})
+    tokens: list[str | None] = [token if at < prompt else None for at, token in enumerate(final)]
+
+    def look(at: int, before: list[str | None], share: float) -> Cell:
+        token, is_anchor = tokens[at], final.count(final[at]) == 1 and len(final[at]) > 5
+        if at < prompt or token is not None:
+            state = "given" if at < prompt else "revealed" if token != before[at] else "visible"
+            return Cell(token or "", state, (), is_anchor)
+        p = min(0.97, 0.04 + rng.random() * (0.2 + share))
+        guesses = [(final[at], p), (rng.choice(vocabulary), p * 0.4), (" the", p * 0.2)]
+        if rng.random() > 0.3 + 0.7 * share:
+            guesses = [(rng.choice(vocabulary), p), (" the", p * 0.5), (final[at], p * 0.3)]
+        scale = max(1.0, sum(p for _, p in guesses))
+        state = "remasked" if before[at] is not None else "hidden"
+        return Cell("", state, tuple((guess, p / scale) for guess, p in guesses), is_anchor)
+
+    stills = [Still(0, 0, tuple(look(at, tokens, 0.0) for at in range(len(final))))]
+    for step in range(1, steps + 1):
+        before = list(tokens)
+        for at in range(prompt, len(final)):
+            if tokens[at] is None and rng.random() < 1 / (steps - step + 1):
+                wrong = remask and step < steps and rng.random() < 0.3
+                tokens[at] = rng.choice(vocabulary) if wrong else final[at]
+            elif step == steps:
+                tokens[at] = final[at]
+            elif tokens[at] is not None and rng.random() < remask * (1 if tokens[at] == final[at] else 4):
+                tokens[at] = None
+        share = sum(token is not None for token in tokens) / len(final)
+        stills.append(Still(step, step, tuple(look(at, before, share) for at in range(len(final)))))
+    told = {"sampler": "remask_cap" if remask else "ancestral", "steps": steps, "seed": seed, "top_p": 0.9}
+    return Recording(f"{told['sampler']}, {steps} steps", "".join(final), tuple(stills), 1.25, told)
+
+
+def data_in(page: str) -> Any:
+    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert len(found) == 1
+    return json.loads(found[0])
+
+
+def decoded(recording: dict[str, Any]) -> list[Still]:
+    """The stills as the page's script reads them."""
+    stills, cells = [], [Cell("", "") for _ in range(recording["cells"])]
+    for step, nfe, flat in recording["stills"]:
+        numbers, at = iter(flat), -1
+        for gap in numbers:
+            at += gap
+            kind, text, count = (next(numbers) for _ in range(3))
+            pairs = [(recording["strings"][next(numbers)], next(numbers) / 1000) for _ in range(count)]
+            cells[at] = Cell(recording["strings"][text], STATES[kind // 2], tuple(pairs), kind % 2 == 1)
+        stills.append(Still(step, nfe, tuple(cells)))
+    return stills
+
+
+def units(text: str) -> bytes:
+    """A text as a browser holds it: JSON joins two surrogates that stand side by side."""
+    return text.encode("utf-16-le", "surrogatepass")
+
+
+def rounded(still: Still) -> tuple[object, ...]:
+    cells = [
+        (units(c.text), c.state, [(units(g), round(1000 * p)) for g, p in c.guesses], c.is_anchor) for c in still.cells
+    ]
+    return still.step, still.nfe, cells
+
+
+TEXTS = st.text(st.characters(), max_size=5)  # surrogates and controls included
+GUESSES = st.lists(st.tuples(TEXTS, st.floats(0, 1)), max_size=3).map(tuple)
+CELLS = st.builds(Cell, TEXTS, st.sampled_from(STATES), GUESSES, st.booleans())
+
+
+@st.composite
+def recordings(draw: st.DrawFn) -> Recording:
+    """Stills in which most cells are as before."""
+    cells = draw(st.lists(CELLS, max_size=6))
+    stills = [Still(0, draw(st.integers(0, 3)), tuple(cells))]
+    for step in range(1, draw(st.integers(1, 5))):
+        for at in draw(st.sets(st.integers(0, len(cells) - 1))) if cells else ():
+            cells[at] = draw(CELLS)
+        stills.append(Still(step, stills[-1].nfe + draw(st.integers(0, 2)), tuple(cells)))
+    return Recording(draw(TEXTS), stills[-1].text, tuple(stills), draw(st.floats(0, 100)), {"seed": 1}, draw(TEXTS))
+
+
+@given(st.lists(recordings(), min_size=1, max_size=3), TEXTS)
+@settings(deadline=None)
+def test_every_still_comes_back(made: list[Recording], title: str) -> None:
+    data = data_in(player_html(made, title))
+    assert units(data["title"]) == units(title) and data["states"] == list(STATES)
+    assert len(data["recordings"]) == len(made)
+    for found, recording in zip(data["recordings"], made):
+        assert [rounded(still) for still in decoded(found)] == [rounded(still) for still in recording.stills]
+        assert units(found["title"]) == units(recording.title)
+        assert units(found["guesser"]) == units(recording.guesser)
+        assert found["seconds"] == pytest.approx(recording.seconds, abs=1e-3)
+
+
+def test_a_still_holds_what_changed() -> None:
+    same = tuple(Cell(token, "given") for token in (" a", " b", " c"))
+    changed = (same[0], Cell(" d", "given"), same[2])
+    stills = (Still(0, 0, same), Still(1, 1, same), Still(2, 2, changed))
+    found = data_in(player_html([Recording("t", " a d c", stills)]))["recordings"][0]
+    assert [still[:2] for still in found["stills"]] == [[0, 0], [1, 1], [2, 2]]
+    assert found["stills"][1][2] == [] and found["stills"][2][2][0] == 2  # the second cell: two after -1
+    assert found["strings"] == [" a", " b", " c", " d"]
+
+
+def test_an_ordinary_recording_is_a_small_file(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    words = [f" word{number}" for number in range(8000)]
+
+    def cell(at: int, step: int) -> Cell:
+        if at < step:
+            return Cell(words[at], "visible")
+        return Cell("", "hidden", tuple((rng.choice(words), rng.random()) for _ in range(3)))
+
+    stills = tuple(Still(step, step, tuple(cell(at, step) for at in range(128))) for step in range(129))
+    path = write_player([Recording("128 × 128", stills[-1].text, stills)], tmp_path / "a.html")
+    assert path.stat().st_size < 600_000
+
+
+class Elements(HTMLParser):
+    """The elements of a page as a parser sees them, and the text of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {"": []}
+        self.inside = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.inside, []).append(data)
+
+
+def elements(page: str) -> Elements:
+    found = Elements()
+    found.feed(page)
+    return found
+
+
+def nasty() -> Recording:
+    cells = (Cell(NASTY, "revealed"), Cell("", "hidden", ((NASTY, 0.5),)))
+    return Recording(NASTY, NASTY, (Still(0, 0, cells),), 0.0, {NASTY: NASTY, "nan": float("nan")}, NASTY)
+
+
+def test_no_text_breaks_out(tmp_path: Path) -> None:
+    page = write_player([nasty()], tmp_path / "a.html", title=NASTY).read_text("utf-8")
+    harmless = player_html([Recording("t", "x", (Still(0, 0, (Cell("x", "given"),)),))], "t")
+    assert [tag for tag, _ in elements(page).tags] == [tag for tag, _ in elements(harmless).tags]
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert data and data[1].isascii() and not set("<>&") & set(data[1])
+    found = data_in(page)
+    assert found["title"] == NASTY and found["recordings"][0]["settings"] == [[NASTY, NASTY], ["nan", "NaN"]]
+    assert "".join(elements(page).texts["title"]).startswith("</script><script>window.broken=1")
+
+
+def test_the_page_loads_nothing_and_may_run_its_own_script_only() -> None:
+    found = elements(player_html([simulated(steps=3)]))
+    for tag, attributes in found.tags:
+        assert tag not in ("img", "iframe", "object", "embed", "base", "form"), tag
+        for name, value in attributes.items():
+            assert not name.startswith("on") and name not in ("src", "style"), (tag, name)
+            assert name != "href" or (value or "").startswith("data:"), value
+    policy = next(a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy
+    for kind in ("style", "script"):
+        content = "".join(found.texts[kind])
+        if kind == "script":
+            content = content[content.index("\n") :]  # the data comes first, on one line, and is not run
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    ways_in = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b"
+    assert not re.search(ways_in, "".join(found.texts["script"]))
+
+
+def test_title_and_parents(tmp_path: Path) -> None:
+    recording = simulated(steps=2)
+    path = write_player([recording], tmp_path / "not" / "there" / "a.html", title="Müll & <Co>")
+    assert path == tmp_path / "not" / "there" / "a.html"
+    page = path.read_text("utf-8")
+    assert html.unescape("".join(elements(page).texts["title"])) == "Müll & <Co>"
+    assert page == player_html([recording], "Müll & <Co>")  # the same recording, the same page
+    assert f"<title>{TITLE}</title>" in player_html([recording])
+
+
+def still(*cells: Cell, step: int = 0) -> Still:
+    return Still(step, step, cells)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ([], "no recordings: give at least one"),
+        ([Recording("empty", "", ())], "'empty' has no stills"),
+        ([Recording("a", "abc", (still(Cell("abd", "given")),))], "'abc' differs from its last still, 'abd'"),
+        (
+            [Recording("a", "x", (still(), still(Cell("x", "given"), step=1)))],
+            "step 1 has 1 cells and the first still 0",
+        ),
+        ([Recording("a", "x", (still(Cell("x", "seen")),))], "position 0: state 'seen' is not one of hidden, remasked"),
+        (
+            [Recording("a", "", (still(Cell("", "hidden", (("x", 1.2),))),))],
+            "guess 'x' has probability 1.2: expected one from 0 to 1",
+        ),
+        ([Recording("a", "", (still(Cell("", "hidden", (("x", float("nan")),))),))], "probability nan"),
+        ([Recording("a", "", (still(),), float("inf"))], "took inf seconds"),
+    ],
+)
+def test_errors_name_the_value_and_the_expectation(made: list[Recording], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        write_player(made, tmp_path / "new" / "a.html")
+    assert not list(tmp_path.iterdir())  # nothing half done
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a folder: give the name of a file, such as .*sample\.html"):
+        write_player([simulated(steps=2)], tmp_path)

@@ -1,0 +1,277 @@
+"""The terminal view: what stands is what is read, states differ without colour, every still comes back."""
+
+import random
+import re
+import unicodedata
+from collections.abc import Iterator
+from io import StringIO
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+from rich.segment import Segment
+
+from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, STATES, VISIBLE, Cell, Recording, Still
+from adlm.view.colours import SURE
+from adlm.view.terminal import BLOCKS, View, draw_panels, draw_still, tame, watch
+
+PARAGRAPH = (
+    "When the harbour froze, the ferrymen carried their boats up the hill and slept beneath them. By the second week "
+    "the children had learned to skate, and the baker, who had never trusted the sea, walked out over it every morning "
+    'with a basket of warm rolls. "It will hold," he said to nobody in particular; and until the first of March it did.'
+    "\n\nThen one night the lighthouse keeper heard a long, low note, like a cello being tuned in another room, and in "
+    "the morning there was a dark line across the bay."
+)
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def record(
+    paragraph: str = PARAGRAPH, *, steps: int = 64, remask: float = 0.05, seed: int = 0, title: str = "loop"
+) -> Recording:
+    """A made-up denoising of a paragraph: tokens appear at random, some are hidden again, guesses grow surer."""
+    rng, prompt = random.Random(seed), 5
+    words = re.findall(r"\s*[A-Za-z]{1,6}|\s*[^A-Za-z\s]|\s+", paragraph)
+    standing = [i < prompt for i in range(len(words))]
+    before, stills = list(standing), []
+
+    def cell_at(i: int, progress: float) -> Cell:
+        is_rare = len(words[i].strip()) >= 5 and words.count(words[i]) == 1
+        if i < prompt:
+            return Cell(words[i], GIVEN)
+        if standing[i]:
+            return Cell(words[i], VISIBLE if before[i] else REVEALED, is_anchor=is_rare)
+        sure = min(0.99, rng.random() * (0.3 + progress))
+        guess = words[i] if rng.random() < 0.3 + progress / 2 else rng.choice(words)
+        return Cell("", REMASKED if before[i] else HIDDEN, ((guess, sure), (" the", sure / 2)), is_rare)
+
+    for step in range(steps + 1):
+        before = list(standing)
+        hidden = [i for i, stands in enumerate(standing) if not stands]
+        for i in rng.sample(hidden, -(-len(hidden) // (steps - step + 1)) if step else 0):
+            standing[i] = True
+        for i in range(prompt, len(words)):
+            if before[i] and step < 0.8 * steps and rng.random() < remask:
+                standing[i] = False
+        stills.append(Still(step, step, tuple(cell_at(i, step / steps) for i in range(len(words)))))
+    return Recording(title, paragraph, tuple(stills))
+
+
+def terminal(**how: Any) -> Console:
+    settings = {"width": 100, "height": 40, "force_terminal": True, "color_system": "256", "legacy_windows": False}
+    return Console(file=StringIO(), _environ={}, **settings | how)
+
+
+def segments(drawn: RenderableType, console: Console) -> list[Segment]:
+    """What the console would write, colours taken out where it has none."""
+    with console.capture():
+        found = [segment for line in console.render_lines(drawn, pad=False, new_lines=True) for segment in line]
+    return list(Segment.remove_color(found)) if console.no_color else found
+
+
+def lines_of(drawn: RenderableType, console: Console) -> list[str]:
+    return "".join(segment.text for segment in segments(drawn, console)).rstrip("\n").split("\n")
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def only(text: str, state: str = VISIBLE, **how: Any) -> Still:
+    return Still(0, 0, (Cell(text, state, **how),))
+
+
+def test_what_stands_is_what_is_read() -> None:
+    recording = record()
+    assert draw_still(recording.stills[-1]).plain == recording.text
+    assert draw_still(recording.stills[-1], show_guesses=False).plain == PARAGRAPH
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"], include_characters="\n"))))
+def test_text_of_any_script_is_not_altered(texts: list[str]) -> None:
+    still = Still(0, 0, tuple(Cell(text, STATES[2 + i % 3], is_anchor=i % 2 == 0) for i, text in enumerate(texts)))
+    assert draw_still(still).plain == still.text
+
+
+@given(st.text(st.characters()), st.sampled_from(STATES))
+@settings(deadline=None)
+def test_no_control_reaches_the_terminal(text: str, state: str) -> None:
+    is_hidden = state in (HIDDEN, REMASKED)
+    cell = Cell("", state, ((text, 0.5),)) if is_hidden else Cell(text, state)
+    console = terminal()
+    console.print(draw_panels([Still(1, 1, (cell,))], [text], steps=[2]))
+    left = SGR.sub("", written(console)).replace("\n", "")
+    left.encode("utf-8")  # no lone surrogate either
+    assert not [c for c in left if unicodedata.category(c) == "Cc"]
+    assert not set(left) & set("\u202a\u202b\u202d\u202e\u2066\u2067\u2068\u2028\u2029")
+
+
+def test_stand_ins_are_seen() -> None:
+    assert tame("a\x1b[31mb\rc\x00\x7f\td") == "a␛[31mb␍c␀␡␉d"
+    assert tame("\x9b31m\u202e") == "�31m�"
+    assert tame("naïve — 中\n") == "naïve — 中\n"
+
+
+@pytest.mark.parametrize("show_guesses", [True, False])
+def test_every_state_has_its_own_look_without_colour(show_guesses: bool) -> None:
+    console = terminal(no_color=True)
+    looks = {}
+    for state, is_anchor in product(STATES, (False, True)):
+        text = "" if state in (HIDDEN, REMASKED) else "word"
+        still = only(text, state, guesses=(("word", 0.9),), is_anchor=is_anchor)
+        first = segments(draw_still(still, show_guesses=show_guesses), console)[0]
+        assert first.style is None or first.style.color is None
+        looks[state, is_anchor] = str(first.style or "none")
+    assert len(set(looks.values())) == 2 * len(STATES), looks
+
+
+def test_states_differ_in_colour_too_and_guesses_by_how_sure_they_are() -> None:
+    console = terminal()
+    sure = [0.0, *SURE]
+    stills = [only("", HIDDEN, guesses=((" word", p),)) for p in sure]
+    styles = [segments(draw_still(still), console)[1].style for still in stills]
+    assert len({style.color for style in styles if style}) == len(sure)
+    just_below = only("", HIDDEN, guesses=((" word", SURE[0] - 1e-6),))
+    assert segments(draw_still(just_below), console)[1].style == styles[0]
+
+
+def test_a_hidden_token_is_a_block_or_its_likeliest_guess() -> None:
+    still = Still(1, 1, (Cell("It", GIVEN), Cell("", HIDDEN, ((" was", 0.7), (" is", 0.2))), Cell("", REMASKED)))
+    assert draw_still(still, show_guesses=False).plain == f"It {BLOCKS[HIDDEN]} {BLOCKS[REMASKED]}"
+    assert draw_still(still).plain == f"It was {BLOCKS[REMASKED]}"
+    assert draw_still(only("", HIDDEN, guesses=(("\n\n", 0.9),))).plain == "↵↵"  # a guess breaks no line
+    for nothing in ("", " "):  # what could not be seen
+        assert draw_still(only("", HIDDEN, guesses=((nothing, 0.9),))).plain == BLOCKS[HIDDEN]
+
+
+def test_only_letters_are_underlined() -> None:
+    spans = draw_still(only(" anchor\n", is_anchor=True)).spans
+    assert [(span.start, span.end) for span in spans] == [(1, 7)]
+
+
+@pytest.mark.parametrize("number", [0, 12, 40, 64])
+def test_counters_are_right(number: int) -> None:
+    still = record().stills[number]
+    hidden = sum(cell.state in (HIDDEN, REMASKED) for cell in still.cells)
+    drawn = "\n".join(lines_of(draw_panels([still], ["loop"], steps=[64]), terminal()))
+    assert f" step {number} of 64 " in drawn and f" NFE {number} · {hidden} of {len(still.cells)} hidden " in drawn
+    assert abs(drawn.count("━") / 80 - 1) < 0.2  # a bar, all of it
+    alone = "\n".join(lines_of(draw_panels([still], ["loop"], steps=[None]), terminal()))
+    assert f" step {number} " in alone and "of 64" not in alone and "━" not in alone
+
+
+def test_two_panels_stand_side_by_side_where_there_is_room() -> None:
+    stills = [record().stills[40], record(seed=1).stills[40]]
+    drawn = draw_panels(stills, ["left", "right"], steps=[64, 64])
+    wide, narrow = (lines_of(drawn, terminal(width=width)) for width in (81, 80))
+    assert "left" in wide[0] and "right" in wide[0]
+    assert "left" in narrow[0] and "right" not in narrow[0] and any("right" in line for line in narrow)
+    for width in (30, 80, 81, 100, 300):
+        assert max(map(len, lines_of(drawn, terminal(width=width)))) <= width
+    assert "hidden again" in wide[-2] + wide[-1]
+
+
+def test_a_legend_tears_no_entry() -> None:
+    for width in (40, 60, 80, 120):
+        drawn = "\n".join(lines_of(draw_panels([only("x")], ["t"], steps=[1]), terminal(width=width)))
+        for entry in ("░░░ hidden", "new just revealed", "▒▒▒ hidden again", "text given", "word anchor", "guess <25%"):
+            assert entry in drawn
+    plain = draw_panels([only("x")], ["t"], steps=[1], show_guesses=False)
+    assert "guess" not in "\n".join(lines_of(plain, terminal()))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("width", "height"), [(100, 15), (60, 24), (60, 16), (45, 20), (200, 9)])
+def test_a_view_never_outgrows_the_screen_and_shows_where_things_happen(width: int, height: int, count: int) -> None:
+    recordings = [record(PARAGRAPH * 3, steps=20), record(PARAGRAPH, steps=20)][:count]
+    console = terminal(width=width, height=height)
+    view = View([], ["long", "short"][:count], [20, 20][:count], show_guesses=False, height=height)
+    heights = []
+    for stills in zip(*(recording.stills for recording in recordings)):
+        view.stills = stills
+        lines = lines_of(view, console)
+        heights.append(len(lines))
+        drawn = "\n".join(line for line in lines if "│" in line)  # the legend has blocks too
+        assert re.search(r"⋯ lines \d+–\d+ of \d+", drawn)  # the long one is cropped, and says so
+        if count == 1 and any(cell.is_masked for cell in stills[0].cells):
+            assert "░" in drawn or "▒" in drawn
+    assert max(heights) <= height
+    assert heights == sorted(heights)  # no frame is lower than the one before
+
+
+def test_the_window_follows_a_text_that_is_written_from_left_to_right() -> None:
+    words = [f" word{i}" for i in range(400)]
+    view, console, tops = View([], ["t"], [400], height=12), terminal(width=60), []
+    for step in range(0, 400, 7):
+        cells = [Cell(word, VISIBLE) if i < step else Cell("", HIDDEN) for i, word in enumerate(words)]
+        view.stills = [Still(step, step, tuple(cells))]
+        drawn = "\n".join(line for line in lines_of(view, console) if "│" in line)
+        assert "░" in drawn and (step == 0 or words[step - 1] in drawn)
+        tops.append(view.tops[0])
+    assert tops == sorted(tops) and len(set(tops)) < len(tops) / 2  # it moves on, but not with every frame
+
+
+def streams() -> tuple[list[Recording], list[Iterator[Still]]]:
+    recordings = [record(steps=12), record(steps=5, seed=1, title="quick")]
+    return recordings, [iter(recording.stills) for recording in recordings]
+
+
+@pytest.mark.parametrize("console", [terminal(), terminal(width=50, height=10), terminal(no_color=True)])
+def test_watching_returns_every_still_and_leaves_the_terminal_in_order(console: Console) -> None:
+    recordings, sources = streams()
+    seen = watch(sources, ["loop", "quick"], console, steps=[12, None], pause=0.001)
+    assert [tuple(stills) for stills in seen] == [recording.stills for recording in recordings]
+    out = written(console)
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is back
+    rest = SGR.sub("", out[out.index("\x1b[?25h") :])
+    for token in ("harbour", "lighthouse", "bay.", "step 12 of 12", "step 5 "):  # the last picture is whole
+        assert token in rest
+
+
+def test_a_pipe_gets_a_few_plain_stills() -> None:
+    recordings, sources = streams()
+    console = terminal(force_terminal=False, color_system="auto", width=40)
+    seen = watch(sources, ["loop", "quick"], console, steps=[12, None], pause=9.0)  # nobody looks: no pause
+    assert [tuple(stills) for stills in seen] == [recording.stills for recording in recordings]
+    out = written(console)
+    assert "\x1b" not in out
+    heads = re.findall(r"^(loop|quick): step (\d+)(?: of 12)?, NFE (\d+), (\d+) of \d+ hidden$", out, re.M)
+    for title in ("loop", "quick"):
+        left = [int(hidden) for name, _, _, hidden in heads if name == title]
+        at_first = sum(cell.is_masked for cell in recordings[0].stills[0].cells)
+        assert len(left) == 3 and left[0] <= 0.75 * at_first and 0 < left[1] <= 0.5 * at_first and left[2] == 0
+    assert out.count(PARAGRAPH) == 2  # not folded: a pipe has no width
+
+
+def test_a_dumb_terminal_is_a_pipe() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"})
+    watch([iter(record(steps=3).stills)], ["t"], console, steps=[3])
+    assert "\x1b[?25l" not in written(console)
+
+
+def test_an_interrupt_is_passed_on_after_the_cursor_is_back() -> None:
+    def interrupted() -> Iterator[Still]:
+        yield from record().stills[:9]
+        raise KeyboardInterrupt
+
+    console = terminal()
+    with pytest.raises(KeyboardInterrupt):
+        watch([interrupted()], ["t"], console, steps=[64])
+    out = written(console)
+    assert out.count("\x1b[?25h") == 1
+    assert "step 8 of 64" in SGR.sub("", out[out.index("\x1b[?25h") :])
+
+
+def test_errors_say_what_is_missing() -> None:
+    still = only("x")
+    with pytest.raises(ValueError, match="at least one still"):
+        draw_panels([], [], steps=[])
+    with pytest.raises(ValueError, match="stills: 1, titles: 2, steps: 1"):
+        draw_panels([still], ["a", "b"], steps=[1])
+    with pytest.raises(ValueError, match="at least one stream"):
+        watch([], [], terminal(), steps=[])
+    with pytest.raises(ValueError, match="stream 2 of 2 ended before its first still"):
+        watch([iter([still]), iter([])], ["a", "b"], terminal(), steps=[1, 1])
