@@ -50,5 +50,6 @@ test-all: $(VENV)/.all
 bench: setup
 	$(BIN)/python -m bench.train_step
 	$(BIN)/python -m bench.sample_step
+	$(BIN)/python -m bench.writing
 	$(BIN)/python -m bench.prepare
 	$(BIN)/python -m bench.loop

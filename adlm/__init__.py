@@ -1,33 +1,45 @@
-"""Anchored diffusion language models (arXiv 2505.18456): the public names, from the parts that define them."""
+"""Anchored diffusion language models (arXiv 2505.18456): the public names, from the parts that define them.
 
-from adlm.config import Config, load_config
-from adlm.data.prepare import prepare
-from adlm.data.shards import PreparedData, open_data
-from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from adlm.diffusion.anchors import anchor_weight, every_token, rare_in_corpus, rare_in_sequence
-from adlm.diffusion.categorical import Draw
-from adlm.diffusion.denoise import Frame, denoise
-from adlm.diffusion.masking import Noised, corrupt, shifted
-from adlm.diffusion.objectives import Loss
-from adlm.diffusion.orders import Order
-from adlm.diffusion.plans import Plan
-from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import Cosine, LogLinear, NoiseSchedule
-from adlm.evaluate.likelihood import Bound, held_out_bound
-from adlm.generate import Predictor, ready, stream_tokens
-from adlm.interop.reference import from_state_dict
-from adlm.methods import build_anchor_rule, build_config, build_sampler, build_schedule, training_loss
-from adlm.models.language_model import Features, LanguageModel, ModelConfig
-from adlm.stills import Recording
-from adlm.text.lm import LM, Texts, load
-from adlm.text.scoring import Score
-from adlm.text.shots import Shot
-from adlm.text.templates import Hole
-from adlm.train.ema import EMA
-from adlm.train.guard import Diverged, Preempted
-from adlm.train.loop import Run, train, train_steps
-from adlm.view.gif import write_gif
-from adlm.view.player import write_player
+A name is imported when it is first asked for, so that `adlm --help` and a shell's completion do not wait for torch.
+"""
+
+import ast
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # read by type checkers, and by `parts`: the one place that says where a name comes from
+    from adlm.config import Config, load_config
+    from adlm.data.prepare import prepare
+    from adlm.data.shards import PreparedData, open_data
+    from adlm.data.tokenizers import Tokenizer, load_tokenizer
+    from adlm.diffusion.anchors import anchor_weight, every_token, rare_in_corpus, rare_in_sequence
+    from adlm.diffusion.categorical import Draw
+    from adlm.diffusion.denoise import Frame, denoise
+    from adlm.diffusion.masking import Noised, corrupt, shifted
+    from adlm.diffusion.objectives import Loss
+    from adlm.diffusion.orders import Order
+    from adlm.diffusion.plans import Plan
+    from adlm.diffusion.rng import CounterRng
+    from adlm.diffusion.schedules import Cosine, LogLinear, NoiseSchedule
+    from adlm.evaluate.likelihood import Bound, held_out_bound
+    from adlm.generate import Predictor, ready, stream_tokens
+    from adlm.interop.reference import from_state_dict
+    from adlm.methods import build_anchor_rule, build_config, build_sampler, build_schedule, training_loss
+    from adlm.models.language_model import Features, LanguageModel, ModelConfig
+    from adlm.stills import Recording
+    from adlm.text.lm import LM, Texts, load
+    from adlm.text.scoring import Score
+    from adlm.text.shots import Shot
+    from adlm.text.templates import Hole
+    from adlm.train.ema import EMA
+    from adlm.train.guard import Diverged, Preempted
+    from adlm.train.loop import Run, train, train_steps
+    from adlm.view.gif import write_gif
+    from adlm.view.player import write_player
 
 __version__ = "0.1.0"
 
@@ -87,3 +99,38 @@ __all__ = [
     "write_gif",
     "write_player",
 ]
+
+
+@cache
+def parts() -> dict[str, str]:
+    """Public name -> the module that defines it, from the imports above."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("adlm."):
+            found |= {alias.name: str(node.module) for alias in node.names}
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'adlm' has no attribute {name!r}")
+    return globals().setdefault(name, getattr(import_module(parts()[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class Package(ModuleType):
+    """`adlm.train` is the function, though a part of the package has its name: importing that part binds nothing."""
+
+    @property
+    def train(self) -> Any:
+        return import_module("adlm.train.loop").train
+
+    @train.setter
+    def train(self, part: ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = Package

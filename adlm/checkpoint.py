@@ -274,7 +274,10 @@ def load(path: str | Path, *, verify: bool = False) -> Loaded:
     if unknown:
         raise ValueError(f"{folder.name}/config.json has settings that this adlm does not know: {sorted(unknown)}")
     model = LanguageModel(ModelConfig(**about["model"]))
-    model.load_state_dict(restored(dequantised(read_weights(folder)), model))
+    try:
+        model.load_state_dict(restored(dequantised(read_weights(folder)), model))
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"{folder}/model.safetensors is not the model of its config.json: {error}") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return Loaded(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
 
@@ -288,6 +291,10 @@ def export(loaded: Loaded, folder: Path) -> Path:
     write_json(folder / "config.json", described(model.config, loaded.method, loaded.step, loaded.rows))
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)
+    parts = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")  # not a card beside them
+    sums = {name: digest for name, digest in checksums(folder).items() if name in parts}
+    write_json(folder / "checksums.json", sums)
+    (folder / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone
     return folder
 
 

@@ -30,8 +30,8 @@ from adlm.diffusion.masking import Noised
 from adlm.evaluate.diversity import Row, cut_alike, distinct, entropy, repetition
 from adlm.evaluate.likelihood import Bound, held_out_bound
 from adlm.evaluate.ngrams import count_bigrams, held_out_nll, per_token
+from adlm.generate import pick_device
 from adlm.models.costs import parameter_count
-from adlm.train.distributed import pick_device
 
 ORDERS = (1, 2, 3, 4)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -13,6 +13,7 @@ import gzip
 import json
 import random
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def sentences(paragraph: str, most: int = MOST) -> list[str]:
             continue
         part = ""
         for clause in CLAUSE.split(sentence):
+            if len(clause) > most:  # without a pause: between words
+                found += [part] * bool(part) + textwrap.wrap(clause, most, break_on_hyphens=False)
+                part = found.pop()
+                continue
             if part and len(part) + 1 + len(clause) > most:
                 found.append(part)
                 part = ""

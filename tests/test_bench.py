@@ -50,6 +50,14 @@ def test_prepare():
     assert record["bench"] == "prepare" and record["ratio"] > 0
 
 
+def test_writing():
+    short = ["--length", "12", "--steps", "4", "--repeats", "1", "--device", "cpu", "--threads", "1"]
+    command = [sys.executable, "-m", "bench.writing", *short]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    record = json.loads(found.stdout.strip().splitlines()[-1])
+    assert record["length"] == 12 and all(each["seconds"] > 0 for each in record["samplers"].values())
+
+
 def test_costs():
     found = subprocess.run([sys.executable, "-m", "bench.costs"], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.count("| OWT") == 8 and not found.stderr

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import adlm
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import Draw, distribution
+from adlm.diffusion.categorical import Draw, Limits, distribution
 from adlm.diffusion.masking import corrupt
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng
@@ -159,3 +160,30 @@ def test_prompts_are_kept():
     kept = xt != MASK
     assert torch.equal(last.tokens.cpu()[kept], xt[kept])
     assert not (last.tokens == MASK).any()
+
+
+@pytest.mark.parametrize("sampler", ["remask_loop", "confidence"])
+def test_banned_tokens_are_never_drawn_where_the_head_is_wider_than_the_vocabulary(sampler):
+    allowed = torch.arange(100, 140)
+    banned = torch.ones(2, VOCAB, dtype=torch.bool)
+    banned[0, allowed], banned[1, allowed[0]] = False, False
+    kind = torch.zeros(3, 32, dtype=torch.int64)
+    kind[:, 5] = 1
+    *_, frame = stream_tokens(
+        ready(small_model(), "cuda"),
+        torch.full((3, 32), MASK),
+        build_sampler(sampler, steps=16),
+        seed=0,
+        how=Draw(top_p=0.9),
+        limits=Limits(kind, banned),
+    )
+    tokens = frame.tokens.cpu()
+    assert torch.isin(tokens, allowed).all() and (tokens[:, 5] == allowed[0]).all()
+
+
+def test_the_bundled_model_writes_the_same_whatever_the_batch_where_that_is_asked():
+    lm = adlm.load(device="cuda", deterministic=True)
+    texts = lm.generate("The old man ", length=48, n=5, seed=3, steps=24).texts
+    assert lm.generate("The old man ", length=48, n=5, seed=3, steps=24, batch=2).texts == texts
+    assert all(text.startswith("The old man ") for text in texts) and len(set(texts)) == 5
+    assert lm.score(texts)[0].nll > 0

@@ -126,8 +126,8 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 def test_public_names_exist_and_are_all_listed() -> None:
     imported = {
         alias.asname or alias.name
-        for node in ast.parse((ROOT / "adlm/__init__.py").read_text("utf-8")).body
-        if isinstance(node, ast.ImportFrom)
+        for node in ast.walk(ast.parse((ROOT / "adlm/__init__.py").read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("adlm.")
         for alias in node.names
     }
     assert set(adlm.__all__) == imported | {"__version__"}
@@ -136,6 +136,20 @@ def test_public_names_exist_and_are_all_listed() -> None:
     groups = [(not name.isupper(), name[0].islower() or name[0] == "_", name) for name in adlm.__all__]
     assert groups == sorted(groups)
     assert all(hasattr(adlm, name) for name in adlm.__all__)
+
+
+def test_the_train_of_the_package_is_the_function_whatever_was_imported_first() -> None:
+    code = "import adlm.train.ema, adlm; assert callable(adlm.train); print(dir(adlm))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "'write_player'" in told.stdout
+    with pytest.raises(AttributeError, match="no attribute 'trane'"):
+        _ = adlm.trane
+
+
+def test_importing_the_package_does_not_wait_for_torch() -> None:
+    code = "import sys, adlm.cli.main; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert told.stdout.split() == ["False", "False"]
 
 
 def test_the_version_is_said_once_more_only() -> None:

@@ -1,114 +1,130 @@
-"""`adlm demo`: text to tokens, a model trained on them, its held-out bound, a sample and an infilling, start to end.
+"""`adlm demo`: the bundled model writes before your eyes and fills in, a small one is trained, a page shows it again.
 
-The way a user goes: prepare, train, load, sample. Only the folder is thrown away.
+The way a user goes: load, stream, infill, score; prepare, train, load, write; a page to keep.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.live import Live
-from torch import Tensor
 
-from adlm.checkpoint import load
-from adlm.cli.screen import curve, draw_frame, draw_row
+from adlm.cli.screen import curve
 from adlm.data.prepare import prepare
-from adlm.data.shards import open_data
 from adlm.data.sources import excerpt
-from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.categorical import Draw
-from adlm.diffusion.denoise import Frame
-from adlm.generate import Predictor, ready, stream_tokens
-from adlm.methods import build_sampler
+from adlm.stills import Recording, Still
+from adlm.text.lm import LM, load
 from adlm.train.loop import train
 from adlm.train.metrics import read_metrics
+from adlm.view.player import write_player
+from adlm.view.terminal import draw_still, watch
 
-VOCAB, LENGTH, RECIPE = 1024, 64, "cpu-nano"
+PAGE = "adlm-demo.html"
+PROMPT, TEMPLATE = "The old man ", "The ___ sat by the window, and ___{4} the rain."
+LENGTH, STEPS, PAUSE = 64, 64, 0.06  # seconds between frames on a terminal, so that eyes can follow
+SENTENCE = "She opened the door and looked into the dark room."
+VOCAB, ROW, RECIPE = 1024, 64, "cpu-nano"
 SETTINGS: dict[str, Any] = {  # nothing but the end is saved and validated
     "ema": 0.95,
+    "device": "cpu",
     "checkpoint.every": 10**9,
     "valid.every": 10**9,
     "valid.draws": 4,
     "log.every": 1,
 }
-SAMPLING_STEPS, ROWS, TOP_P = 128, 3, 0.9
-PAUSE = 0.02  # seconds between frames on a terminal, so that eyes can follow
-HOLE = slice(24, 40)  # of the row that is filled in
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo found, for whoever wants more than to look."""
+    """What the demo did, for whoever wants more than to look."""
 
-    tokenizer: Tokenizer
-    losses: list[float]  # nats per token, step by step
+    text: str
+    filled: list[str]
+    losses: list[float]  # nats per token of the small model, step by step
     valid: dict[str, float]
-    sample: Tensor  # (ROWS, LENGTH)
-    question: Tensor  # (1, LENGTH): held-out text with a hole
-    answer: Tensor  # (1, LENGTH): the hole filled
+    page: Path
 
 
 def run_demo(
-    *, seconds: float = 70, steps: int | None = None, seed: int = 0, console: Console | None = None
+    *,
+    seconds: float = 45,
+    steps: int | None = None,
+    seed: int = 1,
+    out: Path = Path(PAGE),
+    console: Console | None = None,
 ) -> DemoResult:
-    """Everything in order. With `steps` the run is the same on every machine of one kind; with `seconds` it fits."""
+    """Everything in order. With `steps` the training is the same on every machine of a kind; with `seconds` it fits."""
     console = console or Console(highlight=False)
     began = time.perf_counter()
-    console.print("[bold]A tiny anchored diffusion language model learns from the opening of a Dickens novel.[/]")
-    console.print("First it trains, on the CPU; then it writes from nothing but masks and fills a hole in unseen text.")
-    with TemporaryDirectory() as name:
-        place = Path(name)
-
-        # The text: the last twentieth is held out.
-        (place / "novel.txt").write_text(excerpt(), "utf-8")
-        prepare(place / "novel.txt", place / "data", train_tokenizer=VOCAB, length=LENGTH, valid_share=0.05)
-        data = open_data(place / "data")
-
-        # Training, and what it is worth on text it has not seen.
-        settings = SETTINGS | {"data.path": place / "data", "seed": seed, "device": "cpu"}
-        if steps is None:
-            steps = max(1, int(seconds / seconds_a_step(place / "trial", settings)))
-        console.print(f"\nTraining for {steps} steps (repeat with --steps {steps})")
-        run = train(RECIPE, **settings, folder=place / "run", steps=steps)
-        losses = [record["train/nll"] for record in read_metrics(run.folder / "metrics.jsonl") if "train/nll" in record]
-        loaded = load(run.folder)
-        held = data.rows("valid").fetch([1])[0][0]
-
-    tokenizer, valid = data.tokenizer, run.valid
-    console.print(curve(losses), style="blue")
+    lm = load(device="cpu")
+    parameters = sum(p.numel() for p in lm.model.parameters())
     console.print(
-        f"\nheld-out perplexity: at most {valid['val/ppl']:.1f} "
-        f"(nll {valid['val/nll']:.3f} ± {valid['val/stderr']:.3f}); "
-        f"of a model that knows only how frequent tokens are: {valid['unigram/ppl']:.1f}\n"
+        f"[bold]1 · Writing.[/] {lm.name}, an anchored diffusion model of {parameters / 1e6:.1f}M parameters, "
+        "on the CPU: all words at once, out of masks."
     )
+    told: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS}
+    recordings = [filmed(lm, console, prompt=PROMPT, **told)]
 
-    # Writing: the paper's sampler, which hides again part of what it has written.
-    folded = ready(loaded.model)
-    masks = torch.full((ROWS, LENGTH), tokenizer.mask_id)
-    console.print("[bold]Writing[/] from masks (░), with the loop sampler; [green]revealed[/], [red]hidden again[/]:")
-    sample, note = watch_sampling(folded, masks, tokenizer, seed, console)
-    for row in sample[1:]:
-        console.print("\n" + tokenizer.decode(row.tolist(), skip_special=True), markup=False)
-    console.print(note, style="dim")
+    console.print("\n[bold]2 · Filling in.[/] What is given stays as it is; lengths of holes are found or told:")
+    console.print("   " + TEMPLATE, style="dim", markup=False)
+    *_, filled = lm.stream(template=TEMPLATE, n=3, seed=seed)
+    for row in range(3):
+        console.print("  ", draw_still(filled.still(row), show_guesses=False), soft_wrap=True)
 
-    # Filling a hole: what is given stays.
-    question = held[None].clone()
-    original = question[0, HOLE].clone()
-    question[0, HOLE] = tokenizer.mask_id
-    console.print("\n[bold]Filling[/] a hole in held-out text:")
-    answer, note = watch_sampling(folded, question, tokenizer, seed, console)
-    is_given = question != tokenizer.mask_id
-    kept = int((answer == question)[is_given].sum())
-    console.print(f"{note}; {kept} of {int(is_given.sum())} given tokens as they were", style="dim")
-    console.print(f"It read: …{tokenizer.decode(original.tolist(), skip_special=True)}…", markup=False)
-    console.print(f"\nDone in {time.perf_counter() - began:.0f} s.")
-    return DemoResult(tokenizer, losses, valid, sample, question, answer)
+    console.print("\n[bold]3 · Scoring.[/] Bits per byte, at most, of a sentence and of its words backwards:")
+    backwards = " ".join(reversed(SENTENCE.rstrip(".").split())) + "."
+    for text, score in zip((SENTENCE, backwards), lm.score([SENTENCE, backwards]), strict=True):
+        console.print(f"  {score.bits_per_byte:.2f}  {text}", markup=False)
+
+    with TemporaryDirectory() as name:
+        losses, valid, small = trained(Path(name), console, seconds, steps, seed)
+        console.print(curve(losses), style="blue")
+        console.print(
+            f"held-out perplexity: at most {valid['val/ppl']:.1f} "
+            f"(nll {valid['val/nll']:.3f} ± {valid['val/stderr']:.3f}); "
+            f"of a model that knows only how frequent tokens are: {valid['unigram/ppl']:.1f}. It writes:"
+        )
+        console.print(str(small.generate(length=40, seed=seed, steps=40)), style="italic", markup=False, soft_wrap=True)
+
+    recordings.append(lm.record(PROMPT, title=f"{lm.name} · ancestral", sampler="ancestral", **told))
+    page = write_player(recordings, out, title="Two samplers on one seed")
+    console.print("\n[bold]5 · Looking again.[/] Two samplers side by side on one seed, to play, step and point at:")
+    console.print(f"   open {page.resolve().as_uri()}", style="bold", markup=False, soft_wrap=True)
+    console.print(f"Done in {time.perf_counter() - began:.0f} s. Next: adlm sample, adlm infill, adlm train --help")
+    return DemoResult(recordings[0].text, filled.texts, losses, valid, page)
+
+
+def filmed(lm: LM, console: Console, **how: Any) -> Recording:
+    """Write one text while it is watched."""
+    job = lm.job(**how)
+    began = time.perf_counter()
+    stills: Iterator[Still] = (shot.still() for shot in lm.shots(job, guesses=3))
+    title = f"{lm.name} · {job.settings['sampler']}"
+    (seen,) = watch([stills], [title], console, steps=[job.steps], pause=PAUSE if console.is_terminal else 0)
+    return lm.recording(seen, job, title=title, seconds=time.perf_counter() - began)
+
+
+def trained(
+    place: Path, console: Console, seconds: float, steps: int | None, seed: int
+) -> tuple[list[float], dict[str, float], LM]:
+    """Prepare the opening of a novel (its last twentieth is held out), train on it; losses, bound and model."""
+    (place / "novel.txt").write_text(excerpt(), "utf-8")
+    prepare(place / "novel.txt", place / "data", train_tokenizer=VOCAB, length=ROW, valid_share=0.05)
+    settings = SETTINGS | {"data.path": place / "data", "seed": seed}
+    if steps is None:
+        steps = max(1, int(seconds / seconds_a_step(place / "trial", settings)))
+    console.print(
+        f"\n[bold]4 · Training.[/] A tiny model of your own, on the opening of a Dickens novel: {steps} steps "
+        f"(repeat with --steps {steps})"
+    )
+    run = train(RECIPE, **settings, folder=place / "run", steps=steps)
+    losses = [record["train/nll"] for record in read_metrics(run.folder / "metrics.jsonl") if "train/nll" in record]
+    return losses, run.valid, load(run.folder, device="cpu")
 
 
 def seconds_a_step(folder: Path, settings: dict[str, Any]) -> float:
@@ -116,30 +132,3 @@ def seconds_a_step(folder: Path, settings: dict[str, Any]) -> float:
     train(RECIPE, **settings | {"log.show": False}, folder=folder, steps=8)
     told = [record["time"]["seconds"] for record in read_metrics(folder / "metrics.jsonl") if "lr" in record]
     return (told[-1] - told[1]) / 6  # the first two steps warm up
-
-
-def watch_sampling(
-    model: Predictor, xt: Tensor, tokenizer: Tokenizer, seed: int, console: Console
-) -> tuple[Tensor, str]:
-    """Sample with the paper's sampler, the first row shown as it changes (in a pipe: thrice); tokens and a note."""
-    began, paused, is_fixed = time.perf_counter(), 0.0, xt != tokenizer.mask_id
-    plan = build_sampler("remask_loop", steps=SAMPLING_STEPS)
-    frames = stream_tokens(model, xt, plan, seed=seed, how=Draw(top_p=TOP_P))
-    frame: Frame | None = None
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            for frame in frames:
-                live.update(draw_frame(frame, tokenizer, is_fixed), refresh=True)
-                time.sleep(PAUSE)
-                paused += PAUSE
-            assert frame is not None
-            live.update(draw_row(frame.tokens[0], frame.is_masked[0], tokenizer, is_fixed=is_fixed[0]), refresh=True)
-    else:
-        for frame in frames:
-            if frame.step in (SAMPLING_STEPS // 4, SAMPLING_STEPS // 2):
-                console.print(f"[step {frame.step}] ", draw_frame(frame, tokenizer, is_fixed), markup=False)
-        assert frame is not None
-        console.print(f"[step {frame.step}] ", draw_frame(frame, tokenizer, is_fixed), markup=False)
-    seconds, nfe = time.perf_counter() - began - paused, int(frame.nfe.sum())
-    rows = f"{xt.shape[0]} texts" if xt.shape[0] > 1 else "1 text"
-    return frame.tokens, f"{rows}, {frame.step} steps, {nfe} network evaluations of a row, {seconds:.1f} s"

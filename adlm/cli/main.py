@@ -1,43 +1,75 @@
-"""The command line: thin, every command calls a function that does the work."""
+"""The command line: thin, every command calls a function that does the work.
+
+What takes long to import is imported by the command that needs it: `--help` and `--version` answer at once.
+"""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from adlm import __version__
-from adlm.cli.demo import DemoResult, run_demo
+from adlm.cli import options
+from adlm.cli.answers import check_files, print_json
+from adlm.cli.doctor import doctor
+from adlm.cli.errors import Commands, told
+from adlm.cli.infill import infill
 from adlm.cli.plot import plot
 from adlm.cli.prepare import prepare
 from adlm.cli.sample import sample
+from adlm.cli.score import score
 from adlm.cli.train import train
 
-app = typer.Typer(help="Anchored diffusion language models.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=Commands, help="Anchored diffusion language models.", no_args_is_help=True)
+
+
+def tell_version(is_asked: bool) -> None:
+    """Print the version and end."""
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 @app.callback()
-def adlm() -> None:
-    """Anchored diffusion language models."""
+def adlm(
+    version: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Anchored diffusion language models: write, fill in and score text; prepare data, train, plot."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without a ✓ gets a stand-in for it, no error
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @app.command()
-def version() -> None:
+def version(is_json: options.Json = False) -> None:
     """Print the version."""
-    typer.echo(__version__)
+    if is_json:
+        print_json({"version": __version__})
+    else:
+        typer.echo(__version__)
 
 
 @app.command()
 def demo(
-    seconds: Annotated[float, typer.Option(min=1, help="About how long to train; the number of steps follows.")] = 70,
+    seconds: Annotated[float, typer.Option(min=1, help="About how long to train; the number of steps follows.")] = 45,
     steps: Annotated[int | None, typer.Option(min=1, help="Train exactly this many steps, whatever they take.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the order, the noise and the samples.")] = 0,
-) -> DemoResult:
-    """Train a tiny anchored diffusion model on a novel's opening, on the CPU, and watch it write and fill in."""
-    return run_demo(seconds=seconds, steps=steps, seed=seed)
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the order, the noise and the samples.")] = 1,
+    out: Annotated[Path, typer.Option(help="The page that it leaves behind.")] = Path("adlm-demo.html"),
+) -> object:
+    """Watch the bundled model write and fill in, train a small one, and keep a page of it. All on the CPU."""
+    with told():
+        check_files({"--out": out})
+        from adlm.cli.demo import run_demo
+
+        return run_demo(seconds=seconds, steps=steps, seed=seed, out=out)
 
 
-for command in (prepare, train, plot, sample):
+for command in (sample, infill, score, prepare, train, plot, doctor):
     app.command()(command)
 
 if __name__ == "__main__":

@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
+from adlm.cli import options
+from adlm.cli.answers import print_json
 from adlm.cli.errors import told
-from adlm.data.prepare import SHARD_TOKENS, Progress
-from adlm.data.prepare import prepare as prepare_data
-from adlm.data.shards import MANIFEST, open_data
-from adlm.data.sources import unread_files
+
+if TYPE_CHECKING:
+    from adlm.data.prepare import Progress
 
 EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -51,19 +50,26 @@ def prepare(
     ] = "auto",
     detokenizer: Annotated[str | None, typer.Option(help="A clean-up of benchmark text, or none.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenise. (all cores)")] = None,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a file of rows.")] = SHARD_TOKENS,
+    shard_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a file of rows. (2**25)")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote to --out.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compare the checksums of --out with its manifest.")] = False,
+    is_json: options.Json = False,
 ) -> dict[str, Any]:
     """Tokenise text and pack it into rows. A run that was stopped goes on when the same command is given again."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, stderr=is_json)
+    began = time.perf_counter()
     with told():
+        from adlm.data.prepare import SHARD_TOKENS
+        from adlm.data.prepare import prepare as prepare_data
+        from adlm.data.shards import MANIFEST, open_data
+        from adlm.data.sources import unread_files
+
         if out is None:
             raise ValueError("where to write is not said: give --out FOLDER")
         if source is None and not check:
             raise ValueError("what to prepare is not said: give a file, a folder or the name of a data set")
         if source is not None:
-            began, is_there = time.perf_counter(), (out / MANIFEST).is_file() and not overwrite
+            is_there = (out / MANIFEST).is_file() and not overwrite
             try:
                 with shown(console) as on_progress:
                     prepare_data(
@@ -80,7 +86,7 @@ def prepare(
                         detokenizer=detokenizer,
                         train_tokenizer=train_tokenizer,
                         workers=workers,
-                        shard_tokens=shard_tokens,
+                        shard_tokens=shard_tokens or SHARD_TOKENS,
                         overwrite=overwrite,
                         on_progress=on_progress,
                     )
@@ -96,6 +102,11 @@ def prepare(
         if check:
             console.print(f"{out}: every checksum is right", markup=False)
     summarise(console, manifest, out)
+    if is_json:
+        counts = ("rows", "tokens", "documents", "bytes")
+        splits = {name: {key: found[key] for key in counts} for name, found in manifest["splits"].items()}
+        rest = {name: manifest[name] for name in ("tokenizer", "length", "rows", "settings_sha256")}
+        print_json({"folder": out, "seconds": time.perf_counter() - began, "splits": splits} | rest)
     return manifest
 
 
@@ -113,6 +124,9 @@ def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
 
         yield line
         return
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
     columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
     with Bar(*columns, console=console) as bar:
         tasks: dict[str, Any] = {}

@@ -131,5 +131,9 @@ def _invert(probs: Tensor, u: Tensor) -> Drawn:
 
 
 def _pick(probs: Tensor, ids: Tensor, u: Tensor) -> Drawn:
-    place, chance = _invert(probs, u)
+    """A draw among candidates, in the order of the vocabulary: in that of their chances, rounding would swap two that
+    are about as likely, and a row's text would depend on its batch."""
+    width = max(1, int((probs > 0).sum(-1).max()))  # what is kept stands first
+    ids, order = ids[:, :width].sort(-1)
+    place, chance = _invert(probs.gather(-1, order), u)
     return Drawn(ids.gather(-1, place[:, None])[:, 0], chance)

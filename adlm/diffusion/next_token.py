@@ -41,13 +41,13 @@ def continue_tokens(
     for position in range(given, length):
         features = predict_next(xt[:, read:position])
         read = position
-        nfe += 1
         u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0].to(xt.device)
         logits = logits_at(features)
         if limits is not None:
             logits = limits.applied(logits, torch.arange(batch) * length + position)
         drawn = draw(logits, u, how).tokens
         is_new = ~is_fixed[:, position]
+        nfe += is_new  # as if the row were alone: its neighbours' prompts may be shorter
         xt[:, position] = torch.where(is_new.to(xt.device), drawn, xt[:, position])
         is_masked[:, position] = False
         changed = torch.zeros_like(is_fixed)

@@ -18,7 +18,8 @@ def quantise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if weight.dim() != 2:
             stored[name] = weight.float().contiguous()
             continue
-        scale = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / MOST
+        scale = weight.float().abs().amax(1) / MOST
+        scale = torch.where(scale == 0, 1.0, scale)  # a row of zeros
         stored[name] = (weight.float() / scale[:, None]).round().to(torch.int8).contiguous()
         stored[name + SCALE] = scale
     return stored

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from adlm.diffusion.plans import EPS
 from adlm.generate import Predictor
 from adlm.text.templates import Hole, Layout, Pieces, holes_of, with_lengths
 
@@ -53,11 +54,10 @@ def likeliest_length(
     for start in range(0, len(rows), ROWS):
         part, questions = rows[start : start + ROWS], asked[start : start + ROWS]
         widest = max(len(row) for row in part)
-        tokens = torch.tensor([row + [0] * (widest - len(row)) for row in part], device=predictor.device)
+        tokens = torch.tensor([row + [0] * (widest - len(row)) for row in part])
         valid = torch.arange(widest) < torch.tensor([len(row) for row in part])[:, None]
-        assert predictor.config.mask_id is not None
-        hidden = (tokens == predictor.config.mask_id).sum(-1).cpu() / valid.sum(-1)
-        level = -torch.log(1 - (1 - 1e-3) * hidden)
+        hidden = ((tokens == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
+        level, tokens = -torch.log(1 - (1 - EPS) * hidden), tokens.to(predictor.device)
         features = predictor.predict(tokens, level, valid.to(predictor.device))
         places = torch.tensor([place for _, place, _ in questions], device=predictor.device)
         logits = predictor.logits_at(features[torch.arange(len(part), device=predictor.device), places])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, cast
 
 from adlm.data.tokenizers import Tokenizer
@@ -12,9 +13,10 @@ from adlm.diffusion.categorical import Draw
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.methods import SAMPLERS, build_sampler, named
-from adlm.text.templates import Hole, Layout, Pieces, Template, cut, holes_of, lay_out, parsed
+from adlm.text.templates import Hole, Layout, Pieces, Template, cut, holes_of, lay_out, parsed, with_lengths
 
 STEPS = 128  # of a plan, unless told
+SETTINGS = ("length", "n", "sampler", "temperature", "top_p", "top_k", "seed", "block", "batch")
 Templates = Template | Sequence[Template]
 Fit = Callable[[Pieces, int], Pieces]  # pieces and the tokens there is room for -> pieces with holes of one length
 
@@ -68,29 +70,49 @@ class Form:
 
     def given(self, text: str) -> Layout:
         """A whole text as a row."""
-        if not cut(self.tokenizer, text)[0]:
-            raise ValueError(f"{text!r} has no tokens: there is nothing to score")
+        if not isinstance(text, str):
+            raise ValueError(f"a text is a string; got {text!r}: give one, or a list of them")
+        tokens, least = len(cut(self.tokenizer, text)[0]), 1
+        why = ""
+        if self.is_causal and self.tokenizer.bos_id is None:  # the first token is not asked for
+            least, why = 2, " (this tokenizer has no token that begins one)"
+        if tokens < least:
+            raise ValueError(
+                f"the text {shortened(text)} has {tokens} tokens, and a score takes at least {least}: "
+                f"give more text{why}"
+            )
         return self._fitting(self.lay((text,)), f"the text {shortened(text)}")
+
+    def asked(self, layout: Layout) -> tuple[int, int]:
+        """Tokens and bytes of a given text that a model is asked for: all, or what follows the first token."""
+        tokens, texts = len(layout.spans[0].texts or ()), layout.spans[0].texts or ()
+        if self.is_causal and self.tokenizer.bos_id is None:
+            tokens, texts = tokens - 1, texts[1:]
+        return tokens, len("".join(texts).encode("utf-8"))
 
     def continuation(self, prompt: str, length: int | None) -> Layout:
         """A row that begins with the prompt."""
         if not isinstance(prompt, str):
             raise ValueError(f"a prompt is a string, or a list of strings; got {prompt!r}")
         length = self.longest if length is None else length
-        if not 1 <= length <= self.longest:
+        if not isinstance(length, Integral) or not 1 <= length <= self.longest:
             raise ValueError(
-                f"length must be between 1 and {self.longest}, got {length}: this model's rows have {self.row} tokens, "
-                f"{self.row - self.longest} of which begin or end a text"
+                f"length must be a whole number between 1 and {self.longest}, got {length}: this model's rows have "
+                f"{self.row} tokens, {self.row - self.longest} of which begin or end a text"
             )
         pieces = parsed((prompt, Hole.of(1)))
         taken = sum(span.end - span.start for span in self.lay(pieces).spans) - 1
         if taken >= length:
+            larger = f"make length larger (at most {self.longest}) or " if taken < self.longest else ""
             raise ValueError(
-                f"the prompt {shortened(prompt)} has {taken} tokens and the text is to have {length} in all: "
-                f"make length larger (at most {self.longest}) or the prompt shorter"
+                f"the prompt {shortened(prompt)} has {taken} tokens and the text is to have {length} in all, the "
+                f"prompt's among them: {larger}make the prompt shorter"
             )
         if self.is_causal and taken == 0 and self.tokenizer.bos_id is None:
-            raise ValueError("a causal model continues text, and this tokenizer has no token that begins one: prompt")
+            raise ValueError(
+                f"the prompt {shortened(prompt)} has no tokens, and this causal model's tokenizer has none that "
+                "begins a text: give a prompt to continue"
+            )
         return self.lay(parsed((prompt, Hole.of(length - taken))))
 
     def filling(self, template: Template, fit: Fit) -> Layout:
@@ -110,6 +132,8 @@ class Form:
         least = tuple(Hole.of(piece.least) if isinstance(piece, Hole) else piece for piece in pieces)
         shortest = self._fitting(self.lay(least), f"the template {shown} with its holes as short as can be")
         room = self.row - len(shortest) + sum(hole.least for hole in holes_of(pieces))
+        if self.is_causal:  # nothing stands after its hole: the text ends where it writes an end
+            return self.lay(with_lengths(pieces, [min(holes_of(pieces)[0].most, room)]))
         return self.lay(fit(pieces, room))
 
     def _fitting(self, layout: Layout, what: str) -> Layout:
@@ -131,9 +155,17 @@ def choose_sampler(
             raise ValueError(f"a causal model writes from left to right, a token a step: leave {said} out")
         return None, {"sampler": "left_to_right"}
     name = name or ("confidence" if fills else "remask_loop")
-    takes_steps = "steps" in inspect.signature(named(SAMPLERS, name, "sampler")).parameters
-    if takes_steps:
-        steps = steps or (hidden if name in ("confidence", "margin") else STEPS)
+    if not isinstance(name, str):
+        raise ValueError(f"sampler must be a name, one of {', '.join(SAMPLERS)}; got a {type(name).__name__}")
+    factory = named(SAMPLERS, name, "sampler")
+    own = inspect.signature(factory).parameters
+    if unknown := [option for option in options if option not in own]:
+        raise ValueError(
+            f"there is no setting {', '.join(unknown)}: the sampler {name} has {', '.join(own) or 'none of its own'}; "
+            f"all have {', '.join(SETTINGS)}"
+        )
+    if "steps" in own and steps is None:
+        steps = hidden if factory in (SAMPLERS["confidence"], SAMPLERS["margin"]) else STEPS
     if steps is not None:
         options = {"steps": steps, **options}
     return build_sampler(name, **options), {"sampler": name, **options}
@@ -143,9 +175,18 @@ def batch_of(template: Templates) -> list[Template]:
     """One template or a list of them: a list that has a Hole in it is one."""
     if isinstance(template, str):
         return [template]
+    if not isinstance(template, Sequence):
+        raise ValueError(f"a template is a string, or a list of strings and Holes; got {template!r}")
     if any(isinstance(piece, Hole) for piece in template):
         return [cast(Template, template)]
     return list(cast(Sequence[Template], template))
+
+
+def require_whole(least: int, **values: int | None) -> None:
+    """Every number that is given is a whole one, and not less than `least`."""
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, Integral) or value < least):
+            raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
 
 
 def shortened(text: str) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from adlm.diffusion.denoise import Frame
 from adlm.generate import Predictor, pick_device, ready, stream_tokens
 from adlm.stills import Recording, Still
 from adlm.text.fitting import fitted
-from adlm.text.jobs import Form, Job, Templates, batch_of, choose_sampler
+from adlm.text.jobs import Form, Job, Templates, batch_of, choose_sampler, require_whole
 from adlm.text.scoring import Score, score_rows
 from adlm.text.shots import Shot, guessed
-from adlm.text.templates import Layout, Template, banned_tokens
+from adlm.text.templates import Layout, Template, banned_tokens, classes_of
 
 BATCH = 16  # rows at a time, unless told
 Prompts = str | Sequence[str]
@@ -58,10 +59,16 @@ class LM:
         self, loaded: checkpoint.Loaded, name: str, *, device: str = "auto", deterministic: bool = False
     ) -> None:
         if loaded.tokenizer is None:
-            raise ValueError(f"{name} has no tokenizer.json: its model's tokens cannot be read as text")
-        self.model, self.tokenizer, config = loaded.model, loaded.tokenizer, loaded.model.config
+            raise ValueError(
+                f"{name} has no tokenizer.json, and its tokens cannot be read as text without: put the one that its "
+                "data was prepared with (`adlm prepare` keeps it beside the data) into the checkpoint's folder"
+            )
+        self.model, self.tokenizer, config = loaded.model.eval(), loaded.tokenizer, loaded.model.config
         if not config.is_causal and config.mask_id != self.tokenizer.mask_id:
-            raise ValueError(f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}")
+            raise ValueError(
+                f"{name}: the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: this "
+                "tokenizer.json is not the one that the model was trained with"
+            )
         self.method, self.step, self.name = loaded.method, loaded.step, name
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
@@ -109,13 +116,14 @@ class LM:
 
     def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
         """How likely each text is: nats per token (of a masked model an upper bound), its error, bits per byte."""
-        given = [texts] if isinstance(texts, str) else list(texts)
-        if not given:
+        require_whole(1, draws=draws, batch=batch)
+        require_whole(0, seed=seed)
+        layouts = [self.form.given(text) for text in each(texts)]
+        if not layouts:
             raise ValueError("there is no text to score: give one, or a list of them")
-        layouts = [self.form.given(text) for text in given]
-        sizes = [len(text.encode("utf-8")) for text in given]
+        asked = [self.form.asked(layout) for layout in layouts]
         model = self.model.to(self.device)
-        return score_rows(model, layouts, sizes, method=self.method, draws=draws, seed=seed, batch=batch)
+        return score_rows(model, layouts, asked, method=self.method, draws=draws, seed=seed, batch=batch)
 
     def job(
         self,
@@ -135,11 +143,14 @@ class LM:
         **options: Any,
     ) -> Job:
         """A request, checked: what is wrong with it is said before anything runs."""
-        for name, value in (("n", n), ("batch", batch), ("steps", steps)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number from 1 on, got {value}")
+        require_whole(1, n=n, batch=batch, steps=steps, block=block)
+        require_whole(0, seed=seed)
         how = Draw(temperature=temperature, top_k=top_k, top_p=top_p)
-        fills = template is not None
+        is_causal, fills = self.form.is_causal, template is not None
+        if is_causal and block is not None:
+            raise ValueError(f"a causal model writes from left to right, a token a step: leave block={block} out")
+        choose = partial(choose_sampler, sampler, steps, options, is_causal=is_causal, fills=fills)
+        choose(hidden=1)  # what is wrong with it is said before a network looks for the lengths of holes
         if template is None:
             layouts = [self.form.continuation(text, length) for text in each(prompt)]
         elif prompt != "" or length is not None:
@@ -150,9 +161,7 @@ class LM:
         if not layouts:
             raise ValueError("there is nothing to write: give a prompt (it may be empty) or a template, or a list")
         hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-        made, said = choose_sampler(
-            sampler, steps, options, is_causal=self.form.is_causal, fills=fills, hidden=hidden
-        )
+        made, said = choose(hidden=hidden)
         settings = {"model": self.name, "method": self.method, **said, "temperature": temperature, "top_p": top_p}
         settings |= {"top_k": top_k, "seed": seed, "n": n, "block": block, "device": str(self.device)}
         settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
@@ -160,10 +169,15 @@ class LM:
 
     def shots(self, job: Job, guesses: int = 0) -> Iterator[Shot]:
         """A job's texts step by step, all in one batch; step 0 is before the first."""
+        known = int((~classes_of(self.tokenizer).special).sum())
+        if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
+            raise ValueError(f"guesses must be a whole number between 0 and {known}, this model's words; got {guesses}")
         layouts = tuple(layout for layout, _ in job.rows)
-        for frame in frames(self.predictor, job, job.rows, with_start=True):
-            asked = guesses and not self.form.is_causal
-            yield Shot(frame.step, frame, layouts, guessed(self.predictor, frame, layouts, guesses) if asked else None)
+        asked = guesses if not self.form.is_causal else 0
+        return (
+            Shot(frame.step, frame, layouts, guessed(self.predictor, frame, layouts, asked) if asked else None)
+            for frame in frames(self.predictor, job, job.rows, with_start=True)
+        )
 
     def write(self, job: Job) -> Texts:
         """A job's texts, some rows at a time."""
@@ -187,7 +201,8 @@ def frames(
         return torch.tensor([[*row, *[pad] * (widest - len(row))] for row in values])
 
     layouts = [layout for layout, _ in rows]
-    xt = stack([layout.ids for layout in layouts], 0)
+    any_text = int(layouts[0].tokenizer.mask_id == 0)  # what pads is read by nobody, but must not look hidden
+    xt = stack([layout.ids for layout in layouts], any_text).to(predictor.device)
     is_fixed = stack([layout.is_fixed for layout in layouts], 1).bool()
     banned = banned_tokens(layouts[0].tokenizer)
     extra = predictor.config.vocab_size - banned.shape[1]  # a causal model may have no mask, others ids to spare
@@ -210,8 +225,12 @@ def frames(
 
 
 def each(prompt: Prompts) -> list[str]:
-    """One prompt or several."""
-    return [prompt] if isinstance(prompt, str) else list(prompt)
+    """One text or several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a text is a string, or there is a list of them; got {prompt!r}")
+    return list(prompt)
 
 
 def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool = False) -> LM:

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.denoise import Frame
+from adlm.diffusion.plans import EPS
 from adlm.generate import Predictor
 from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, Cell, Still
-from adlm.text.templates import Layout, classes_of
+from adlm.text.templates import WORD, Layout, classes_of
 
+AT_ONCE = 1024  # positions whose logits exist at a time
 MAX_COUNT = 5  # the paper's tau: a token that occurs more often in its text is no anchor
 
 
@@ -26,6 +29,13 @@ class Guesses:
     tokens: Tensor  # (B, L, k)
     probs: Tensor  # (B, L, k)
     is_anchor: Tensor  # (B, L): rare in the text as it is guessed to be
+
+    def at(self, layout: Layout, row: int, place: int) -> tuple[tuple[str, float], ...]:
+        """The guesses at one place as text, with their probabilities; a blank that is given there is left out."""
+        names = [name_of(layout.tokenizer, token) for token in self.tokens[row, place].tolist()]
+        if layout.kinds[place] == WORD:
+            names = [name.removeprefix(" ") for name in names]
+        return tuple(zip(names, self.probs[row, place].tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -54,26 +64,19 @@ class Shot:
     def still(self, row: int = 0) -> Still:
         """One of the texts, as terminal, page and picture draw it."""
         layout, frame = self.layouts[row], self.frame
-        texts = layout.texts(frame.tokens[row, : len(layout)].tolist())
         masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
-        places = [place for span in layout.spans for place in range(span.start, span.end)]
         cells = []
-        for place in places:
-            is_given = layout.is_fixed[place]
+        for place, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
+            if place is None:  # given text without a token
+                cells.append(Cell(text or "", GIVEN))
+                continue
             if masked[place]:
                 state = REMASKED if changed[place] else HIDDEN
             else:
-                state = GIVEN if is_given else REVEALED if changed[place] else VISIBLE
-            guesses: tuple[tuple[str, float], ...] = ()
-            is_anchor = False
-            if self.guesses is not None:
-                is_anchor = bool(self.guesses.is_anchor[row, place])
-                if masked[place]:
-                    tokens, probs = (x[row, place].tolist() for x in (self.guesses.tokens, self.guesses.probs))
-                    guesses = tuple(
-                        (name_of(layout.tokenizer, token), prob) for token, prob in zip(tokens, probs, strict=True)
-                    )
-            cells.append(Cell(texts[place] or "", state, guesses, is_anchor))
+                state = GIVEN if layout.is_fixed[place] else REVEALED if changed[place] else VISIBLE
+            is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, place])
+            guesses = self.guesses.at(layout, row, place) if self.guesses is not None and masked[place] else ()
+            cells.append(Cell(text or "", state, guesses, is_anchor))
         return Still(self.step, int(frame.nfe[row]), tuple(cells))
 
 
@@ -92,15 +95,19 @@ def guessed(predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count
     level = None
     if model.config.time_conditioning:
         share = frame.is_masked.sum(-1) / lengths
-        level = -torch.log(1 - (1 - 1e-3) * share).to(tokens.device)
+        level = -torch.log(1 - (1 - EPS) * share).to(tokens.device)
     padding = None if bool(valid.all()) else valid.to(tokens.device)
     features = model(tokens, level, valid=padding)
+    found, head = features.final, model.head
     if features.anchor is not None and model.anchor_head is not None:
-        logits = model.anchor_head(features.anchor)
-    else:
-        logits = model.head(features.final)
-    special = classes_of(layouts[0].tokenizer).special.to(logits.device)
-    probs, ids = logits.float().masked_fill(special[: logits.shape[-1]], -torch.inf).softmax(-1).topk(count, -1)
+        found, head = features.anchor, model.anchor_head
+    special = classes_of(layouts[0].tokenizer).special
+    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(tokens.device)
+    best = [
+        head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
+        for part in found.flatten(0, 1).split(AT_ONCE)
+    ]
+    probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
     likeliest = torch.where(frame.is_masked.to(tokens.device), ids[..., 0], tokens)
     is_anchor = rare_in_sequence(MAX_COUNT)(likeliest.cpu(), valid)
     return Guesses(ids.cpu(), probs.cpu(), is_anchor)

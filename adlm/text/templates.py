@@ -4,17 +4,18 @@ A template is a string in which `___` is a hole of a length to be found, `___{5}
 of two to eight; or a list of strings and `Hole`s, in which underscores are underscores.
 
 Given text is cut into tokens piece by piece, and what comes back holds the given pieces themselves: they are the same
-to the byte, whatever the tokenizer does to them. Words of most vocabularies carry the blank before them, so a blank
-just before a hole is left to the hole, whose first token must then begin with one.
+to the byte, whatever the tokenizer does to them, even where it has no token for them. Words of most vocabularies carry
+the blank before them, so a blank just before a hole is no token of its own: the hole's first token must begin a word.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 
-HOLE = re.compile(r"_{3,}(?:\{(\d+)(?:,(\d+))?\})?")
+HOLE = re.compile(r"_{3,}(?:\{ *(\d+) *(?:, *(\d+) *)?\})?")
 MOST = 12  # tokens of a hole whose length is to be found
 BLOCK = "░"
 TEXT, WORD, ENDED = range(3)  # kinds of places: text; the first token of a word; text, or the end of it
@@ -38,9 +39,14 @@ class Hole:
     most: int = MOST
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
+        if not (isinstance(self.least, Integral) and isinstance(self.most, Integral)):
+            raise ValueError(f"a hole's tokens are whole numbers, got {self.least!r} to {self.most!r}")
+        if self.least < 1:
+            raise ValueError(f"a hole has at least 1 token, got {self}: leave it out if nothing is to stand there")
+        if self.most < self.least:
             raise ValueError(
-                f"a hole takes 1 token or more, and at most as many as at least: got {self.least} to {self.most}"
+                f"a hole's least comes before its most, got {self}: write ___{{{self.most},{self.least}}} for "
+                f"{self.most} to {self.least} tokens, and with least=… give Hole most=… too"
             )
 
     @classmethod
@@ -58,6 +64,8 @@ Template = str | Sequence[str | Hole]
 
 def parsed(template: Template) -> Pieces:
     """The pieces of a template; neighbouring strings are one."""
+    if not isinstance(template, Sequence):
+        raise ValueError(f"a template is a string, or a list of strings and Holes; got {template!r}")
     joined: list[str | Hole] = []
     for piece in _parsed(template) if isinstance(template, str) else template:
         if not isinstance(piece, str | Hole):
@@ -96,7 +104,7 @@ class Classes(NamedTuple):
     """What a vocabulary's tokens are, each (V,)."""
 
     special: Tensor  # no text: marks, the mask, ids without a token
-    spaced: Tensor  # begins with a blank
+    spaced: Tensor  # a word, or the beginning of one, and the blank before it
     continued: Tensor  # goes on with the word before it
 
 
@@ -106,11 +114,13 @@ def classes_of(tokenizer: Tokenizer) -> Classes:
     size = tokenizer.vocab_size
     marks = {i for i, token in tokenizer.bpe.get_added_tokens_decoder().items() if token.special}
     marks |= {tokenizer.mask_id} | {i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None}
-    names = [tokenizer.bpe.id_to_token(i) for i in range(size)]
+    names = [tokenizer.bpe.id_to_token(i) or "" for i in range(size)]
+    spaced = [name.startswith(SPACED) and name[1:2] not in ("", *SPACED) for name in names]
     return Classes(
-        torch.tensor([name is None or i in marks for i, name in enumerate(names)]),
-        torch.tensor([name is not None and name.startswith(SPACED) and len(name) > 1 for name in names]),
-        torch.tensor([(name or "").startswith(CONTINUED) for name in names]),
+        torch.tensor([name == "" or i in marks for i, name in enumerate(names)]),
+        torch.tensor(spaced),
+        # In a vocabulary that writes blanks, such a token is a run of hashes.
+        torch.tensor([name.startswith(CONTINUED) and not any(spaced) for name in names]),
     )
 
 
@@ -125,9 +135,15 @@ def banned_tokens(tokenizer: Tokenizer) -> Tensor:
     return torch.stack([special, word, ended])
 
 
+@lru_cache(maxsize=8)
+def marks_words(tokenizer: Tokenizer) -> bool:
+    """Whether a mark says that a word goes on, and nothing that one begins."""
+    return bool(classes_of(tokenizer).continued.any())
+
+
 def brings_blanks(tokenizer: Tokenizer) -> bool:
     """Whether a word brings the blank before it: in its token, or because only a mark says that a word goes on."""
-    return bool(classes_of(tokenizer).spaced.any() or classes_of(tokenizer).continued.any())
+    return bool(classes_of(tokenizer).spaced.any()) or marks_words(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,7 @@ class Span:
 
     start: int
     end: int
-    texts: tuple[str, ...] | None = None  # of a hole: None
+    texts: tuple[str, ...] | None = None  # of a hole: None; of given text without tokens: the text
 
     @property
     def text(self) -> str:
@@ -157,30 +173,41 @@ class Layout:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def texts(self, ids: Sequence[int]) -> list[str | None]:
-        """What each token of the row adds to the text; None where it is hidden.
+    def parts(self, ids: Sequence[int]) -> Iterator[tuple[int | None, str | None]]:
+        """A row's text in order: each token's place and what it adds, None while it is hidden.
 
-        A character that is spread over several tokens is its last one's. What begins, ends or pads a text adds nothing.
+        A character that is spread over several tokens is its last one's. Given text for which the tokenizer has no
+        token has no place. What begins, ends or pads a text adds nothing.
         """
-        found: list[str | None] = [""] * len(self)
         for span in self.spans:
-            if span.texts is not None:
-                found[span.start : span.end] = span.texts
-                continue
-            mask_id, written = self.tokenizer.mask_id, list(ids[span.start : span.end])
-            found[span.start : span.end] = [None if token == mask_id else "" for token in written]
-            stop = span.end
-            if self.may_end and span is self.spans[-1] and self.tokenizer.eos_id in written:
-                stop = span.start + written.index(self.tokenizer.eos_id)
-            for start, end in _runs(ids, span.start, stop, mask_id):
-                found[start:end] = spelled(self.tokenizer, ids[:start], ids[start:end])
+            places: Iterable[int | None] = range(span.start, span.end) if span.end > span.start else (None,)
+            yield from zip(places, self.written(span, ids) if span.texts is None else span.texts)
+
+    def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
+        """The text piece by piece, and whether each is given; hidden tokens add nothing."""
+        return [
+            (span.text, True) if span.texts is not None else ("".join(t or "" for t in self.written(span, ids)), False)
+            for span in self.spans
+        ]
+
+    def written(self, span: Span, ids: Sequence[int]) -> list[str | None]:
+        """What each token of a hole adds to the text; the blank before a word is in the given text already."""
+        mask_id, eos_id, tokens = self.tokenizer.mask_id, self.tokenizer.eos_id, list(ids[span.start : span.end])
+        found: list[str | None] = [None if token == mask_id else "" for token in tokens]
+        stop = span.end
+        if self.may_end and span is self.spans[-1] and eos_id in tokens:
+            stop = span.start + tokens.index(eos_id)
+        for start, end in _runs(ids, span.start, stop, mask_id):
+            texts = spelled(self.tokenizer, ids[:start], ids[start:end])
+            if self.kinds[start] == WORD:
+                first = next((i for i, text in enumerate(texts) if text), 0)
+                texts[first] = texts[first].removeprefix(" ")
+            found[start - span.start : end - span.start] = texts
         return found
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a row; hidden tokens as blocks, a blank before the one that will bring it."""
-        texts = self.texts(ids)
-        blank = [" " if kind == WORD else "" for kind in self.kinds]
-        return "".join(blank[i] + BLOCK if text is None else text for i, text in enumerate(texts))
+        """The text of a row; hidden tokens as blocks."""
+        return "".join(BLOCK if text is None else text for _, text in self.parts(ids))
 
 
 def lay_out(
@@ -210,10 +237,11 @@ def lay_out(
             put([tokenizer.mask_id] * piece.least, False, ENDED if may_end and is_last else TEXT)
             if starts_word:
                 kinds[start] = WORD
+            starts_word = False
             spans.append(Span(start, len(ids)))
             continue
         starts_word = not is_last and piece.endswith(" ") and brings_blanks(tokenizer)
-        tokens, texts = cut(tokenizer, piece[:-1] if starts_word else piece)  # the blank is the hole's to bring
+        tokens, texts = cut(tokenizer, piece, len(piece) - starts_word)
         put(tokens, True, TEXT)
         spans.append(Span(start, len(ids), tuple(texts)))
     if ends and tokenizer.eos_id is not None:
@@ -221,42 +249,46 @@ def lay_out(
     return Layout(tokenizer, tuple(spans), tuple(ids), tuple(is_fixed), tuple(kinds), may_end)
 
 
-def cut(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[str]]:
-    """The tokens of a given text, and what each of them adds to it: together they are the text to the byte."""
+def cut(tokenizer: Tokenizer, text: str, stop: int | None = None) -> tuple[list[int], list[str]]:
+    """The tokens of a given text up to `stop`, and what each of them adds: together they are the whole text to the
+    byte. Text without a token is one share."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair and no text"
+            f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair and no "
+            "text: decode the text with errors='replace', or leave the character out"
         ) from error
-    encoding = tokenizer.bpe.encode(text, add_special_tokens=False)
-    if text and not encoding.ids:
-        raise ValueError(f"the tokenizer {tokenizer.name} has no tokens for {text!r}: leave it out, or give more text")
-    ends = [end for _, end in encoding.offsets]
+    encoding = tokenizer.bpe.encode(text[:stop], add_special_tokens=False)
     marks = [0]
-    for end in ends[:-1]:
+    for _, end in encoding.offsets[:-1]:
         marks.append(max(marks[-1], end))  # ends of one character's tokens repeat
     marks.append(len(text))
-    return encoding.ids, [text[a:b] for a, b in pairwise(marks)] if encoding.ids else []
+    return encoding.ids, [text[a:b] for a, b in pairwise(marks)] if text else []
 
 
 def spelled(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
     """What each of these tokens adds to the text, given the tokens before them."""
     hidden = next((i for i in range(len(before), 0, -1) if before[i - 1] == tokenizer.mask_id), 0)
     left = list(before[max(hidden, len(before) - CONTEXT) :])
-    done, pending = tokenizer.decode(left, skip_special=True), []
+    done, pending = _decoded(tokenizer, left), []
     texts: list[str] = []
     for number, token in enumerate(ids, 1):
         pending.append(token)
-        whole = tokenizer.decode([*left, *pending], skip_special=True)
+        whole = _decoded(tokenizer, [*left, *pending])
         if whole.endswith("\ufffd") and number < len(ids):  # bytes of a character that is not whole yet
             texts.append("")
             continue
-        is_next = whole.startswith(done)
-        texts.append(whole[len(done) :] if is_next else tokenizer.decode(pending, skip_special=True))
+        texts.append(whole[len(done) :] if whole.startswith(done) else _decoded(tokenizer, pending))
         left, pending = [*left, *pending][-CONTEXT:], []
-        done = tokenizer.decode(left, skip_special=True)
+        done = _decoded(tokenizer, left)
     return texts
+
+
+def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text that may begin inside a word: the mark that says so is none of it."""
+    text = tokenizer.decode(ids, skip_special=True)
+    return text.removeprefix(CONTINUED) if marks_words(tokenizer) else text
 
 
 def _runs(ids: Sequence[int], start: int, stop: int, mask_id: int) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """Plots of runs: a figure with every curve that was told, a summary with its numbers, errors that name the folder."""
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -12,7 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from adlm.cli.plot import draw_run, nice_perplexities, plot, read_run, smooth
+from adlm.cli.figures import draw_run, nice_perplexities, read_run, smooth
+from adlm.cli.plot import plot
 from adlm.train.metrics import MetricsFile
 
 app = typer.Typer()
@@ -154,3 +156,15 @@ def test_the_command_draws_and_sums_up(tmp_path: Path) -> None:
 def test_the_command_tells_an_error_in_a_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [str(tmp_path / "nowhere")])
     assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_what_was_drawn_is_told_in_json_alone(tmp_path: Path) -> None:
+    runs = [run_in(tmp_path / "a"), run_in(tmp_path / "b", valid=False)]
+    result = CliRunner().invoke(app, [*map(str, runs), "--out", str(tmp_path / "both.svg"), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["figure"] == str(tmp_path / "both.svg") and Path(found["figure"]).is_file()
+    first, second = found["runs"]
+    assert first["run"] == str(runs[0]) and first["last_step"] == 60
+    assert math.isclose(first["val/ppl"], math.exp(first["val/nll"])) and first["best/ppl"] <= first["val/ppl"]
+    assert "val/ppl" not in second and second["last_step"] == 60

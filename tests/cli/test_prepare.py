@@ -1,6 +1,7 @@
 """`adlm prepare` as a person would type it."""
 
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,16 @@ def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
     result = run(folder, "--out", tmp_path / "data", "--length", "32")
     assert result.exit_code == 0, result.output
     assert "left out" in result.output and "notes.md, picture.png" in result.output
+
+
+def test_what_was_written_is_told_in_json_alone(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "data"
+    result = run(text, "--out", out, "--tokenizer", "bytes", "--length", 32, "--workers", 1, "--json")
+    assert result.exit_code == 0, result.output
+    found, manifest = json.loads(result.stdout), open_data(out).manifest
+    assert found["folder"] == str(out) and found["splits"].keys() == manifest["splits"].keys()
+    for name, split in found["splits"].items():
+        assert split == {key: manifest["splits"][name][key] for key in ("rows", "tokens", "documents", "bytes")}
+    assert "next: adlm train" in result.stderr
+    wrong = run(text, "--json")
+    assert wrong.exit_code == 2 and wrong.stdout == "" and wrong.stderr.startswith("error: ")

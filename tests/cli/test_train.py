@@ -164,12 +164,25 @@ def test_sample_writes_what_the_run_learned(tmp_path: Path) -> None:
     words = ("sample", str(tmp_path / "run"), "--rows", "2", "--steps", "4", "--out", str(tmp_path / "texts.txt"))
     first, again = invoke(*words), invoke(*words)
     assert first.exit_code == 0, first.output
-    assert first.output == again.output
+    assert first.stdout == again.stdout
     assert len((tmp_path / "texts.txt").read_text("utf-8").split("<|endoftext|>")) == 2
     other = invoke(*words, "--seed", "1", "--sampler", "ancestral", "--length", "16")
-    assert other.exit_code == 0 and other.output != first.output
+    assert other.exit_code == 0 and other.stdout != first.stdout
     assert_told(invoke("sample", str(tmp_path)), 2, "neither a run's folder nor a checkpoint's")
     assert_told(invoke("sample", str(tmp_path / "run"), "--sampler", "best"), 2, "unknown sampler 'best'; known:")
+
+
+def test_a_run_answers_in_json_alone(tmp_path: Path) -> None:
+    result = invoke("train", *arguments(tmp_path, "log.show=true"), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    valid = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "val/ppl" in record][-1]
+    assert (found["folder"], found["step"]) == (str(tmp_path), 10)
+    assert found["valid"] == {name: valid[name] for name in ("val/nll", "val/ppl", "val/stderr", "unigram/ppl")}
+    assert load(Path(found["checkpoint"])).step == 10
+    assert "validation perplexity" in result.stderr  # what it says on the way
+    wrong = invoke("train", *arguments(tmp_path, "stepps=3"), "--json")
+    assert wrong.exit_code == 2 and wrong.stdout == ""
 
 
 def test_samples_are_written_while_training(tmp_path: Path) -> None:

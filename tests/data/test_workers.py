@@ -46,6 +46,21 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(encoder.known) < 400
 
 
+def test_a_document_is_asked_word_by_word_however_much_is_known() -> None:
+    class Known(dict[str, bytes]):
+        """What must not be walked through for every document: short ones would take minutes instead of seconds."""
+
+        def keys(self) -> Any:
+            raise AssertionError("all that is known was gone through")
+
+        __iter__ = keys
+
+    encoder = Encoder(FAST["gpt2"].json, "uint16")
+    encoder.known = Known()
+    for text in TEXTS[:5]:
+        assert np.frombuffer(encoder.encode(text), np.uint16).tolist() == FAST["gpt2"].encode(text)
+
+
 @pytest.mark.parametrize("name", sorted(FAST))
 def test_text_that_is_hardly_cut_is_not_kept(name: str) -> None:
     """Without Latin letters a piece may be a whole document: the number of pieces bounds nothing."""

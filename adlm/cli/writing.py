@@ -1,0 +1,305 @@
+"""What `sample` and `infill` share: a request, one or two writers of it, and where their texts go."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from adlm.cli.answers import answering, as_file, check_files, notes, print_bytes, print_json
+from adlm.cli.errors import told
+
+if TYPE_CHECKING:
+    from adlm.stills import Recording, Still
+    from adlm.text.jobs import Job
+    from adlm.text.lm import LM, Texts
+    from adlm.text.templates import Layout
+
+GUESSES = 3  # of every hidden token: a page shows them all, a terminal the first
+WIDTHS = {1: 720, 2: 1080}  # pixels of a picture by its panels
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for beside the text itself."""
+
+    model: str | None
+    n: int
+    steps: int | None
+    sampler: str | None
+    temperature: float
+    top_p: float
+    top_k: int | None
+    seed: int
+    block: int | None
+    batch: int
+    options: Sequence[str] | None
+    device: str
+    deterministic: bool
+    out: Path | None
+    html: Path | None
+    gif: Path | None
+    beside: str | None
+    guesses: bool
+    pause: float
+    is_json: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text that is written, by its tokens."""
+
+    layout: Layout
+    ids: list[int]
+    nfe: int
+
+    @property
+    def text(self) -> str:
+        return self.layout.text(self.ids)
+
+    @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The pieces of the text, and whether each was given; together they are the text."""
+        return self.layout.pieces(self.ids)
+
+
+class Writer:
+    """One model at one job: its first text step by step where that is seen, the others at once."""
+
+    def __init__(self, lm: LM, job: Job, title: str) -> None:
+        self.lm, self.job, self.title = lm, job, title
+        self.rows: list[Row] = []
+        self.stills: list[Still] = []
+        self.seconds = 0.0  # spent here, not on drawing or pauses
+
+    def first(self, guesses: int) -> Iterator[Still]:
+        """The first text on its way."""
+        alone = replace(self.job, layouts=self.job.layouts[:1], n=1)
+        shots, last = self.lm.shots(alone, guesses), None
+        while True:
+            began = time.perf_counter()
+            shot = next(shots, None)
+            if shot is not None:
+                last = shot
+                self.stills.append(shot.still())
+            self.seconds += time.perf_counter() - began
+            if shot is None:
+                break
+            yield self.stills[-1]
+        assert last is not None
+        self.rows.append(Row(alone.layouts[0], last.frame.tokens[0].tolist(), last.nfe[0]))
+
+    def rest(self) -> None:
+        """The texts that are still to be written, a batch at a time."""
+        from adlm.text.lm import frames
+
+        began = time.perf_counter()
+        left = self.job.rows[len(self.rows) :]
+        for start in range(0, len(left), self.job.batch):
+            part = left[start : start + self.job.batch]
+            *_, frame = frames(self.lm.predictor, self.job, part)
+            for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
+                self.rows.append(Row(layout, ids[: len(layout)], nfe))
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def texts(self) -> Texts:
+        """What came of it."""
+        from adlm.text.lm import Texts
+
+        nfe = [row.nfe for row in self.rows]
+        return Texts([row.text for row in self.rows], max(nfe), self.seconds, self.job.settings, nfe)
+
+    def fills(self) -> list[list[str]]:
+        """What stands in the holes of each text: put in their places, they make the text."""
+        return [[text for text, is_given in row.pieces if not is_given] for row in self.rows]
+
+    def recording(self) -> Recording:
+        """The first text's way."""
+        return self.lm.recording(self.stills, self.job, title=self.title, seconds=self.seconds)
+
+
+def answer(request: Request, **what: Any) -> None:
+    """Write what is asked for (`what`: prompt and length, or a template) and show it where it is to be seen."""
+    with told():
+        files = {"--out": request.out, "--html": request.html, "--gif": request.gif}
+        check_files(files)
+        check_gif(request.gif)
+        with answering(request.is_json):
+            writers = hire(request, what)
+            recordings = write(writers, request)
+            publish(writers, recordings, request)
+        if request.is_json:
+            fills = "template" in what
+            found, *beside = [w.texts.as_dict() | ({"fills": w.fills()} if fills else {}) for w in writers]
+            given = {key: what[key] for key in ("prompt", "template") if key in what}
+            written = {name.removeprefix("--"): path for name, path in files.items() if path is not None}
+            print_json(found | given | ({"beside": beside[0]} if beside else {}) | written)
+
+
+def check_gif(path: Path | None) -> None:
+    """Refuse a picture that could not be made, before anything is computed."""
+    if path is None:
+        return
+    if path.suffix.lower() != ".gif":
+        raise ValueError(f"--gif {path} does not end in .gif: call it {path.with_suffix('.gif')}")
+    if find_spec("PIL") is None:
+        raise ImportError("--gif needs Pillow: pip install 'adlm[view]'; --html needs nothing")
+
+
+def hire(request: Request, what: dict[str, Any]) -> list[Writer]:
+    """Who writes: the model, and beside it a second one or the same with another sampler. All is checked here."""
+    from adlm.bundled import DEFAULT
+    from adlm.text.lm import load
+
+    options = sampler_options(request.options or [])
+    lm = load(request.model or DEFAULT, device=request.device, deterministic=request.deterministic)
+    own = {"sampler": request.sampler, "steps": request.steps, "block": request.block, **options}
+    asked = [(lm, own)]
+    if request.beside is not None:
+        asked = [(lm, fitting(lm, own)), second(request, lm, own)]
+    names = ("n", "temperature", "top_p", "top_k", "seed", "batch")
+    same = {name: getattr(request, name) for name in names}
+    jobs = [each.job(**what, **same, **how) for each, how in asked]
+    titles = [f"{Path(each.name).name} · {job.settings['sampler']}" for (each, _), job in zip(asked, jobs, strict=True)]
+    if len(set(titles)) < len(titles):  # two runs in folders of one name
+        titles = [f"{each.name} · {job.settings['sampler']}" for (each, _), job in zip(asked, jobs, strict=True)]
+    return [Writer(each, job, title) for (each, _), job, title in zip(asked, jobs, titles, strict=True)]
+
+
+def second(request: Request, lm: LM, own: dict[str, Any]) -> tuple[LM, dict[str, Any]]:
+    """What `--beside` names: a sampler of the same model, or a model."""
+    from adlm.bundled import MODELS
+    from adlm.methods import ALIASES, SAMPLERS
+    from adlm.text.lm import load
+
+    name = request.beside or ""
+    sampler = SAMPLERS.get(name) or SAMPLERS.get(ALIASES.get(name, ""))
+    if sampler is not None:  # with options of its own, which are not the first one's
+        takes_steps = "steps" in inspect.signature(sampler).parameters
+        return lm, {"sampler": name, "steps": own["steps"] if takes_steps else None, "block": own["block"]}
+    if name in MODELS or Path(name).exists():
+        other = load(name, device=request.device, deterministic=request.deterministic)
+        return other, fitting(other, own)
+    raise ValueError(
+        f"--beside {name!r} is neither a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a "
+        "folder that is there)"
+    )
+
+
+def fitting(lm: LM, own: dict[str, Any]) -> dict[str, Any]:
+    """Of two models, a causal one leaves the sampler and its options to the other: it goes from left to right."""
+    return {} if lm.form.is_causal else own
+
+
+def sampler_options(given: Sequence[str]) -> dict[str, Any]:
+    """`--option name=value` as a sampler takes it: numbers, true and false."""
+    from adlm.text.lm import LM
+
+    taken, found = inspect.signature(LM.job).parameters, {}
+    for each in given:
+        name, sign, value = each.partition("=")
+        if not sign or not name.isidentifier():
+            raise ValueError(f"--option {each!r}: give name=value, such as eta=0.04")
+        if name in taken:
+            raise ValueError(f"--option {each!r}: that is no option of a sampler; see --help for --{name}")
+        try:
+            found[name] = {"true": True, "false": False}[value] if value in ("true", "false") else float(value)
+        except ValueError:
+            raise ValueError(f"--option {each!r}: {value!r} is not a number, true or false") from None
+    return found
+
+
+def write(writers: Sequence[Writer], request: Request) -> list[Recording]:
+    """Have it written; the first texts are watched on a terminal, and recorded where they are to be played."""
+    is_watched = is_screen(request)
+    is_recorded = request.html is not None or request.gif is not None
+    streams = [writer.first(GUESSES if request.guesses else 0) for writer in writers]
+    if is_watched:
+        from adlm.view.terminal import watch
+
+        shows = request.guesses and any(not writer.lm.form.is_causal for writer in writers)
+        steps, titles = [writer.job.steps for writer in writers], [writer.title for writer in writers]
+        watch(streams, titles, Console(highlight=False), steps=steps, pause=request.pause, show_guesses=shows)
+    with notes().status("writing …"):
+        if is_recorded and not is_watched:
+            for stream in streams:
+                deque(stream, maxlen=0)  # the writer keeps what it yields
+        recordings = [writer.recording() for writer in writers] if is_recorded else []
+        for writer in writers:
+            writer.rest()
+    return recordings
+
+
+def is_screen(request: Request) -> bool:
+    """Whether somebody is looking. Not what the colour settings say: `FORCE_COLOR=1 adlm sample > file` is a file."""
+    return not request.is_json and sys.stdout.isatty()
+
+
+def publish(writers: Sequence[Writer], recordings: Sequence[Recording], request: Request) -> None:
+    """Texts to the terminal, the pipe and the file; pages and pictures; what it took."""
+    texts = [row.text for writer in writers for row in writer.rows]
+    if is_screen(request):
+        show(writers, Console(highlight=False))
+    elif not request.is_json:
+        print_bytes(as_file(texts))
+    console, written = notes(), []
+    if request.out is not None:
+        request.out.parent.mkdir(parents=True, exist_ok=True)
+        request.out.write_bytes(as_file(texts))
+        written.append(request.out)
+    if request.html is not None:
+        from adlm.view.player import write_player
+
+        written.append(write_player(recordings, request.html))
+    if request.gif is not None:
+        from adlm.view.gif import write_gif
+
+        width = WIDTHS[len(recordings)]
+        written.append(write_gif(recordings, request.gif, width=width, show_guesses=request.guesses))
+    for writer in writers:
+        console.print(line_of(writer), style="dim", markup=False)
+    for path in written:
+        console.print(f"written: {path}", style="dim", markup=False)
+
+
+def show(writers: Sequence[Writer], console: Console) -> None:
+    """Every text, given and written parts apart; numbered where there are several."""
+    for writer in writers:
+        if len(writers) > 1:
+            console.print(f"\n{writer.title}", style="bold", markup=False)
+        for number, row in enumerate(writer.rows, 1):
+            console.print()
+            if len(writer.rows) > 1:
+                console.print(f"{number}", style="bold")
+            console.print(marked(row), soft_wrap=True)
+
+
+def marked(row: Row) -> Text:
+    """A text in which what was given looks given and what was written new; without anything given, plain."""
+    from adlm.stills import GIVEN, REVEALED
+    from adlm.view.colours import STYLES
+    from adlm.view.terminal import tame
+
+    shown = Text()
+    is_plain = not any(is_given and text for text, is_given in row.pieces)
+    for text, is_given in row.pieces:
+        shown.append(tame(text), None if is_plain else STYLES[GIVEN if is_given else REVEALED])
+    return shown
+
+
+def line_of(writer: Writer) -> str:
+    """What it took, in a line."""
+    found = writer.texts
+    count = f"{len(found.texts)} text" + "s" * (len(found.texts) > 1)
+    steps = "" if writer.job.steps is None else f", {writer.job.steps} steps"
+    return f"{writer.title}{steps}: {count}, NFE {found.nfe}, {found.seconds:.1f} s, seed {writer.job.seed}"

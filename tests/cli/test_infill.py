@@ -1,0 +1,116 @@
+"""`adlm infill`: what is given comes back to the byte, and is told apart from what was filled."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import adlm
+from adlm.cli.writing import Writer, marked
+from adlm.text.templates import HOLE, parsed
+from adlm.view.terminal import tame
+from tests.cli.terminal import assert_told, invoke, process, screen, trained, without_escapes
+
+CAT = "The ___ sat on the ___{2}."
+
+
+def answered(*words: object, given: str | bytes | None = None) -> dict[str, Any]:
+    result = invoke("infill", *words, "--json", given=given)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_bundled_model_fills_as_the_api_does() -> None:
+    done = process("infill", CAT, "--n", 2, "--seed", 4, "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    same = adlm.load(device="cpu").infill(CAT, n=2, seed=4)
+    assert (found["texts"], found["nfe"], found["settings"]) == (same.texts, same.nfe, same.settings)
+    assert found["template"] == [CAT] and len(found["fills"]) == 2
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CAT,
+        "___{3}",
+        "Süß ___{1}, 東京 ___{2}\n\t🦊___{1}!  ",
+        "a___{1}___{1}b",
+        "  ___{2}",
+        "<|endoftext|> ___{1} \u200b",
+    ],
+)
+def test_fills_in_their_places_make_the_text(template: str) -> None:
+    found = answered(template, "--model", trained(), "--n", 2)
+    assert found["texts"] == adlm.load(trained(), device="cpu").infill(template, n=2).texts
+    for text, fills in zip(found["texts"], found["fills"], strict=True):
+        left = iter(fills)
+        assert HOLE.sub(lambda _: next(left), template) == text  # noqa: B023
+        assert next(left, None) is None
+
+
+def test_several_templates_and_batches() -> None:
+    words = (CAT, "It ___{1} was", "--model", trained(), "--n", 2)
+    found = answered(*words)
+    assert [text.startswith("The ") for text in found["texts"]] == [True, True, False, False]
+    assert found["texts"] == answered(*words, "--batch", 1)["texts"]
+
+
+def test_a_template_comes_by_stdin() -> None:
+    text = "Tom ___{1}\nsaid “___{1}”."
+    by_stdin = invoke("infill", "-", "--model", trained(), given=(text + "\n").encode())
+    assert by_stdin.stdout == invoke("infill", text, "--model", trained()).stdout
+    assert_told(invoke("infill", "-", "--model", trained(), given=b"\xff ___"), "stdin is not UTF-8 at byte 0")
+
+
+def test_a_terminal_tells_given_from_filled() -> None:
+    words = ("infill", CAT, "--model", trained(), "--seed", 2)
+    shown, code = screen(*words, "--pause", 0)
+    found = answered(*words[1:])
+    assert code == 0 and tame(found["texts"][0]) in without_escapes(shown)
+    last = shown[shown.rindex("\x1b[3;38;5;31mThe ") :]  # italic, in the colour of what is given
+    assert "\x1b[1;32m" in last and last.count("\x1b[3;38;5;31m") == 3  # bold and green: the two fills between
+
+
+def test_marks_do_without_colours() -> None:
+    lm = adlm.load(trained(), device="cpu")
+    writer = Writer(lm, lm.job(template="It ___{2} was", seed=1), "")
+    writer.rest()
+    shown = marked(writer.rows[0])
+    console = Console(no_color=True, force_terminal=True, color_system="truecolor", highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    assert "\x1b[3m" in captured.get() and "\x1b[1m" in captured.get()
+    assert shown.plain == tame(writer.texts.texts[0])
+
+
+def test_the_way_is_kept(tmp_path: Path) -> None:
+    found = answered(CAT, "--model", trained(), "--html", tmp_path / "a.html", "--gif", tmp_path / "a.gif")
+    assert found["texts"] == answered(CAT, "--model", trained())["texts"]
+    assert '"given"' in (tmp_path / "a.html").read_text("utf-8")
+    both = answered(CAT, "--model", trained(), "--beside", "ancestral", "--steps", 5)
+    assert both["beside"]["settings"]["sampler"] == "ancestral" and len(both["beside"]["fills"][0]) == 2
+    assert len(parsed(CAT)) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("The cat sat.",), "has no hole: write ___ where something is to be filled in"),
+        (("The ___{40} sat.",), "make it shorter"),
+        (("The ___{0} sat.",), "a hole"),
+        ((CAT, "--sampler", "best"), "unknown sampler 'best'; known:"),
+        ((CAT, "--temperature", "-1"), "temperature must be 0"),
+        ((CAT, "--length", "9"), "--length"),
+        ((), "'template'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(words: tuple[str, ...], said: str) -> None:
+    assert_told(invoke("infill", *words, "--model", trained()), said)
+
+
+def test_a_causal_model_cannot_look_ahead() -> None:
+    assert_told(invoke("infill", CAT, "--model", trained("ar")), "a causal model sees only what is before it")

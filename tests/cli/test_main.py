@@ -1,0 +1,115 @@
+"""The command itself: versions, help, completion, and that asking for them is cheap."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adlm import __version__
+from adlm.bundled import DEFAULT, MODELS
+from adlm.cli.options import complete_beside, complete_model, complete_recipe, complete_sampler
+from adlm.methods import SAMPLERS
+from tests.cli.terminal import ROOT, assert_told, env_of, invoke
+
+COMMANDS = ("sample", "infill", "score", "demo", "doctor", "prepare", "train", "plot", "version")
+LIGHT = {"typer", "rich", *sys.stdlib_module_names}
+
+
+def test_the_version_is_one() -> None:
+    assert invoke("--version").stdout == invoke("version").stdout == __version__ + "\n"
+    assert json.loads(invoke("version", "--json").stdout) == {"version": __version__}
+
+
+def test_help_names_the_commands_and_every_one_helps() -> None:
+    shown = invoke("--help").stdout
+    for command in COMMANDS:
+        assert f" {command} " in shown
+        helped = invoke(command, "--help")
+        assert helped.exit_code == 0 and "Usage: " in helped.stdout
+        if command != "demo":
+            assert "--json" in helped.stdout
+
+
+def test_defaults_survive_the_help() -> None:
+    """Square brackets are markup to the printer: what stands in them is gone."""
+    shown = " ".join(invoke("sample", "--help").stdout.replace("│", " ").split())
+    for default in (f"({DEFAULT})", "(as many as the model takes)", "(128; confidence, margin: a token a step)"):
+        assert default in shown
+    holes = " ".join(invoke("infill", "--help").stdout.replace("│", " ").split())
+    assert "___{2,8}" in holes
+
+
+def test_what_is_no_command_is_told_in_a_line() -> None:
+    assert_told(invoke("smaple"), "smaple", "'sample'")
+
+
+def installed(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`adlm …` under its own name, which completion goes by."""
+    line = "import sys; from adlm.cli.main import app; app(sys.argv[1:], prog_name='adlm')"
+    command = [sys.executable, "-c", line, *words]
+    return subprocess.run(
+        command, cwd=ROOT, env=env_of(**env), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("adlm sam", ["sample"]),
+        (f"adlm sample {DEFAULT[:-1]}", [DEFAULT]),
+        ("adlm sample --sampler remask_l", ["remask_loop"]),
+        ("adlm train cpu-n", ["cpu-nano"]),
+    ],
+)
+def test_a_shell_completes(words: str, completed: list[str]) -> None:
+    count = str(len(words.split()) - 1)
+    done = installed(_ADLM_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
+    assert done.stdout.split() == completed, done.stderr
+
+
+def test_a_shell_is_given_its_script() -> None:
+    shown = installed("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert shown.returncode == 0, shown.stderr
+    assert "_ADLM_COMPLETE=complete_bash" in shown.stdout
+
+
+def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "file").touch()
+    assert complete_model("") == [*MODELS, "runs/"]
+    assert complete_model("runs/f") == ["runs/first/"]
+    assert complete_model(".h") == [".hidden/"]
+    assert complete_model("nowhere/x") == []
+    assert complete_sampler("") == list(SAMPLERS)
+    assert complete_beside("an") == ["ancestral"] and complete_beside(DEFAULT) == [DEFAULT]
+    assert "cpu-nano" in complete_recipe("")
+
+
+def test_what_help_loads_is_light() -> None:
+    """A command's module imports what is heavy when the command runs: this is what `--help` waits for."""
+    waiting, seen = ["adlm.cli.main"], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        tree = ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text("utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= LIGHT, name
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module is not None
+                names = [node.module]
+                if node.module == "adlm.cli":
+                    names = [f"adlm.cli.{alias.name}" for alias in node.names]
+                waiting += [each for each in names if each.startswith("adlm.cli.")]
+                assert all(
+                    each.startswith("adlm.cli.") or each in ("adlm", "adlm.bundled") or each.split(".")[0] in LIGHT
+                    for each in names
+                ), (name, names)
+    assert {"adlm.cli.sample", "adlm.cli.train", "adlm.cli.plot"} <= seen

@@ -1,0 +1,87 @@
+"""`adlm score`: the API's figures, in a table and in JSON."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import adlm
+from adlm.bundled import DEFAULT
+from tests.cli.terminal import assert_told, invoke, process, trained
+
+TEXTS = ("It was the best of times.", "times of best the was It.")
+
+
+def answered(*words: object, given: str | bytes | None = None) -> dict[str, Any]:
+    result = invoke("score", *words, "--json", given=given)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_bundled_models_figures_are_the_apis() -> None:
+    done = process("score", *TEXTS, "--draws", 8, "--seed", 3, "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"\n") == 1
+    found = json.loads(done.stdout)
+    assert found["settings"] == {"model": DEFAULT, "method": "adlm", "draws": 8, "seed": 3, "device": "cpu"}
+    for text, mine, theirs in zip(TEXTS, found["scores"], adlm.load(device="cpu").score(TEXTS, draws=8, seed=3)):
+        assert mine["text"] == text and mine["tokens"] == theirs.tokens and mine["is_exact"] is False
+        for name in ("nll", "stderr", "ppl", "bits_per_byte"):
+            assert math.isclose(mine[name], getattr(theirs, name), rel_tol=1e-4)
+
+
+def test_the_table_says_what_json_says() -> None:
+    words = (*TEXTS, "--model", trained(), "--draws", 8)
+    result = invoke("score", *words)
+    assert result.exit_code == 0, result.output
+    header, *rows = result.stdout.splitlines()
+    assert header.split()[:3] == ["text", "tokens", "nats/token"]
+    for row, score in zip(rows, answered(*words)["scores"], strict=True):
+        assert score["text"] in row and f"≤ {score['nll']:.3f}" in row and f"{score['stderr']:.3f}" in row
+        assert f"≤ {score['ppl']:,.1f}" in row and f"≤ {score['bits_per_byte']:.3f}" in row
+    assert "a bound from above, 8 noises a text" in result.stderr
+
+
+def test_a_causal_models_figure_is_exact() -> None:
+    found = answered(*TEXTS, "--model", trained("ar"))
+    assert all(score["is_exact"] and score["stderr"] == 0 for score in found["scores"])
+    result = invoke("score", *TEXTS, "--model", trained("ar"))
+    assert "≤" not in result.stdout and "exact" in result.stdout
+
+
+def test_texts_come_from_everywhere(tmp_path: Path) -> None:
+    whole, lines = tmp_path / "whole.txt", tmp_path / "lines.txt"
+    whole.write_bytes(b"One text\nof two lines.\n")
+    lines.write_bytes("first\r\n\nsecond – é\n".encode())
+    words = ("given", "-", "--file", whole, "--lines", lines, "--model", trained(), "--draws", 2)
+    result = invoke("score", *words, "--json", given="from stdin\n")
+    texts = [score["text"] for score in json.loads(result.stdout)["scores"]]
+    assert texts == ["given", "from stdin", "One text\nof two lines.", "first", "second – é"]
+    assert "empty lines left out: 1" in result.stderr
+    by_stdin = answered("--lines", "-", "--model", trained(), "--draws", 2, given="first\nsecond – é\n")
+    assert [score["text"] for score in by_stdin["scores"]] == texts[3:]
+    alone = answered("first", "--model", trained(), "--draws", 2)["scores"][0]
+    assert math.isclose(by_stdin["scores"][0]["nll"], alone["nll"], rel_tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin"),
+        (("",), "score"),
+        (("word " * 50,), "make it shorter"),
+        (("a", "--draws", "1"), "--draws"),
+        (("--file", "nowhere.txt"), "nowhere.txt"),
+        (("a", "--device", "abacus"), "device 'abacus'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(words: tuple[str, ...], said: str) -> None:
+    assert_told(invoke("score", *words, "--model", trained(), "--json"), said)
+    assert_told(invoke("score", *words, "--model", trained()), said)
+
+
+def test_a_model_that_is_none() -> None:
+    assert_told(invoke("score", "a", "--model", "novel"), "there is no model 'novel'", DEFAULT)

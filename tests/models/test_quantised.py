@@ -1,0 +1,124 @@
+"""Weights in a byte each: no weight moves by more than half a step, and a model still says the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import adlm
+from adlm import checkpoint
+from adlm.models.quantised import MOST, SCALE, dequantised, quantise
+from tests.text.models import tokenizer
+from tests.world import random_model
+
+ROUNDING = 4 * torch.finfo(torch.float32).eps
+
+
+def weights(rows: int = 50, columns: int = 33, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of very different size."""
+    rng = torch.Generator().manual_seed(0)
+    return (torch.randn(rows, columns, generator=rng) * 10.0 ** torch.linspace(-30, 30, rows)[:, None]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_weight_moves_by_more_than_half_a_step(dtype: torch.dtype) -> None:
+    given = weights(dtype=dtype)
+    stored = quantise({"w": given})
+    assert stored["w"].dtype == torch.int8 and stored["w" + SCALE].dtype == torch.float32
+    step = given.float().abs().amax(1) / MOST
+    torch.testing.assert_close(stored["w" + SCALE], step, rtol=ROUNDING, atol=0)
+    found = dequantised(stored)["w"]
+    assert bool(((found - given.float()).abs() <= step[:, None] * (0.5 + 127 * ROUNDING)).all())
+    largest = given.float().abs().argmax(1, keepdim=True)
+    torch.testing.assert_close(found.gather(1, largest), given.float().gather(1, largest), rtol=ROUNDING, atol=0)
+    assert int(stored["w"].min()) >= -MOST and int(stored["w"].abs().max()) == MOST
+
+
+def test_zeros_stay_zeros() -> None:
+    given = torch.zeros(3, 4)
+    given[1] = torch.tensor([0.0, -2.0, 0.0, 1.0])
+    given[2] = 1e-44  # too small for a step of its own
+    found = dequantised(quantise({"w": given}))["w"]
+    assert torch.equal(found[0], given[0]) and bool((found[1] == 0).eq(given[1] == 0).all())
+    assert bool(torch.isfinite(found).all()) and float((found[2] - given[2]).abs().max()) <= 1e-44
+
+
+def test_vectors_are_kept_as_they_are_and_twice_is_once() -> None:
+    given = {"v": torch.randn(7).bfloat16(), "w": weights(5, 4)}
+    stored = quantise(given)
+    assert stored.keys() == {"v", "w", "w" + SCALE}
+    assert stored["v"].dtype == torch.float32 and torch.equal(stored["v"], given["v"].float())
+    once = dequantised(stored)
+    torch.testing.assert_close(dequantised(quantise(once))["w"], once["w"], rtol=ROUNDING, atol=0)
+    plain = {"w": weights(), "v": torch.ones(3)}
+    assert all(torch.equal(dequantised(plain)[name], plain[name]) for name in plain)
+
+
+def test_a_scale_that_is_missing_is_an_error() -> None:
+    stored = quantise({"a.w": weights()})
+    del stored["a.w" + SCALE]
+    with pytest.raises(ValueError, match=r"a\.w is int8 but has no a\.w\.scale: the file is not whole"):
+        dequantised(stored)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("adlm", {}),
+    ("adlm", {"bridge": "direct", "tied": True}),
+    ("adlm", {"bridge": "softmax"}),
+    ("adlm", {"time_conditioning": True}),
+    ("mdlm", {"positions": "learned"}),
+    ("ar", {}),
+    ("a2r", {"tied": True}),
+    ("sedd", {}),
+]
+
+
+@pytest.mark.parametrize(("method", "changes"), CASES)
+def test_an_exported_model_says_about_the_same(method: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """A weight is off by a step / √12 in the mean, and a row's largest is about 3 of its standard deviations: 0.7% of
+    a weight. That is each matrix's share, and of about 15 matrices one after the other: 0.7% · √15 = 3%."""
+    words = tokenizer("bytes")
+    model = random_model(method, vocab_size=258, mask_id=257, dim=64, heads=4, length=32, scale=0.3, **changes)
+    loaded = checkpoint.Loaded(model, words, method, 11, "documents")
+    folder = checkpoint.export(loaded, tmp_path / "given")
+    back = checkpoint.load(folder, verify=True)
+    assert (back.method, back.step, back.rows, back.tokenizer) == (method, 11, "documents", back.tokenizer)
+    assert back.tokenizer is not None and back.tokenizer.sha256 == words.sha256
+    assert back.model.config == model.fold().config
+
+    tokens = torch.randint(256, (8, 24), generator=torch.Generator().manual_seed(1))
+    tokens[:, ::3] = 257
+    level = torch.linspace(0.1, 2, 8)
+    with torch.no_grad():
+        was, now = (m.head(m(tokens, level).final) for m in (model, back.model))
+        folded = model.fold()
+        kept = dequantised(quantise(folded.state_dict()))
+        folded.load_state_dict(kept | ({"head.weight": kept["embed.weight"]} if folded.config.tied else {}))
+        same = folded.head(folded(tokens, level).final)
+    assert torch.equal(same, now), "exporting and loading is rounding the weights, and nothing else"
+    assert 0 < float((now - was).square().mean().sqrt() / was.square().mean().sqrt()) < 0.05
+    # What is exported once more is the same to rounding: nothing is folded or rounded twice.
+    again = checkpoint.load(checkpoint.export(back, tmp_path / "again"))
+    with torch.no_grad():
+        torch.testing.assert_close(again.model.head(again.model(tokens, level).final), now, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_has_about_a_byte_a_parameter(tied: bool, tmp_path: Path) -> None:
+    model = random_model("adlm", vocab_size=258, mask_id=257, dim=128, heads=4, length=32, tied=tied, bridge="direct")
+    folder = checkpoint.export(checkpoint.Loaded(model, tokenizer("bytes"), "adlm", 0), tmp_path)
+    count = sum(p.numel() for p in model.fold().parameters())  # a tied head is one with the embedding
+    size = (folder / "model.safetensors").stat().st_size
+    assert count < size < 1.15 * count
+    assert ("head.weight" in checkpoint.read_weights(folder)) == (not tied)
+
+
+def test_an_exported_model_writes(tmp_path: Path) -> None:
+    model = random_model("adlm", vocab_size=258, mask_id=257, dim=32, length=32)
+    folder = checkpoint.export(checkpoint.Loaded(model, tokenizer("bytes"), "adlm", 0, "documents"), tmp_path)
+    found = adlm.load(folder, device="cpu")
+    assert found.form.is_framed and found.infill("a ___{3} b").texts[0].startswith("a ")
+    card = folder / "README.md"
+    card.write_text("a card", "utf-8")
+    assert adlm.load(folder, device="cpu", verify=True).generate(length=5, seed=1).texts

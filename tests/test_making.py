@@ -1,0 +1,90 @@
+"""The way to the bundled models: books to passages, a run to a small file, a model to its figures."""
+
+import gzip
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import adlm
+from adlm.data.sources import excerpt
+from bundled.measure import main as measure
+from bundled.passages import MOST, documents, is_prose, passages, sentences
+from bundled.passages import main as write_passages
+from bundled.ship import main as ship
+
+ROOT = Path(__file__).resolve().parent.parent
+BOOK = excerpt()
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+@pytest.mark.parametrize("most", [120, 440, MOST])
+def test_passages_are_the_books_words_in_order_and_fit(most: int) -> None:
+    found = list(passages(BOOK, random.Random(0), most))
+    assert len(found) > 20 and all(passage and len(passage) <= most for passage in found)
+    kept = " ".join(paragraph for paragraph in re.split(r"\n\s*\n", BOOK) if is_prose(paragraph))
+    assert words(" ".join(found)) == words(kept)
+    assert list(passages(BOOK, random.Random(0), most)) == found != list(passages(BOOK, random.Random(1), most))
+
+
+def test_passages_are_of_many_lengths_and_begin_and_end_with_sentences() -> None:
+    found = list(passages(BOOK, random.Random(0)))
+    lengths = [len(passage) for passage in found]
+    assert min(lengths) < 300 and sum(length > 0.8 * MOST for length in lengths) > 0.3 * len(found)
+    assert sum(passage.rstrip("\"'”’)")[-1] in ".!?" for passage in found) > 0.95 * len(found)
+
+
+def test_abbreviations_do_not_end_a_sentence_and_quotes_stay_with_theirs() -> None:
+    text = 'Mr. J. Smith came. "Is it you?" she said. Dr. Brown (who knew St. Ives) left!'
+    assert sentences(text) == ["Mr. J. Smith came.", '"Is it you?" she said.', "Dr. Brown (who knew St. Ives) left!"]
+
+
+def test_a_title_page_is_no_prose() -> None:
+    assert not is_prose("THE NATURAL HISTORY OF SELBORNE.") and not is_prose("Chapter I.") and not is_prose("")
+    assert is_prose("It was the best of times, it was the worst of times.")
+
+
+def test_books_stand_between_separators(tmp_path: Path) -> None:
+    path = tmp_path / "books.txt.gz"
+    path.write_bytes(gzip.compress(b"One.\n\nTwo.\n<|endoftext|>\nThree.\n"))
+    assert list(documents(path)) == ["One.\n\nTwo.\n", "Three.\n"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", *options])
+    main()
+
+
+def test_from_books_to_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of bundled/README.md, in small."""
+    monkeypatch.chdir(tmp_path)
+    half = len(BOOK) // 2
+    for name, text in (("books", BOOK[:half]), ("held-out", BOOK[half : half + 60_000])):
+        Path(f"{name}.txt.gz").write_bytes(gzip.compress(text.encode("utf-8")))
+        run(monkeypatch, write_passages, f"{name}.txt.gz", "--most", "200", "--out", f"{name}.jsonl")
+    adlm.prepare("books.jsonl", "data", valid="held-out.jsonl", train_tokenizer=400, length=96, rows="documents")
+    small = {"batch": 4, "steps": 3, "model.dim": 32, "model.heads": 2, "device": "cpu", "log.show": False}
+    for method in ("adlm", "mdlm"):
+        recipe = ROOT / f"recipes/bundled-{method}.yaml"
+        adlm.train(recipe, **small, **{"data.path": "data", "valid.rows": 8, "folder": method})
+    run(monkeypatch, ship, "adlm", "shipped")
+    assert adlm.load("shipped").form.is_framed
+    options = ["--samples", "6", "--length", "16", "--steps", "4", "--draws", "1", "--rows", "40", "--device", "cpu"]
+    run(monkeypatch, measure, "--data", "data", "shipped", "mdlm", *options, "--out", "figures.json")
+
+    assert "bigram" in capsys.readouterr().out
+    figures = json.loads(Path("figures.json").read_text("utf-8"))
+    shipped, twin = figures["models"]
+    assert shipped["name"] == "shipped" and twin["bound"]["above_first_model"]["stderr"] > 0
+    samples, held = (shipped["texts"][which] for which in ("samples", "held_out"))
+    assert samples["texts"] == 6 and samples["tokens"] == held["tokens"]
+    assert figures["baselines"]["bigram"]["nll"] < figures["baselines"]["unigram"]["nll"]

@@ -1,0 +1,121 @@
+"""Small models with random weights, or rigged ones, as `adlm.load` would give them; and random text."""
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+
+import adlm
+from adlm import LM, LanguageModel, Tokenizer
+from adlm.bundled import DEFAULT, folder_of
+from adlm.checkpoint import Loaded
+from adlm.data.tokenizers import train_bpe
+from adlm.methods import METHODS
+from tests.world import random_model
+
+TOKENIZERS = ("gpt2", "bert-base-uncased", "bytes", "prose")
+PROSE = "the cat sat on the mat and the dog sat on the log while it rained all day and all night "
+# Every sampler with few steps and, where it can, much remasking.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ancestral": {"steps": 6},
+    "forward_backward": {"steps": 6},
+    "remask_cap": {"steps": 6, "eta": 0.3},
+    "remask_rescale": {"steps": 6, "eta": 0.3},
+    "remask_conf": {"steps": 6},
+    "remask_loop": {"steps": 8, "eta": 0.3},
+    "ddpm": {"steps": 6},
+    "dfm": {"steps": 4},
+    "first_hitting": {},
+    "confidence": {"steps": 5},
+    "margin": {"steps": 5},
+    "entropy_bounded": {"bound": 2.0},
+}
+ATOMS = [
+    "the cat", "A", "word", "don't", "3.14", "naïve", "e\u0301", "n\u0303o\u0308", "😀", "👩‍👩‍👧‍👦", "🇫🇷", "漢字",
+    "こんにちは", "שלום", "مرحبا", "Ελληνικά", "ﬁ", "\u200b", "\u200d", "\ufeff", "\u202e", "\u00ad", "\u00a0",
+    "\u2028", "\x00", "\x07", "\x1b[31m", "\x7f", "\t", "\n", "\r\n", " ", "  ", "     ", "\n\n  ", "_", "__", "___",
+    "____{3}", "{2}", "<|endoftext|>", "[MASK]", "[CLS]", "[SEP]", "[PAD]", "[UNK]", "##ing", "Ġ", "▁", "░", "\ufffd",
+    "<script>", "한국어", "\\n", "'s", " ,", ".", "?!", "𝔘𝔫𝔦", "\U0010ffff", "ʼn", "İ", "ß",
+]  # fmt: skip
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    """By name; `prose` is the bundled model's own, `bare` has no token that begins or ends a text."""
+    if name == "prose":
+        return Tokenizer.load(folder_of(DEFAULT))
+    if name == "bare":
+        return train_bpe([PROSE], 270, name="bare")
+    return adlm.load_tokenizer(name)
+
+
+def wrap(model: LanguageModel, words: str | Tokenizer = "bytes", method: str = "adlm", rows: str = "wrapped") -> LM:
+    """A model as one that was loaded."""
+    found = tokenizer(words) if isinstance(words, str) else words
+    return LM(Loaded(model, found, method, 0, rows), f"small {method}", device="cpu")
+
+
+@cache
+def lm(method: str = "adlm", words: str = "bytes", rows: str = "wrapped", **changes: Any) -> LM:
+    """A model with random weights; a causal one has no mask token unless `mask_id` gives it one."""
+    found = tokenizer(words)
+    size: dict[str, Any] = {"vocab_size": found.vocab_size, "mask_id": found.mask_id, "dim": 16, "length": 64}
+    if METHODS[method].is_causal and found.mask_id == found.vocab_size - 1:
+        size |= {"vocab_size": found.vocab_size - 1, "mask_id": None}
+    return wrap(random_model(method, **(size | {"scale": 0.6} | changes)), found, method, rows)
+
+
+def rigged(method: str, bias: dict[int, float], words: str = "bytes", rows: str = "wrapped", **changes: Any) -> LM:
+    """A model whose head adds to the logits of some tokens, wherever they stand."""
+    found = tokenizer(words)
+    size = {"vocab_size": found.vocab_size, "mask_id": found.mask_id, "dim": 16, "length": 64, "scale": 0.6}
+    model = random_model(method, **(size | changes))
+    with torch.no_grad():
+        for token, value in bias.items():
+            model.head.bias[token] += value
+    return wrap(model, found, method, rows)
+
+
+def any_text(rng: random.Random, most: int = 4) -> str:
+    """Some atoms of every kind in a row, now and then a random character."""
+    atoms = [rng.choice(ATOMS) for _ in range(rng.randint(1, most))]
+    if rng.random() < 0.3:
+        atoms.append(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])))
+    return "".join(atoms)
+
+
+def any_template(rng: random.Random, most_tokens: int = 3) -> list[str | adlm.Hole]:
+    """Text and holes of given length in any order, at least one of them; two holes may touch."""
+    pieces: list[str | adlm.Hole] = []
+    for _ in range(rng.randint(1, 4)):
+        pieces.append(any_text(rng) + rng.choice(["", "", " "]))
+        if rng.random() < 0.7:
+            pieces.append(adlm.Hole.of(rng.randint(1, most_tokens)))
+    pieces.insert(rng.randint(0, len(pieces)), adlm.Hole.of(rng.randint(1, most_tokens)))
+    return pieces[rng.randint(0, 1) :] if isinstance(pieces[0], str) else pieces
+
+
+def given_in(template: list[str | adlm.Hole]) -> list[str]:
+    """The given pieces, neighbours joined."""
+    joined, fresh = [], True
+    for piece in template:
+        if isinstance(piece, adlm.Hole):
+            fresh = True
+        elif fresh:
+            joined.append(piece)
+            fresh = False
+        else:
+            joined[-1] += piece
+    return [piece for piece in joined if piece]
+
+
+def holds_in_order(text: str, pieces: list[str]) -> bool:
+    """Whether the pieces stand in the text one after the other."""
+    at = 0
+    for piece in pieces:
+        found = text.find(piece, at)
+        if found < 0:
+            return False
+        at = found + len(piece)
+    return True

@@ -1,0 +1,192 @@
+"""Requests that cannot be met: the error says what was given, what is expected and what to do, before anything runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import adlm
+from adlm import Hole, checkpoint
+from adlm.bundled import MODELS
+from adlm.methods import SAMPLERS
+from adlm.text.lm import LM
+from tests.text.models import lm, tokenizer
+
+FRAMED, WRAPPED = lm("adlm", "bytes", "documents"), lm("mdlm", "bytes")
+ALL = ", ".join(SAMPLERS)
+
+
+def refused(call: Any, *said: str) -> None:
+    """It is refused, and the message holds all of this."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        call()
+    for part in said:
+        assert part in str(caught.value), f"{part!r} is not in {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"length": 63}, ("between 1 and 62", "got 63", "64 tokens, 2 of which begin or end")),
+        ({"length": 0}, ("between 1 and 62", "got 0")),
+        ({"length": 9.5}, ("whole number", "got 9.5")),
+        ({"prompt": "x" * 70}, ("'xxx", "has 70 tokens", "62 in all", "make the prompt shorter")),
+        ({"prompt": "hello", "length": 5}, ("'hello'", "5 tokens", "make length larger (at most 62)")),
+        ({"prompt": []}, ("nothing to write", "give a prompt")),
+        ({"prompt": 5}, ("a text is a string", "got 5")),
+        ({"prompt": ["a", None]}, ("a prompt is a string", "got None")),
+        ({"prompt": "a\ud800b"}, ("character 1", "\\ud800", "surrogate", "errors='replace'")),
+        ({"sampler": "magic"}, ("unknown sampler 'magic'", ALL)),
+        ({"sampler": adlm.build_sampler("ancestral", steps=3)}, ("must be a name", "ancestral", "got a Plan")),
+        ({"temperature": -0.5}, ("temperature", "0 (take the likeliest token) or above", "-0.5")),
+        ({"top_p": 0.0}, ("top_p", "above 0 and at most 1", "0.0")),
+        ({"top_p": 1.5}, ("top_p", "1.5")),
+        ({"top_k": 0}, ("top_k", "from 1", "0")),
+        ({"n": 0}, ("n must be a whole number from 1", "got 0")),
+        ({"n": 1.5}, ("n must be a whole number", "got 1.5")),
+        ({"batch": 0}, ("batch must be a whole number from 1", "got 0")),
+        ({"steps": 0}, ("steps must be a whole number from 1", "got 0")),
+        ({"steps": "many"}, ("steps must be a whole number", "'many'")),
+        ({"steps": 2.0}, ("steps must be a whole number", "2.0")),
+        ({"block": 0}, ("block must be a whole number from 1", "got 0")),
+        ({"seed": -1}, ("seed must be a whole number from 0", "got -1")),
+        ({"seed": 0.5}, ("seed must be a whole number", "0.5")),
+        ({"sampler": "ancestral", "eta": 0.1}, ("no setting eta", "ancestral", "steps", "temperature, top_p")),
+        ({"temprature": 0.1}, ("no setting temprature", "remask_loop", "eta", "temperature")),
+        ({"sampler": "first_hitting", "steps": 5}, ("first_hitting", "no option steps")),
+        ({"sampler": "remask_cap", "eta": 1.5}, ("eta", "between 0 and 1", "1.5")),
+        ({"template": "a ___", "prompt": "a"}, ("leave prompt and length out",)),
+        ({"template": "a ___", "length": 9}, ("leave prompt and length out",)),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> None:
+    refused(lambda: FRAMED.job(**how), *said)
+    refused(lambda: FRAMED.stream(**how), *said)  # when it is asked for, not with the first shot
+    if "template" not in how:
+        refused(lambda: FRAMED.generate(**how), *said)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("The cat sat.", ("'The cat sat.'", "no hole", "___{5}", "___{2,8}", "adlm.Hole")),
+        ("", ("no hole", "write ___")),
+        (["a", "b"], ("'a'", "no hole")),
+        ([], ("nothing to write",)),
+        (7, ("a template is a string", "got 7")),
+        ([Hole(), 7], ("it holds 7", "strings and Holes")),
+        (["a ___", 3], ("a template is a string", "3")),
+        ("a ___{0} b", ("at least 1 token", "___{0}", "leave it out")),
+        ("a ___{5,2} b", ("___{5,2}", "write ___{2,5}")),
+        ("x" * 60 + "___{3}", ("takes 65 tokens", "rows have 64", "as short as can be", "make it shorter")),
+        ("___{70}", ("takes 72 tokens", "rows have 64")),
+        ("___{30}" * 3, ("takes 92 tokens",)),
+        ("a \udfff ___", ("character 2", "surrogate")),
+    ],
+)
+def test_what_cannot_be_filled(template: Any, said: tuple[str, ...]) -> None:
+    refused(lambda: FRAMED.infill(template), *said)
+
+
+@pytest.mark.parametrize("make", [lambda: Hole(0), lambda: Hole(13), lambda: Hole(1.5, 2), lambda: Hole("3", 4)])  # type: ignore[arg-type]
+def test_holes_that_cannot_be(make: Any) -> None:
+    refused(make, "a hole")
+
+
+@pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_what_a_causal_model_cannot_do(method: str) -> None:
+    model = lm(method)
+    after = "text after a hole"
+    refused(lambda: model.infill("The ___ sat"), "'The ___{1,12} sat'", after, "generate(prompt=…)", "masked model")
+    refused(lambda: model.infill("___ ___{2}"), after)
+    refused(lambda: model.generate(sampler="remask_loop"), "left to right", "leave remask_loop out")
+    refused(lambda: model.generate(steps=4), "left to right", "leave steps out")
+    refused(lambda: model.generate(eta=0.1), "leave eta out")
+    refused(lambda: model.generate(block=4), "left to right", "leave block=4 out")
+    bare = lm(method, "bare")
+    refused(lambda: bare.generate(), "has no tokens", "give a prompt to continue")
+    refused(lambda: bare.score("t"), "has 1 tokens", "at least 2", "no token that begins one")
+    assert model.infill("The ___").texts[0].startswith("The ")
+    assert model.generate(sampler="left_to_right", length=5).texts
+    assert bare.generate("the", length=9).texts[0].startswith("the")
+
+
+def test_what_cannot_be_scored() -> None:
+    refused(lambda: FRAMED.score([]), "no text to score", "give one")
+    refused(lambda: FRAMED.score(""), "has 0 tokens", "give more text")
+    refused(lambda: lm("mdlm", "bert-base-uncased").score("\u200b\n"), "has 0 tokens", "give more text")
+    refused(lambda: FRAMED.score("x" * 63), "takes 65 tokens", "rows have 64", "make it shorter")
+    refused(lambda: FRAMED.score([None]), "a text is a string", "None")
+    refused(lambda: FRAMED.score(3), "a text is a string", "3")
+    refused(lambda: FRAMED.score("a", draws=1), "draws must be at least 2", "got 1")
+    refused(lambda: FRAMED.score("a", draws=2.5), "draws must be a whole number", "2.5")
+    refused(lambda: FRAMED.score("a", batch=0), "batch must be a whole number from 1")
+    refused(lambda: FRAMED.score("a", seed=-3), "seed must be a whole number from 0", "-3")
+
+
+def test_what_cannot_be_guessed() -> None:
+    for wrong in (-1, 257, 1.5):
+        refused(lambda wrong=wrong: FRAMED.stream(length=3, guesses=wrong), "between 0 and 256", f"got {wrong}")
+
+
+def test_a_request_is_checked_before_a_network_looks_for_lengths() -> None:
+    class Unused(LM):
+        @property
+        def predictor(self) -> Any:  # type: ignore[override]
+            raise AssertionError("the network ran")
+
+    loaded = checkpoint.Loaded(FRAMED.model, FRAMED.tokenizer, "adlm", 0, "documents")
+    refused(lambda: Unused(loaded, "x", device="cpu").infill("a ___ b", sampler="magic"), "unknown sampler")
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    assert FRAMED.generate(length=np.int64(5), n=np.int64(2), seed=np.int64(3), steps=np.int64(2)).texts
+
+
+def test_models_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        adlm.load("no-such-model")
+    assert all(part in str(caught.value) for part in ("'no-such-model'", "a run's folder", *MODELS))
+    with pytest.raises(FileNotFoundError, match=r"neither a run's folder nor a checkpoint's: it has no config\.json"):
+        adlm.load(tmp_path)
+    loaded = checkpoint.Loaded(FRAMED.model, None, "adlm", 0)
+    refused(lambda: LM(loaded, "mine"), "mine has no tokenizer.json", "put the one that its data was prepared with")
+    checkpoint.export(loaded, tmp_path / "silent")
+    refused(lambda: adlm.load(tmp_path / "silent"), "has no tokenizer.json")
+    other = checkpoint.Loaded(FRAMED.model, tokenizer("gpt2"), "adlm", 0)
+    refused(lambda: LM(other, "mine"), "mask is token 257", "the tokenizer's 50257", "not the one")
+    refused(lambda: adlm.load(device="gpu"), "'gpu'", "auto, cpu, cuda")
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    loaded = checkpoint.Loaded(WRAPPED.model, WRAPPED.tokenizer, "mdlm", 7)
+
+    def damaged(name: str, change: Any) -> Path:
+        folder = checkpoint.export(loaded, tmp_path / str(len(list(tmp_path.iterdir()))))
+        change(folder / name)
+        return folder
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-100])
+
+    def other_width(path: Path) -> None:
+        about = json.loads(path.read_text("utf-8"))
+        about["model"]["dim"] = 32
+        path.write_text(json.dumps(about), "utf-8")
+
+    def flip(path: Path) -> None:
+        found = bytearray(path.read_bytes())
+        found[-1] ^= 1
+        path.write_bytes(bytes(found))
+
+    whole = checkpoint.export(loaded, tmp_path / "whole")
+    assert adlm.load(whole, verify=True).step == 7
+    refused(lambda: adlm.load(damaged("model.safetensors", cut)), "model.safetensors is damaged")
+    refused(lambda: adlm.load(damaged("config.json", cut)), "config.json is not JSON", "damaged")
+    refused(lambda: adlm.load(damaged("tokenizer.json", cut)), "no tokenizer.json")
+    refused(lambda: adlm.load(damaged("config.json", other_width)), "not the model of its config.json", "size mismatch")
+    refused(lambda: adlm.load(damaged("model.safetensors", flip), verify=True), "model.safetensors is not as it was")
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        adlm.load(damaged("model.safetensors", Path.unlink))

@@ -1,0 +1,127 @@
+"""Scores: exact for a causal model; for a masked one a mean over noise of what can be summed up exactly."""
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+
+from adlm import LM, held_out_bound
+from adlm.diffusion.masking import MIN_TIME
+from adlm.diffusion.schedules import LogLinear, loss_weight
+from tests.text.models import lm, wrap
+from tests.world import random_model
+
+TEXTS = ["the cat", "sat", "on the mat and the dog sat", "é 😀", "  x"]
+
+
+def exact_nelbo(model: LM, text: str) -> float:
+    """Nats of a text of few tokens: all sets of hidden tokens, and the integral over times by midpoints."""
+    layout = model.form.lay((text,))
+    (span,) = layout.spans
+    ids, mask = torch.tensor(layout.ids), model.tokenizer.mask_id
+    t = MIN_TIME + (1 - MIN_TIME) * (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    hidden, weight = 1 - LogLinear().alpha(t), loss_weight(LogLinear(), t)
+    total = 0.0
+    for is_hidden in itertools.product([False, True], repeat=span.end - span.start):
+        places = [span.start + i for i, each in enumerate(is_hidden) if each]
+        if not places:
+            continue
+        xt = ids.clone()
+        xt[places] = mask
+        with torch.no_grad():
+            log_probs = model.model.log_probs(xt[None])[1][0].double()
+        chance = hidden ** len(places) * (1 - hidden) ** (len(is_hidden) - len(places))
+        total -= float((chance * weight).mean()) * sum(float(log_probs[place, ids[place]]) for place in places)
+    return total
+
+
+@pytest.mark.parametrize("words", ["bytes", "bare"])
+@pytest.mark.parametrize("method", ["ar", "a2r"])
+def test_a_causal_score_is_the_log_likelihood(method: str, words: str) -> None:
+    """Of all tokens after the one that begins a text; where there is none, of all but the first, and their bytes."""
+    model = lm(method, words)
+    texts = TEXTS if words == "bytes" else ["the cat", "on the mat and the dog sat", "  x"]
+    for text, score in zip(texts, model.score(texts), strict=True):
+        ids = model.tokenizer.encode(text)
+        given = [] if model.tokenizer.bos_id is None else [model.tokenizer.bos_id]
+        row = torch.tensor([given + ids])
+        with torch.no_grad():
+            log_probs = model.model.log_probs(row[:, :-1])[1][0].double()
+        nats = -float(log_probs.gather(-1, row[0, 1:, None]).sum())
+        tokens = row.shape[1] - 1
+        size = len(text.encode()) if given else len(text.encode()) - len(model.tokenizer.decode(ids[:1]).encode())
+        assert score.is_exact and score.stderr == 0 and score.tokens == tokens
+        assert score.nll == pytest.approx(nats / tokens, rel=1e-5)
+        assert score.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", ["wrapped", "documents"])
+@pytest.mark.parametrize("method", ["mdlm", "adlm"])
+def test_a_masked_score_is_the_bound_within_its_error(method: str, rows: str) -> None:
+    """What begins and ends the text is given; the error is on the safe side and shrinks with the square root."""
+    model = lm(method, "bytes", rows, scale=1.0)
+    text = "cat!"
+    exact = exact_nelbo(model, text) / 4
+    (long,) = model.score(text, draws=8192, batch=1024)
+    assert abs(long.nll - exact) < 4 * long.stderr < 0.1 * exact
+    assert not long.is_exact and long.tokens == 4
+    assert long.bits_per_byte == pytest.approx(long.nll / math.log(2)) and long.ppl == pytest.approx(math.exp(long.nll))
+    # Small times are rare and weigh much, so a single error is rough: the middle of many is not.
+    errors = {}
+    for draws in (64, 1024):
+        scores = [model.score(text, draws=draws, seed=seed, batch=1024)[0] for seed in range(40)]
+        assert sum(abs(score.nll - exact) < 2.5 * score.stderr for score in scores) >= 36
+        errors[draws] = statistics.median(score.stderr for score in scores)
+        assert statistics.median(abs(score.nll - exact) for score in scores) < errors[draws]
+    assert errors[64] / errors[1024] == pytest.approx(4, rel=0.25)
+
+
+@pytest.mark.parametrize("method", ["mdlm", "adlm", "sedd"])
+def test_a_score_is_the_held_out_bound_of_its_row(method: str) -> None:
+    """Of a vocabulary without marks, where both ask for the same tokens."""
+    model = lm(method, "bare")
+    text = "the cat sat"
+    ids = torch.tensor([model.tokenizer.encode(text)])
+    bound = held_out_bound(
+        model.model, ids.expand(2000, -1), batch=500, draws=2, score_entropy=method == "sedd", seed=9
+    )
+    (score,) = model.score(text, draws=4000, batch=500)
+    assert score.tokens == ids.shape[1]
+    assert abs(score.nll - bound.nll) < 4 * math.hypot(score.stderr, bound.stderr)
+    assert score.bits_per_byte == pytest.approx(score.nll * score.tokens / math.log(2) / len(text))
+
+
+@pytest.mark.parametrize("method", ["adlm", "ar", "sedd"])
+def test_a_score_does_not_depend_on_neighbours_batch_or_padding(method: str) -> None:
+    model = lm(method, "bytes", "documents")
+    whole = model.score(TEXTS, draws=16)
+    assert len(whole) == len(TEXTS)
+    for batch in (1, 7, 1000):
+        for one, other in zip(whole, model.score(TEXTS, draws=16, batch=batch), strict=True):
+            assert other.nll == pytest.approx(one.nll, rel=1e-5) and other.stderr == pytest.approx(one.stderr, rel=1e-4)
+    for text, one in zip(TEXTS, whole, strict=True):
+        (alone,) = model.score(text, draws=16)
+        assert alone.nll == pytest.approx(one.nll, rel=1e-5)
+        assert alone.tokens == one.tokens == len(text.encode())
+    if method != "ar":
+        one, other = (model.score("sat", draws=16, seed=seed)[0].nll for seed in (0, 1))
+        assert one != pytest.approx(other, rel=1e-5)
+
+
+def test_a_score_is_without_dropout_and_may_be_told_the_time() -> None:
+    model = random_model("mdlm", vocab_size=258, mask_id=257, dim=16, length=64, dropout=0.5).train()
+    noisy = wrap(model, method="mdlm")
+    assert noisy.score("the cat", draws=8) == noisy.score("the cat", draws=8)
+    told = lm("adlm", time_conditioning=True)
+    assert math.isfinite(told.score("the cat", draws=8)[0].nll)
+
+
+def test_a_likelier_text_scores_better() -> None:
+    """A model that writes nothing but a's."""
+    model = random_model("mdlm", vocab_size=258, mask_id=257, dim=16, length=64, scale=0.2)
+    with torch.no_grad():
+        model.head.bias[ord("a")] = 9.0
+    likely, unlikely = wrap(model, method="mdlm").score(["aaaa", "abab"])
+    assert likely.nll < 0.5 < 3 < unlikely.nll

@@ -1,0 +1,117 @@
+"""A seed is a text: whatever the batch, the neighbours, the number of texts asked for, watched or not."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from adlm import LM, Draw, Hole
+from adlm.diffusion.categorical import draw
+from adlm.methods import ALIASES, SAMPLERS
+from tests.text.models import OPTIONS, lm
+
+PROMPTS = ["", "The cat ", "Once upon a time"]
+TEMPLATES: list[Any] = ["The ___{3} sat on ___{4}.", "___{1}", ["a", Hole.of(5), "b_", Hole.of(2)]]
+CAUSAL = ("ar", "a2r")
+
+
+def test_every_sampler_is_here() -> None:
+    assert set(OPTIONS) == set(SAMPLERS)
+
+
+def assert_one_text(model: LM, asked: str, given: list[Any], **how: Any) -> list[str]:
+    """The same texts in every batch, for fewer of them, one by one, as a stream and as a recording."""
+    call = model.generate if asked == "prompt" else model.infill
+    told = {"length": 22} if asked == "prompt" else {}
+    whole = call(given, n=3, batch=16, **told, **how)
+    assert len(whole.texts) == 3 * len(given)
+    for batch in (1, 2, 7):
+        other = call(given, n=3, batch=batch, **told, **how)
+        assert (other.texts, other.nfe_each, other.nfe) == (whole.texts, whole.nfe_each, whole.nfe)
+    *_, last = model.stream(n=3, guesses=2, **{asked: given}, **told, **how)
+    assert last.texts == whole.texts and last.nfe == whole.nfe_each
+    for number, one in enumerate(given):
+        alone, first = call(one, n=5 if number == 1 else 1, **told, **how), 3 * number
+        shared = min(3, len(alone.texts))
+        assert alone.texts[:shared] == whole.texts[first : first + shared]
+        assert alone.nfe_each[:shared] == whole.nfe_each[first : first + shared]
+    assert model.record(**{asked: given[1]}, **told, **how).text == whole.texts[3]
+    return whole.texts
+
+
+@pytest.mark.parametrize("block", [None, 7])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_masked_models(name: str, block: int | None) -> None:
+    how = {"sampler": name, "block": block, **OPTIONS[name]}
+    texts = assert_one_text(lm("adlm"), "prompt", PROMPTS, seed=5, **how)
+    assert len(set(texts)) == len(texts), "texts of one prompt differ by their number"
+    assert_one_text(lm("adlm"), "template", TEMPLATES, seed=5, **how)
+    other = lm("adlm").generate(PROMPTS, n=3, length=22, seed=6, **how).texts
+    assert not set(other) & set(texts), "another seed, other texts"
+
+
+@pytest.mark.parametrize("method", CAUSAL)
+def test_causal_models(method: str) -> None:
+    texts = assert_one_text(lm(method), "prompt", PROMPTS, seed=5)
+    assert len(set(texts)) == len(texts)
+    assert_one_text(lm(method), "template", ["a ___{4}", "The cat ___{9}", ["x_", Hole.of(1)]], seed=5)
+    assert not set(lm(method).generate(PROMPTS, n=3, length=22, seed=6).texts) & set(texts)
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "changes"),
+    [
+        ("mdlm", "documents", {}),
+        ("adlm", "documents", {"positions": "learned"}),
+        ("sedd", "wrapped", {}),
+        ("adlm", "wrapped", {"time_conditioning": True}),
+        ("mdlm", "documents", {"bridge": "direct", "tied": True}),
+    ],
+)
+def test_other_masked_models(method: str, rows: str, changes: dict[str, Any]) -> None:
+    """Also with what a sampler is unless told, and with holes of free length, which are found once for all."""
+    model = lm(method, "bytes", rows, **changes)
+    assert_one_text(model, "prompt", PROMPTS, seed=2, steps=6)
+    assert_one_text(model, "template", [*TEMPLATES, "an ___ in a ___{1,4}"], seed=2, temperature=0.7, top_p=1.0)
+
+
+@pytest.mark.parametrize("words", ["gpt2", "bert-base-uncased", "prose"])
+def test_other_vocabularies(words: str) -> None:
+    assert_one_text(lm("adlm", words, "documents"), "template", TEMPLATES, seed=2, top_p=1.0, steps=3)
+
+
+def test_the_default_of_infilling_takes_a_token_a_step_for_every_template() -> None:
+    """And so does it under the name that others know it by; a number of steps that is given is shared out."""
+    model = lm("mdlm")
+    assert model.infill(TEMPLATES).nfe_each == [7, 1, 7]
+    assert ALIASES["low_confidence"] == "confidence"
+    other = model.infill(TEMPLATES, sampler="low_confidence")
+    assert other.nfe_each == [7, 1, 7] and other.texts == model.infill(TEMPLATES).texts
+    assert model.infill(TEMPLATES, steps=2).nfe_each == [2, 1, 2]
+
+
+def test_greedy_texts_do_not_depend_on_the_seed_but_draws_do() -> None:
+    model = lm("mdlm")
+    cold = {"temperature": 0.0, "length": 20, "sampler": "confidence"}
+    assert model.generate("ab", seed=1, **cold).texts == model.generate("ab", seed=2, **cold).texts
+    assert model.generate("ab", seed=1, length=20).texts != model.generate("ab", seed=2, length=20).texts
+
+
+def test_rounding_hardly_ever_changes_a_draw() -> None:
+    """Noise like that of another batch size: what changes is in proportion to it, however dense the tail is."""
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(1000, 3000, generator=rng)
+    u = torch.rand(1000, generator=rng, dtype=torch.float64)
+    nudged = logits + 1e-5 * torch.randn(logits.shape, generator=rng)
+    for how in (Draw(top_p=0.9), Draw(top_k=2000), Draw()):
+        changed = draw(logits, u, how).tokens != draw(nudged, u, how).tokens
+        assert int(changed.sum()) <= 5, how
+
+
+def test_settings_say_what_was_done() -> None:
+    found = lm("adlm").generate("The cat", length=20, n=2, steps=5, eta=0.1, seed=3, temperature=0.5)
+    said = {"sampler": "remask_loop", "steps": 5, "eta": 0.1, "temperature": 0.5, "top_p": 0.9, "seed": 3, "n": 2}
+    assert said.items() <= found.settings.items() and found.settings["length"] == 20
+    assert found.as_dict()["texts"] == found.texts and str(found) == "\n\n".join(found.texts)
+    assert found.nfe == max(found.nfe_each) <= 5 and found.seconds > 0
+    assert lm("ar").generate("a", length=9).settings["sampler"] == "left_to_right"
