@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXTRAS := data,eval,mauve,serve,track,view,dev
-LINT := adlm tests bench bundled
+LINT := adlm tests bench bundled docs
 # Two to four processes at a time; each test computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 

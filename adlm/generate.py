@@ -30,6 +30,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
+    if device.type not in ("cpu", "cuda"):  # torch knows others, such as mps, which nothing here is made for
+        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto")

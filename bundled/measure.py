@@ -42,7 +42,7 @@ def settings() -> argparse.Namespace:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a folder or a name that adlm.load knows")
     parser.add_argument("--data", required=True, type=Path, help="a folder that adlm prepare made")
     parser.add_argument("--out", required=True, type=Path, help="the JSON file to write")
-    parser.add_argument("--device", default="auto", help="where the bound is computed")
+    parser.add_argument("--device", default="auto", help="where samples and bound are computed (%(default)s)")
     parser.add_argument("--rows", type=int, help="only so many of the valid rows, the first (all)")
     parser.add_argument("--draws", type=int, default=4, help="noises a row (%(default)s)")
     parser.add_argument("--samples", type=int, default=200, help="(%(default)s)")
@@ -77,7 +77,7 @@ def measure(asked: argparse.Namespace, bar: Progress) -> dict[str, Any]:
     names = [Path(name).name for name in asked.models]
     for number, name in enumerate(asked.models):
         label = names[number] if names.count(names[number]) == 1 else f"{names[number]} ({number + 1})"
-        lm = adlm.load(name)
+        lm = adlm.load(name, device=asked.device)
         if lm.tokenizer is None or lm.tokenizer.sha256 != data.tokenizer.sha256:
             raise ValueError(f"{name} has another tokenizer than {asked.data}: measure it on the data it was made for")
         began = time.perf_counter()

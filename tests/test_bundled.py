@@ -68,3 +68,11 @@ def test_it_knows_english_from_noise(bundled: adlm.LM) -> None:
     good, bad = bundled.score([text, backwards], draws=512)
     assert good.nll + 2 * good.stderr < bad.nll - 2 * bad.stderr
     assert good.bits_per_byte < 3
+
+
+def test_a_folder_of_its_name_does_not_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / DEFAULT).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert adlm.load(device="cpu").step == adlm.load(folder_of(DEFAULT), device="cpu").step
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        adlm.load(Path.cwd() / DEFAULT)

@@ -190,17 +190,18 @@ def test_public_things_say_what_they_are() -> None:
             assert (thing.__doc__ or "").strip(), f"{name} has no docstring"
 
 
-def readme_snippets() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+def snippets_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snippets = readme_snippets()
+@pytest.mark.parametrize("page", ["README.md", "docs/generate.md"])
+def test_what_a_page_shows_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snippets = snippets_of(page)
     assert len(snippets) >= 3
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "readme"}
+    namespace: dict[str, object] = {"__name__": "page"}
     for number, snippet in enumerate(snippets, 1):
-        exec(compile(snippet, f"README.md, snippet {number}", "exec"), namespace)
+        exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 
 @pytest.mark.parametrize("command", ["make demo", "make test", "make test-all", "make bench"])

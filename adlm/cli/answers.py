@@ -82,7 +82,10 @@ def check_files(files: Mapping[str, Path | None]) -> None:
 
 def read_text(name: str) -> str:
     """A file's text, `-` for stdin's, without the line end at its end."""
-    content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read ({error.strerror}): give a file of text, or - for stdin") from error
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

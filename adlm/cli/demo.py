@@ -81,7 +81,7 @@ def run_demo(
     for text, score in zip((SENTENCE, backwards), lm.score([SENTENCE, backwards]), strict=True):
         console.print(f"  {score.bits_per_byte:.2f}  {text}", markup=False)
 
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # a system may keep files that are still mapped
         losses, valid, small = trained(Path(name), console, seconds, steps, seed)
         console.print(curve(losses), style="blue")
         console.print(

@@ -53,8 +53,8 @@ class Requirement:
 def requirements() -> list[Requirement]:
     """What the package asks for: in a checkout by its pyproject.toml, elsewhere by what was installed."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    if project.is_file():
-        told = tomllib.loads(project.read_text("utf-8"))["project"]
+    told = tomllib.loads(project.read_text("utf-8")).get("project", {}) if project.is_file() else {}
+    if told.get("name") == "adlm":  # beside an installed package there may lie another's
         extras = told["optional-dependencies"].items()
         listed: list[tuple[str, str | None]] = [(each, None) for each in told["dependencies"]]
         listed += [(each, extra) for extra, parts in extras for each in parts]

@@ -6,6 +6,7 @@ What takes long to import is imported by the command that needs it: `--help` and
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 
 from adlm import __version__
 from adlm.cli import options
-from adlm.cli.answers import check_files, print_json
+from adlm.cli.answers import answering, check_files, print_json
 from adlm.cli.doctor import doctor
 from adlm.cli.errors import Commands, told
 from adlm.cli.infill import infill
@@ -60,13 +61,18 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Train exactly this many steps, whatever they take.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the order, the noise and the samples.")] = 1,
     out: Annotated[Path, typer.Option(help="The page that it leaves behind.")] = Path("adlm-demo.html"),
+    is_json: options.Json = False,
 ) -> object:
     """Watch the bundled model write and fill in, train a small one, and keep a page of it. All on the CPU."""
     with told():
         check_files({"--out": out})
         from adlm.cli.demo import run_demo
 
-        return run_demo(seconds=seconds, steps=steps, seed=seed, out=out)
+        with answering(is_json):
+            found = run_demo(seconds=seconds, steps=steps, seed=seed, out=out)
+        if is_json:
+            print_json(asdict(found))
+        return found
 
 
 for command in (sample, infill, score, prepare, train, plot, doctor):

@@ -21,8 +21,7 @@ from adlm.cli.errors import told
 if TYPE_CHECKING:
     from adlm.stills import Recording, Still
     from adlm.text.jobs import Job
-    from adlm.text.lm import LM, Texts
-    from adlm.text.templates import Layout
+    from adlm.text.lm import LM, Row, Texts
 
 GUESSES = 3  # of every hidden token: a page shows them all, a terminal the first
 WIDTHS = {1: 720, 2: 1080}  # pixels of a picture by its panels
@@ -54,24 +53,6 @@ class Request:
     is_json: bool
 
 
-@dataclass(frozen=True)
-class Row:
-    """A text that is written, by its tokens."""
-
-    layout: Layout
-    ids: list[int]
-    nfe: int
-
-    @property
-    def text(self) -> str:
-        return self.layout.text(self.ids)
-
-    @property
-    def pieces(self) -> list[tuple[str, bool]]:
-        """The pieces of the text, and whether each was given; together they are the text."""
-        return self.layout.pieces(self.ids)
-
-
 class Writer:
     """One model at one job: its first text step by step where that is seen, the others at once."""
 
@@ -83,6 +64,8 @@ class Writer:
 
     def first(self, guesses: int) -> Iterator[Still]:
         """The first text on its way."""
+        from adlm.text.lm import Row
+
         alone = replace(self.job, layouts=self.job.layouts[:1], n=1)
         shots, last = self.lm.shots(alone, guesses), None
         while True:
@@ -100,15 +83,8 @@ class Writer:
 
     def rest(self) -> None:
         """The texts that are still to be written, a batch at a time."""
-        from adlm.text.lm import frames
-
         began = time.perf_counter()
-        left = self.job.rows[len(self.rows) :]
-        for start in range(0, len(left), self.job.batch):
-            part = left[start : start + self.job.batch]
-            *_, frame = frames(self.lm.predictor, self.job, part)
-            for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
-                self.rows.append(Row(layout, ids[: len(layout)], nfe))
+        self.rows += self.lm.rows(self.job, start=len(self.rows))
         self.seconds += time.perf_counter() - began
 
     @property
@@ -116,8 +92,7 @@ class Writer:
         """What came of it."""
         from adlm.text.lm import Texts
 
-        nfe = [row.nfe for row in self.rows]
-        return Texts([row.text for row in self.rows], max(nfe), self.seconds, self.job.settings, nfe)
+        return Texts.of(self.rows, self.seconds, self.job.settings)
 
     def fills(self) -> list[list[str]]:
         """What stands in the holes of each text: put in their places, they make the text."""

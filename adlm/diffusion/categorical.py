@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ class Draw:
     nucleus: str = "usual"
 
     def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if not isinstance(value, Real):
+                raise ValueError(f"{name} must be a number (1 changes nothing), got {value!r}")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (take the likeliest token) or above, got {self.temperature}")
         if not 0 < self.top_p <= 1:

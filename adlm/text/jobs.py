@@ -41,7 +41,9 @@ class Job:
 
     @property
     def steps(self) -> int | None:
-        """How many steps it takes, where that is known."""
+        """How many steps it takes, where that is known: block by block, every block takes its own."""
+        if self.block is not None:
+            return None
         return len(self.sampler) if isinstance(self.sampler, Plan) else self.settings.get("steps")
 
 
@@ -81,7 +83,9 @@ class Form:
                 f"the text {shortened(text)} has {tokens} tokens, and a score takes at least {least}: "
                 f"give more text{why}"
             )
-        return self._fitting(self.lay((text,)), f"the text {shortened(text)}")
+        layout = self.lay((text,))
+        self._require_room(len(layout), f"the text {shortened(text)}")
+        return layout
 
     def asked(self, layout: Layout) -> tuple[int, int]:
         """Tokens and bytes of a given text that a model is asked for: all, or what follows the first token."""
@@ -129,20 +133,22 @@ class Form:
                 f"the template {shown} has text after a hole, and a causal model sees only what is before it: "
                 "fill in with a masked model (adlm, mdlm), or continue with generate(prompt=…)"
             )
-        least = tuple(Hole.of(piece.least) if isinstance(piece, Hole) else piece for piece in pieces)
-        shortest = self._fitting(self.lay(least), f"the template {shown} with its holes as short as can be")
-        room = self.row - len(shortest) + sum(hole.least for hole in holes_of(pieces))
+        holes = holes_of(pieces)
+        # Counted before it is laid out: a hole may be asked for that no memory holds.
+        given = len(self.lay(with_lengths(pieces, [1] * len(holes)))) - len(holes)
+        least = given + sum(hole.least for hole in holes)
+        self._require_room(least, f"the template {shown} with its holes as short as can be")
+        room = self.row - given
         if self.is_causal:  # nothing stands after its hole: the text ends where it writes an end
-            return self.lay(with_lengths(pieces, [min(holes_of(pieces)[0].most, room)]))
+            return self.lay(with_lengths(pieces, [min(holes[0].most, room)]))
         return self.lay(fit(pieces, room))
 
-    def _fitting(self, layout: Layout, what: str) -> Layout:
-        if len(layout) > self.row:
+    def _require_room(self, tokens: int, what: str) -> None:
+        if tokens > self.row:
             raise ValueError(
-                f"{what} takes {len(layout)} tokens with what begins and ends it; this model's rows have {self.row}: "
+                f"{what} takes {tokens} tokens with what begins and ends it; this model's rows have {self.row}: "
                 "make it shorter, or take a model with longer rows"
             )
-        return layout
 
 
 def choose_sampler(

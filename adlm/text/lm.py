@@ -35,6 +35,24 @@ Prompts = str | Sequence[str]
 
 
 @dataclass(frozen=True)
+class Row:
+    """A text that is written, by its tokens."""
+
+    layout: Layout
+    ids: list[int]
+    nfe: int
+
+    @property
+    def text(self) -> str:
+        return self.layout.text(self.ids)
+
+    @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The pieces of the text, and whether each was given; together they are the text."""
+        return self.layout.pieces(self.ids)
+
+
+@dataclass(frozen=True)
 class Texts:
     """Texts, `n` for every prompt or template one after the other, and what they took."""
 
@@ -43,6 +61,12 @@ class Texts:
     seconds: float
     settings: dict[str, Any]
     nfe_each: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], seconds: float, settings: dict[str, Any]) -> Texts:
+        """The texts of rows that are written."""
+        nfe = [row.nfe for row in rows]
+        return cls([row.text for row in rows], max(nfe), seconds, settings, nfe)
 
     def __str__(self) -> str:
         return "\n\n".join(self.texts)
@@ -179,16 +203,20 @@ class LM:
             for frame in frames(self.predictor, job, job.rows, with_start=True)
         )
 
+    def rows(self, job: Job, start: int = 0) -> Iterator[Row]:
+        """A job's texts from number `start` on, some at a time."""
+        left = job.rows[start:]
+        for first in range(0, len(left), job.batch):
+            part = left[first : first + job.batch]
+            *_, frame = frames(self.predictor, job, part)
+            for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
+                yield Row(layout, ids[: len(layout)], nfe)
+
     def write(self, job: Job) -> Texts:
-        """A job's texts, some rows at a time."""
+        """A job's texts."""
         began = time.perf_counter()
-        texts, nfe = [], []
-        for start in range(0, len(job.rows), job.batch):
-            rows = job.rows[start : start + job.batch]
-            *_, frame = frames(self.predictor, job, rows)
-            texts += [layout.text(ids[: len(layout)]) for (layout, _), ids in zip(rows, frame.tokens.tolist())]
-            nfe += frame.nfe.tolist()
-        return Texts(texts, max(nfe), time.perf_counter() - began, job.settings, nfe)
+        rows = list(self.rows(job))
+        return Texts.of(rows, time.perf_counter() - began, job.settings)
 
 
 def frames(
@@ -239,8 +267,7 @@ def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bo
     On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes
     `deterministic`: every evaluation then has the same number of rows.
     """
-    is_bundled = str(model) in MODELS and not Path(model).exists()
-    folder = folder_of(str(model)) if is_bundled else Path(model)
+    folder = folder_of(str(model)) if str(model) in MODELS else Path(model)  # ./NAME is a folder of that name
     if not folder.exists():
         raise FileNotFoundError(
             f"there is no model {str(model)!r}: give a run's folder, a checkpoint's, or one of {', '.join(MODELS)}"

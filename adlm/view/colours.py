@@ -25,9 +25,9 @@ DONE, REST = Style(color="color(31)"), Style(color="color(245)", dim=True)  # of
 
 # A picture has the colours of the page: paper, inks, and what is behind a token.
 PAPER, INK, QUIET, LINE, ACCENT = "#fbf9f4", "#23211d", "#6d675d", "#e0dacd", "#355f9e"
-BLOCK, SURE_BLOCK, ANCHOR_BLOCK = "#e3ddd0", "#7aa3dc", "#e3a33b"
+BLOCK, SURE_BLOCK = "#e3ddd0", "#f2b04a"
 REVEALED_GROUND, REMASKED_GROUND = "#c5e9d3", "#f8d8ca"
-REVEALED_MARK, REMASKED_MARK, ANCHOR_MARK, GIVEN_INK = "#15804f", "#c2410c", "#a96800", "#1d5fa8"
+REVEALED_MARK, REMASKED_MARK, ANCHOR_MARK, GIVEN_INK = "#15804f", "#c2410c", "#6a4fb3", "#1d5fa8"
 
 
 def mix(one: str, other: str, share: float) -> str:
@@ -36,9 +36,8 @@ def mix(one: str, other: str, share: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
-# Blocks of a hidden token by how sure its guess is, of others and of anchors; and the inks of the guesses.
+# Blocks of a hidden token by how sure its guess is, and the inks of the guesses; an anchor has a line below it.
 GUESS_BLOCKS = tuple(mix(BLOCK, SURE_BLOCK, share) for share in (0.12, 0.38, 0.62, 0.88))
-ANCHOR_BLOCKS = tuple(mix(BLOCK, ANCHOR_BLOCK, share) for share in (0.3, 0.5, 0.7, 0.9))
 GUESS_INKS = tuple(mix(INK, PAPER, share) for share in (0.5, 0.4, 0.28, 0.12))
 
 

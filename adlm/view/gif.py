@@ -250,12 +250,11 @@ class Painter:
         if cell.is_masked:
             guess, probability = cell.guesses[0] if self.show_guesses and cell.guesses else ("", 0.0)
             level = colours.sureness(probability)
-            scale = colours.ANCHOR_BLOCKS if cell.is_anchor else colours.GUESS_BLOCKS
             inset = (frame[0] + 1, frame[1], max(frame[0] + 1, frame[2] - 1), frame[3])
             if is_fresh:
                 hatch(draw, inset, colours.REMASKED_GROUND, HATCH)
             else:
-                draw.rounded_rectangle(inset, radius, scale[level] if guess else colours.BLOCK)
+                draw.rounded_rectangle(inset, radius, colours.GUESS_BLOCKS[level] if guess else colours.BLOCK)
             if guess and cell.is_anchor:
                 draw.rectangle((inset[0], inset[3] - 1, inset[2], inset[3]), colours.ANCHOR_MARK)
             write_inside(draw, start, base, text_in(box, guess), box.width, self.font, colours.GUESS_INKS[level])
@@ -284,7 +283,7 @@ def explain(recordings: Sequence[Recording], show_guesses: bool) -> list[tuple[C
     has_anchors = has_guesses and any(cell.is_anchor for cell in cells if cell.is_masked)
     entries = [
         (HIDDEN in states, Cell("", HIDDEN), "text", "hidden"),
-        (has_guesses, Cell("", HIDDEN, (("guess", 0.6),)), "guess", "the bluer, the surer"),
+        (has_guesses, Cell("", HIDDEN, (("guess", 0.6),)), "guess", "the warmer, the surer"),
         (has_anchors, Cell("", HIDDEN, (("anchor", 0.6),), is_anchor=True), "anchor", "a rare word, guessed"),
         (REVEALED in states, Cell("new", REVEALED), "new", "just revealed"),
         (REMASKED in states, Cell("", REMASKED), "text", "hidden again"),
@@ -384,7 +383,7 @@ def make_palette() -> Image.Image:
     from PIL import Image
 
     pairs = [(colours.PAPER, ink) for ink in (colours.INK, colours.QUIET, colours.GIVEN_INK)]
-    pairs += [*zip(colours.GUESS_BLOCKS, colours.GUESS_INKS), *zip(colours.ANCHOR_BLOCKS, colours.GUESS_INKS)]
+    pairs += zip(colours.GUESS_BLOCKS, colours.GUESS_INKS)
     pairs += [(colours.REVEALED_GROUND, colours.INK), (colours.REMASKED_GROUND, colours.GUESS_INKS[1])]
     flat = [colours.LINE, colours.ACCENT, colours.BLOCK, colours.REVEALED_MARK, colours.ANCHOR_MARK, HATCH]
     shades = [colours.mix(ground, ink, i / SHADES) for ground, ink in pairs for i in range(SHADES + 1)]

@@ -1,5 +1,6 @@
 """The demo's short form, as a person would type it."""
 
+import json
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -43,6 +44,15 @@ def test_the_number_of_steps_follows_from_the_seconds(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, options, standalone_mode=False)
     assert result.exit_code == 0, result.output
     assert f"(repeat with --steps {len(result.return_value.losses)})" in " ".join(result.output.split())
+
+
+def test_with_json_there_is_one_object_and_the_show_goes_to_stderr(tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    result = CliRunner().invoke(app, ["demo", "--steps", "2", "--out", str(page), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found.keys() == {"text", "filled", "losses", "valid", "page"} and found["page"] == str(page)
+    assert "1 · Writing." in result.stderr and page.is_file()
 
 
 def test_options_out_of_range_are_named() -> None:

@@ -29,8 +29,7 @@ def test_help_names_the_commands_and_every_one_helps() -> None:
         assert f" {command} " in shown
         helped = invoke(command, "--help")
         assert helped.exit_code == 0 and "Usage: " in helped.stdout
-        if command != "demo":
-            assert "--json" in helped.stdout
+        assert "--json" in helped.stdout
 
 
 def test_defaults_survive_the_help() -> None:

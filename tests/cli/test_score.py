@@ -74,7 +74,7 @@ def test_texts_come_from_everywhere(tmp_path: Path) -> None:
         (("",), "score"),
         (("word " * 50,), "make it shorter"),
         (("a", "--draws", "1"), "--draws"),
-        (("--file", "nowhere.txt"), "nowhere.txt"),
+        (("--file", "nowhere.txt"), "nowhere.txt cannot be read (No such file or directory): give a file of text"),
         (("a", "--device", "abacus"), "device 'abacus'"),
     ],
 )

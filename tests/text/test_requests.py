@@ -43,6 +43,8 @@ def refused(call: Any, *said: str) -> None:
         ({"temperature": -0.5}, ("temperature", "0 (take the likeliest token) or above", "-0.5")),
         ({"top_p": 0.0}, ("top_p", "above 0 and at most 1", "0.0")),
         ({"top_p": 1.5}, ("top_p", "1.5")),
+        ({"top_p": None}, ("top_p must be a number (1 changes nothing)", "None")),
+        ({"temperature": "hot"}, ("temperature must be a number", "'hot'")),
         ({"top_k": 0}, ("top_k", "from 1", "0")),
         ({"n": 0}, ("n must be a whole number from 1", "got 0")),
         ({"n": 1.5}, ("n must be a whole number", "got 1.5")),
@@ -83,6 +85,8 @@ def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> N
         ("x" * 60 + "___{3}", ("takes 65 tokens", "rows have 64", "as short as can be", "make it shorter")),
         ("___{70}", ("takes 72 tokens", "rows have 64")),
         ("___{30}" * 3, ("takes 92 tokens",)),
+        ("a ___{1000000000000}", ("takes 1000000000004 tokens", "rows have 64")),  # said, not tried
+        ("___{99999999999999999999} b", ("takes 100000000000000000003 tokens",)),
         ("a \udfff ___", ("character 2", "surrogate")),
     ],
 )
@@ -157,7 +161,8 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
     refused(lambda: adlm.load(tmp_path / "silent"), "has no tokenizer.json")
     other = checkpoint.Loaded(FRAMED.model, tokenizer("gpt2"), "adlm", 0)
     refused(lambda: LM(other, "mine"), "mask is token 257", "the tokenizer's 50257", "not the one")
-    refused(lambda: adlm.load(device="gpu"), "'gpu'", "auto, cpu, cuda")
+    for device in ("gpu", "mps", "meta"):
+        refused(lambda device=device: adlm.load(device=device), f"'{device}'", "auto, cpu, cuda")
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

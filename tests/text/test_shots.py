@@ -1,6 +1,7 @@
 """A text on its way: stills say what frames say, guesses are the network's, and watching changes nothing."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,9 @@ def test_stills_say_what_frames_say(name: str) -> None:
     model = lm("adlm", "bytes", "documents")
     shots = shots_of(model, sampler=name, **OPTIONS[name])
     assert [shot.step for shot in shots] == list(range(len(shots)))
+    told = model.job(template=TEMPLATES, sampler=name, **OPTIONS[name])
+    assert told.steps in (None, shots[-1].step)
+    assert replace(told, block=4).steps is None, "a block takes all of the steps, so the whole takes more"
     seen = set()
     for row, layout in enumerate(shots[0].layouts):
         given = [piece for piece, is_given in layout.pieces(layout.ids) if is_given]

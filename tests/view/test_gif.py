@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, Cell, Recording, Still
 from adlm.view import colours
 from adlm.view.gif import GLOW, HOLD, MARGIN, Painter, lay_out, length_of, load_font, plan_frames, write_gif
+from adlm.view.player import asset
 from tests.view.test_terminal import PARAGRAPH, record
 
 if TYPE_CHECKING:
@@ -102,6 +104,28 @@ def test_a_block_does_not_tell_what_is_below(tmp_path: Path) -> None:
             assert {colour for _, colour in frames[0].crop(place(painter, i)).getcolors() or []} <= expected
 
 
+def test_a_picture_has_the_colours_of_the_page() -> None:
+    """Or the same amber would mean "sure" here and "anchor" there."""
+    light = asset("player.css").partition("@media")[0]
+    page = dict(re.findall(r"--([\w-]+): (#\w{6});", light))
+    same = {
+        "paper": colours.PAPER,
+        "ink": colours.INK,
+        "quiet": colours.QUIET,
+        "line": colours.LINE,
+        "accent": colours.ACCENT,
+        "block": colours.BLOCK,
+        "sure": colours.SURE_BLOCK,
+        "anchor-mark": colours.ANCHOR_MARK,
+        "revealed": colours.REVEALED_GROUND,
+        "revealed-mark": colours.REVEALED_MARK,
+        "remasked": colours.REMASKED_GROUND,
+        "remasked-mark": colours.REMASKED_MARK,
+        "given": colours.GIVEN_INK,
+    }
+    assert {name: page[name] for name in same} == same
+
+
 def test_every_look_differs(tmp_path: Path) -> None:
     guesses = ((" word", 0.9),)
     looks = {
@@ -119,7 +143,9 @@ def test_every_look_differs(tmp_path: Path) -> None:
     recording = of(list(looks.values()), final)
     frames, _, _ = frames_of(write_gif([recording], tmp_path / "a.gif"))
     painter = Painter([recording], 720, 18, None, True)
-    seen = {name: frames[0].crop(place(painter, i)).tobytes() for i, name in enumerate(looks)}
+    places = [place(painter, i) for i in range(len(looks))]
+    cut = [frames[0].crop((*where[:3], where[3] + 4)) for where in places]  # with the line below an anchor
+    seen = {name: image.tobytes() for name, image in zip(looks, cut, strict=True)}
     widths = {box.width for box in painter.boxes[0]}
     assert len(widths) <= 2  # rounding
     least = min(map(len, seen.values()))
