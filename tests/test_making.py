@@ -12,6 +12,8 @@ import pytest
 
 import adlm
 from adlm.data.sources import excerpt
+from bundled.lengths import figures as figures_of_lengths
+from bundled.lengths import main as find_lengths
 from bundled.measure import main as measure
 from bundled.passages import MOST, documents, is_prose, passages, sentences
 from bundled.passages import main as write_passages
@@ -57,6 +59,12 @@ def test_books_stand_between_separators(tmp_path: Path) -> None:
     assert list(documents(path)) == ["One.\n\nTwo.\n", "Three.\n"]
 
 
+def test_found_lengths_are_compared_with_the_best_single_one() -> None:
+    found = figures_of_lengths([1, 2, 2, 5], [1, 3, 2, 2])
+    assert found["found"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
+    assert found["best_single_length"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
+
+
 def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str) -> None:
     monkeypatch.setattr(sys, "argv", ["x", *options])
     main()
@@ -82,6 +90,9 @@ def test_from_books_to_figures(
     run(monkeypatch, measure, "--data", "data", "shipped", "mdlm", *options, "--out", "figures.json")
 
     assert "bigram" in capsys.readouterr().out
+    run(monkeypatch, find_lengths, "--data", "data", "shipped", "--holes", "5", "--device", "cpu")
+    lengths = json.loads(capsys.readouterr().out)
+    assert lengths["holes"] == 5 and 0 <= lengths["found"]["exact"] <= lengths["found"]["within_one"] <= 1
     figures = json.loads(Path("figures.json").read_text("utf-8"))
     shipped, twin = figures["models"]
     assert shipped["name"] == "shipped" and twin["bound"]["above_first_model"]["stderr"] > 0
