@@ -6,15 +6,16 @@ import inspect
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rich.console import Console
 from rich.text import Text
 
+from adlm.cli import options
 from adlm.cli.answers import answering, as_file, check_files, notes, print_bytes, print_json
 from adlm.cli.errors import told
 
@@ -29,28 +30,44 @@ WIDTHS = {1: 720, 2: 1080}  # pixels of a picture by its panels
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for beside the text itself."""
+    """What is asked for beside the text itself: the options that `sample` and `infill` share."""
 
-    model: str | None
-    n: int
-    steps: int | None
-    sampler: str | None
-    temperature: float
-    top_p: float
-    top_k: int | None
-    seed: int
-    block: int | None
-    batch: int
-    options: Sequence[str] | None
-    device: str
-    deterministic: bool
-    out: Path | None
-    html: Path | None
-    gif: Path | None
-    beside: str | None
-    guesses: bool
-    pause: float
-    is_json: bool
+    n: options.Count = 1
+    seed: options.Seed = 0
+    steps: options.Steps = None
+    sampler: options.Sampler = None
+    temperature: options.Temperature = 1.0
+    top_p: options.TopP = 0.9
+    top_k: options.TopK = None
+    block: options.Block = None
+    option: options.Own = None
+    batch: options.Batch = 16
+    deterministic: options.Deterministic = False
+    device: options.Device = "auto"
+    out: options.Out = None
+    html: options.Html = None
+    gif: options.Gif = None
+    beside: options.Beside = None
+    guesses: options.Guesses = True
+    pause: options.Pause = 0.05
+    is_json: options.Json = False
+
+
+def asking(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first argument is a request, as the command line sees it: its own options, then the request's."""
+    shared, hints = get_type_hints(Request, include_extras=True), get_type_hints(command, include_extras=True)
+    named = inspect.Parameter.KEYWORD_ONLY
+    own = [p.replace(annotation=hints[p.name], kind=named) for p in inspect.signature(command).parameters.values()][1:]
+    more = [inspect.Parameter(f.name, named, default=f.default, annotation=shared[f.name]) for f in fields(Request)]
+
+    def run(**given: Any) -> None:
+        request = Request(**{name: given.pop(name) for name in shared})
+        command(request, **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*own, *more)}
+    return run
 
 
 class Writer:
@@ -103,14 +120,14 @@ class Writer:
         return self.lm.recording(self.stills, self.job, title=self.title, seconds=self.seconds)
 
 
-def answer(request: Request, **what: Any) -> None:
+def answer(model: str | None, request: Request, **what: Any) -> None:
     """Write what is asked for (`what`: prompt and length, or a template) and show it where it is to be seen."""
     with told():
         files = {"--out": request.out, "--html": request.html, "--gif": request.gif}
         check_files(files)
         check_gif(request.gif)
         with answering(request.is_json):
-            writers = hire(request, what)
+            writers = hire(model, request, what)
             recordings = write(writers, request)
             publish(writers, recordings, request)
         if request.is_json:
@@ -131,14 +148,14 @@ def check_gif(path: Path | None) -> None:
         raise ImportError("--gif needs Pillow: pip install 'adlm[view]'; --html needs nothing")
 
 
-def hire(request: Request, what: dict[str, Any]) -> list[Writer]:
+def hire(model: str | None, request: Request, what: dict[str, Any]) -> list[Writer]:
     """Who writes: the model, and beside it a second one or the same with another sampler. All is checked here."""
     from adlm.bundled import DEFAULT
     from adlm.text.lm import load
 
-    options = sampler_options(request.options or [])
-    lm = load(request.model or DEFAULT, device=request.device, deterministic=request.deterministic)
-    own = {"sampler": request.sampler, "steps": request.steps, "block": request.block, **options}
+    lm = load(model or DEFAULT, device=request.device, deterministic=request.deterministic)
+    own: dict[str, Any] = {"sampler": request.sampler, "steps": request.steps, "block": request.block}
+    own |= sampler_options(request.option or [])
     asked = [(lm, own)]
     if request.beside is not None:
         asked = [(lm, fitting(lm, own)), second(request, lm, own)]
