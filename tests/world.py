@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,21 @@ from adlm.diffusion.plans import Plan
 from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
 
+# Every sampler with few steps and, where it can, much remasking.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ancestral": {"steps": 6},
+    "forward_backward": {"steps": 6},
+    "remask_cap": {"steps": 6, "eta": 0.3},
+    "remask_rescale": {"steps": 6, "eta": 0.3},
+    "remask_conf": {"steps": 6},
+    "remask_loop": {"steps": 8, "eta": 0.3},
+    "ddpm": {"steps": 6},
+    "dfm": {"steps": 4},
+    "first_hitting": {},
+    "confidence": {"steps": 5},
+    "margin": {"steps": 5},
+    "entropy_bounded": {"bound": 2.0},
+}
 
 def random_model(method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **changes: object) -> LanguageModel:
     """A small model in which nothing is zero: predictions are not uniform and differ by context."""

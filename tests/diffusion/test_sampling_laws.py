@@ -11,23 +11,9 @@ from adlm.diffusion.plans import spread
 from adlm.diffusion.rng import CounterRng
 from adlm.generate import ready, stream_tokens
 from adlm.methods import SAMPLERS, build_sampler
-from tests.world import random_model
+from tests.world import OPTIONS, random_model
 
 VOCAB, MASK, LENGTH, ROWS = 12, 11, 14, 8
-OPTIONS = {
-    "ancestral": {"steps": 6},
-    "forward_backward": {"steps": 6},
-    "remask_cap": {"steps": 6, "eta": 0.3},
-    "remask_rescale": {"steps": 6, "eta": 0.3},
-    "remask_conf": {"steps": 6},
-    "remask_loop": {"steps": 8, "eta": 0.3},
-    "ddpm": {"steps": 6},
-    "dfm": {"steps": 4},
-    "first_hitting": {},
-    "confidence": {"steps": 5},
-    "margin": {"steps": 5},
-    "entropy_bounded": {"bound": 2.0},
-}
 NAMES = tuple(SAMPLERS)
 
 

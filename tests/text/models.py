@@ -16,21 +16,6 @@ from tests.world import random_model
 
 TOKENIZERS = ("gpt2", "bert-base-uncased", "bytes", "prose")
 PROSE = "the cat sat on the mat and the dog sat on the log while it rained all day and all night "
-# Every sampler with few steps and, where it can, much remasking.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ancestral": {"steps": 6},
-    "forward_backward": {"steps": 6},
-    "remask_cap": {"steps": 6, "eta": 0.3},
-    "remask_rescale": {"steps": 6, "eta": 0.3},
-    "remask_conf": {"steps": 6},
-    "remask_loop": {"steps": 8, "eta": 0.3},
-    "ddpm": {"steps": 6},
-    "dfm": {"steps": 4},
-    "first_hitting": {},
-    "confidence": {"steps": 5},
-    "margin": {"steps": 5},
-    "entropy_bounded": {"bound": 2.0},
-}
 ATOMS = [
     "the cat", "A", "word", "don't", "3.14", "naïve", "e\u0301", "n\u0303o\u0308", "😀", "👩‍👩‍👧‍👦", "🇫🇷", "漢字",
     "こんにちは", "שלום", "مرحبا", "Ελληνικά", "ﬁ", "\u200b", "\u200d", "\ufeff", "\u202e", "\u00ad", "\u00a0",

@@ -3,7 +3,8 @@
 import pytest
 
 from adlm import LM
-from tests.text.models import OPTIONS, lm, rigged, tokenizer
+from tests.text.models import lm, rigged, tokenizer
+from tests.world import OPTIONS
 
 BYTES = tokenizer("bytes")
 END = BYTES.eos_id

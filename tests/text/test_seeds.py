@@ -8,7 +8,8 @@ import torch
 from adlm import LM, Draw, Hole
 from adlm.diffusion.categorical import draw
 from adlm.methods import ALIASES, SAMPLERS
-from tests.text.models import OPTIONS, lm
+from tests.text.models import lm
+from tests.world import OPTIONS
 
 PROMPTS = ["", "The cat ", "Once upon a time"]
 TEMPLATES: list[Any] = ["The ___{3} sat on ___{4}.", "___{1}", ["a", Hole.of(5), "b_", Hole.of(2)]]

@@ -12,7 +12,8 @@ from adlm.diffusion.anchors import rare_in_sequence
 from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from adlm.text.shots import MAX_COUNT
 from adlm.text.templates import BLOCK, classes_of
-from tests.text.models import OPTIONS, lm
+from tests.text.models import lm
+from tests.world import OPTIONS
 
 TEMPLATES = ["The ___{4} sat on\n___{9}.", "___{3}", " ___{2} ___{1}x"]
 KINDS: list[tuple[str, str, str, dict[str, Any]]] = [
