@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODELS = ("adlm-prose",)
+MODELS = ("adlm-prose", "mdlm-prose")
 DEFAULT = MODELS[0]
 
 

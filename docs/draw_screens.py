@@ -19,14 +19,16 @@ from adlm.view.terminal import draw_panels
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # for the tests' browser
 
-PROMPT, LENGTH, STEPS, SEED = "The old man ", 96, 64, 1
+PROMPT, LENGTH, STEPS, TOP_P, SEED = "The old man ", 64, 96, 0.8, 1
 MOMENT = 0.4  # of the way, for pictures that stand still
 
 
 def main() -> None:
     lm = adlm.load(device="cpu")
     recordings = [
-        lm.record(PROMPT, length=LENGTH, steps=STEPS, seed=SEED, sampler=sampler, title=f"{lm.name} · {sampler}")
+        lm.record(
+            PROMPT, length=LENGTH, steps=STEPS, top_p=TOP_P, seed=SEED, sampler=sampler, title=f"{lm.name} · {sampler}"
+        )
         for sampler in ("remask_loop", "ancestral")
     ]
     adlm.write_gif(recordings[:1], HERE / "denoising.gif")

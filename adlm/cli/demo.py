@@ -26,7 +26,8 @@ from adlm.view.terminal import draw_still, watch
 
 PAGE = "adlm-demo.html"
 PROMPT, TEMPLATE = "The old man ", "The ___ sat by the window, and ___{4} the rain."
-LENGTH, STEPS, PAUSE = 64, 64, 0.06  # seconds between frames on a terminal, so that eyes can follow
+LENGTH, STEPS, TOP_P = 64, 128, 0.8
+PAUSE = 0.04  # seconds between frames on a terminal, so that eyes can follow
 SENTENCE = "She opened the door and looked into the dark room."
 VOCAB, ROW, RECIPE = 1024, 64, "cpu-nano"
 SETTINGS: dict[str, Any] = {  # nothing but the end is saved and validated
@@ -67,7 +68,7 @@ def run_demo(
         f"[bold]1 · Writing.[/] {lm.name}, an anchored diffusion model of {parameters / 1e6:.1f}M parameters, "
         "on the CPU: all words at once, out of masks."
     )
-    told: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS}
+    told: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS, "top_p": TOP_P}
     recordings = [filmed(lm, console, prompt=PROMPT, **told)]
 
     console.print("\n[bold]2 · Filling in.[/] What is given stays as it is; lengths of holes are found or told:")
