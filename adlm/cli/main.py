@@ -17,6 +17,7 @@ from adlm.cli import options
 from adlm.cli.answers import answering, check_files, print_json
 from adlm.cli.doctor import doctor
 from adlm.cli.errors import Commands, told
+from adlm.cli.evaluation.app import app as evaluation
 from adlm.cli.infill import infill
 from adlm.cli.plot import plot
 from adlm.cli.prepare import prepare
@@ -77,6 +78,7 @@ def demo(
 
 for command in (sample, infill, score, prepare, train, plot, doctor):
     app.command()(command)
+app.add_typer(evaluation, name="eval")
 
 if __name__ == "__main__":
     app()

@@ -36,8 +36,9 @@ class Corpus:
 HELD_OUT = {"train": "train", "valid": "validation", "test": "test"}
 TEST_ONLY = {"train": "train", "valid": "test", "test": "test"}  # the lineage validates on the test split here
 OPENWEBTEXT_HELD_OUT = {"train": "train[:-100000]", "valid": "train[-100000:]"}
-ABSTRACTS = {"abstract": "abstracts, in place of full articles"}
-SCIENTIFIC = "an article to a document; a table with abstracts alone is taken, and labelled as a stand-in"
+# What is read in place of the table of articles, by its columns; plain text has none.
+ARTICLES = {"abstract": "abstracts, in place of full articles", "": "plain text, in place of the published articles"}
+SCIENTIFIC = "an article to a document; abstracts alone, or plain text, are taken and labelled as a stand-in"
 
 CORPORA: dict[str, Corpus] = {
     "lm1b": Corpus(
@@ -139,7 +140,7 @@ CORPORA: dict[str, Corpus] = {
         tokenizer="gpt2",
         length=1024,
         note=SCIENTIFIC,
-        stand_ins=ABSTRACTS,
+        stand_ins=ARTICLES,
     ),
     "scientific_papers_arxiv": Corpus(
         hub="armanc/scientific_papers",
@@ -153,7 +154,7 @@ CORPORA: dict[str, Corpus] = {
         tokenizer="gpt2",
         length=1024,
         note=f"{SCIENTIFIC}; the Hub's conversion has the first 5 GB of the training split",
-        stand_ins=ABSTRACTS,
+        stand_ins=ARTICLES,
     ),
     "text8": Corpus(
         hub="afmck/text8",

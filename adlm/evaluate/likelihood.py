@@ -1,10 +1,9 @@
-"""Held-out likelihood: the NELBO with fixed noise, as a mean with its standard error."""
+"""Held-out likelihood, a bound with fixed noise or exact for a causal model, as a mean with its standard errors."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,20 +13,84 @@ from adlm.diffusion.masking import Noised, corrupt, shifted
 from adlm.diffusion.objectives import Loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule
+from adlm.evaluate.metrics import Bound, Likelihood, units_of
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 
+Told = Callable[[int, int], None]  # rows done, rows in all
 
-class Bound(NamedTuple):
-    """Nats per token and the standard error over rows. For a masked model an upper bound, for a causal one exact."""
 
-    nll: float
-    stderr: float
-    tokens: int
+@dataclass(frozen=True)
+class Piece:
+    """Some rows, and which of their tokens count."""
 
-    @property
-    def ppl(self) -> float:
-        return math.exp(self.nll) if self.nll < 700 else math.inf  # of a model that diverged
+    number: Tensor  # (n,): what each row's noise is known by
+    x0: Tensor  # (n, L)
+    valid: Tensor | None  # (n, L), False at padding; None if there is none
+    is_given: Tensor | None  # (n, L): marks, which are always visible and not counted; None if all tokens are asked for
+    counted: Tensor  # (n, L)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How rows are gone through, and what counts.
+
+    `marks` are tokens that are given wherever they stand: visible, not counted. `first` takes only so many rows. Of
+    `size` processes this is number `rank`, and `total` adds up over them. `documents` (n,) numbers the document that
+    each row begins in: the standard error is over documents, without it over rows. `on_rows` hears how far it is.
+    """
+
+    batch: int = 32
+    first: int | None = None
+    marks: Sequence[int] = ()
+    documents: Tensor | None = None
+    rank: int = 0
+    size: int = 1
+    total: Callable[[Tensor], Tensor] = lambda x: x
+    on_rows: Told | None = None
+
+    def measure(
+        self,
+        rows: Tensor | Fetch,
+        nats_of: Callable[[Piece, int], Tensor],
+        *,
+        draws: int,
+        is_exact: bool = False,
+        skips_first: bool = False,
+    ) -> Bound:
+        """The mean of the nats (n, draws) that every piece has (it is told of how many rows it is a piece).
+
+        Without noise it `is_exact`; a causal model `skips_first`, which it is not asked for.
+        """
+        source = TensorRows(rows) if isinstance(rows, Tensor) else rows
+        count = len(source) if self.first is None else min(self.first, len(source))
+        documents = None if self.documents is None else self.documents[:count]
+        units_of(count, documents)  # what is wrong with them is said before anything runs
+        sums = torch.zeros(2, count, dtype=torch.float64)  # each row's nats and tokens
+        variance = torch.zeros(count, dtype=torch.float64)
+        pieces = torch.arange(count).split(self.batch)
+        for turn in range(-(-len(pieces) // self.size)):
+            mine = turn * self.size + self.rank
+            number = pieces[min(mine, len(pieces) - 1)]  # a process without a piece keeps the others company
+            x0, lengths = source.fetch(number)
+            valid = None if lengths is None else is_valid(lengths, x0.shape[1])
+            is_given = torch.isin(x0, torch.tensor(list(self.marks))) if self.marks else None
+            counted = torch.ones_like(x0, dtype=torch.bool) if valid is None else valid.clone()
+            if is_given is not None:
+                counted &= ~is_given
+            counted[:, :1] &= not skips_first
+            nats = nats_of(Piece(number, x0, valid, is_given, counted), count)
+            if mine < len(pieces):
+                sums[:, number] = torch.stack([nats.mean(1), counted.sum(1).double()])
+                if draws > 1:
+                    variance[number] = nats.var(1) / draws
+            if self.on_rows is not None:
+                self.on_rows(min((turn + 1) * self.size * self.batch, count), count)
+        found = Likelihood()
+        found.add_rows(*self.total(sums))
+        if draws > 1:
+            variance = self.total(variance)
+        return found.bound(documents, variance=variance if draws > 1 or is_exact else None, draws=draws)
 
 
 @torch.no_grad()
@@ -42,71 +105,64 @@ def held_out_bound(
     steps: int | None = None,
     score_entropy: bool = False,
     attend_padding: bool = False,
+    marks: Sequence[int] = (),
+    documents: Tensor | None = None,
     first: int | None = None,
     loss_of: Callable[[Noised], Loss] | None = None,
     rank: int = 0,
     size: int = 1,
     total: Callable[[Tensor], Tensor] = lambda x: x,
+    on_rows: Told | None = None,
 ) -> Bound:
     """The NELBO of rows (n, L), never with an anchor term; `draws` noises each, the same for every model.
 
-    Continuous time, or with `steps` the bound of a process with that many steps. `first` takes only so many rows.
+    Continuous time, or with `steps` the bound of a process with that many steps. For `marks`, `documents`, `first` and
+    sharing see `Walk`; a model that processes share is asked through `loss_of`, equally often by each.
 
-    A row's noise follows from (seed, its number, the draw), its time from its place among all rows: the batch size
-    changes nothing but rounding, nor does the number of processes (`rank` of `size`, which `total` adds up over; a
-    model that they share is asked through `loss_of`, equally often by each).
+    A row's noise follows from (seed, its number, the draw). Its first time is in its own n-th of the unit interval,
+    those of further draws are spread evenly from there, k / draws later: so times are even over the draws of a row and
+    over the rows. The batch size changes nothing but rounding, nor does the number of processes. The error from noise
+    counts the draws of a row as if they were independent, which is on the safe side.
     """
-    source = TensorRows(rows) if isinstance(rows, Tensor) else rows
-    count = len(source) if first is None else min(first, len(source))
-    if count < 2:
-        raise ValueError(f"a standard error needs at least 2 rows, got {count}")
-    is_causal, device, was_training = model.config.is_causal, model.embed.weight.device, model.training
-    draws = 1 if is_causal else draws
-    sums = torch.zeros(2, count, dtype=torch.float64)  # each row's nats and tokens
+    if draws < 1 or batch < 1:
+        raise ValueError(f"draws and batch must be at least 1, got {draws} and {batch}")
+    config, device, was_training = model.config, model.embed.weight.device, model.training
+    draws = 1 if config.is_causal else draws
+
+    def noised_of(piece: Piece, count: int, draw: int, is_given: Tensor | None) -> Noised:
+        if config.is_causal:
+            return shifted(piece.x0, valid=piece.counted if is_given is not None else piece.valid)
+        assert config.mask_id is not None
+        return corrupt(
+            piece.x0,
+            schedule or LogLinear(),
+            CounterRng.of(seed, piece.number),
+            draw,
+            mask_id=config.mask_id,
+            index=piece.number if draw == 0 else piece.number + count * draw / draws,
+            total=count,
+            steps=steps,
+            valid=piece.valid,
+            is_fixed=is_given,
+            attend_padding=attend_padding,
+        )
+
+    def nats_of(piece: Piece, count: int) -> Tensor:
+        # Where all is given nothing counts, but processes that share a model must all ask it.
+        is_asked = bool(piece.counted.any())
+        each = []
+        for draw in range(draws):
+            noised = noised_of(piece, count, draw, piece.is_given if is_asked else None).to(device)
+            loss = loss_of(noised) if loss_of else training_loss(model, noised, score_entropy=score_entropy)
+            each.append(loss.row_nll.double().cpu() * is_asked)
+        return torch.stack(each, dim=1)
+
+    walk = Walk(batch, first, marks, documents, rank, size, total, on_rows)
     model.eval()
-    pieces = torch.arange(count).split(batch)
     try:
-        for turn in range(-(-len(pieces) // size)):
-            mine = turn * size + rank
-            number = pieces[min(mine, len(pieces) - 1)]  # a process without a piece keeps the others company
-            x0, lengths = source.fetch(number)
-            valid = None if lengths is None else is_valid(lengths, x0.shape[1])
-            rng = CounterRng.of(seed, number)
-            nll = torch.zeros(len(number), dtype=torch.float64)
-            for draw in range(draws):
-                if is_causal:
-                    noised = shifted(x0, valid=valid)
-                else:
-                    assert model.config.mask_id is not None
-                    noised = corrupt(
-                        x0,
-                        schedule or LogLinear(),
-                        rng,
-                        draw,
-                        mask_id=model.config.mask_id,
-                        index=number,
-                        total=count,
-                        steps=steps,
-                        valid=valid,
-                        attend_padding=attend_padding,
-                    )
-                noised = noised.to(device)
-                loss = loss_of(noised) if loss_of else training_loss(model, noised, score_entropy=score_entropy)
-                nll += loss.row_nll.double().cpu() / draws
-            # A causal model is not asked for the first token.
-            tokens = torch.full_like(nll, x0.shape[1]) if lengths is None else lengths.double()
-            if mine < len(pieces):
-                sums[:, number] += torch.stack([nll, tokens - int(is_causal)])
+        return walk.measure(rows, nats_of, draws=draws, is_exact=config.is_causal, skips_first=config.is_causal)
     finally:
         model.train(was_training)
-    nll, tokens = total(sums)
-    if not bool(torch.isfinite(nll).all()):
-        bad = (~torch.isfinite(nll)).nonzero()[:, 0].tolist()
-        raise FloatingPointError(f"the loss of {len(bad)} held-out rows is not finite, row {bad[0]} among them")
-    mean = nll.sum() / tokens.sum()
-    # Of a ratio: rows may differ in length.
-    error = (nll - mean * tokens).square().sum().mul(count / (count - 1)).sqrt() / tokens.sum()
-    return Bound(float(mean), float(error), int(tokens.sum()))
 
 
 def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> float:

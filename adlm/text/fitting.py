@@ -1,4 +1,4 @@
-"""How long should a hole be? As long as makes the text around it likeliest, short ones being likelier from the start."""
+"""How long should a hole be? As long as makes the text around it likeliest, where short is likelier to begin with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from adlm.text.templates import Hole, Layout, Pieces, holes_of, with_lengths
 
 NEIGHBOURS = 4  # given tokens on each side of a hole that are asked
 ROWS = 64  # evaluated at a time
-# A hole is so much less likely, before anything is read, with every token more. Without it holes come out too long: what
-# stands far apart says little about each other, so all long holes fit about equally well (docs/LOG.md).
+# A hole is so much less likely, before anything is read, with every token more. Without it holes come out too long:
+# what stands far apart says little about each other, so all long holes fit about equally well (docs/LOG.md).
 ONE_MORE = 0.7
 
 

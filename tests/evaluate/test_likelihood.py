@@ -1,19 +1,28 @@
 """The held-out bound: exact where it can be, the same however rows are shared out, without the anchor term."""
 
+import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
 from torch import Tensor
 
 from adlm.data.batches import TensorRows, is_valid
-from adlm.diffusion.masking import Noised
+from adlm.diffusion.masking import Noised, stratified_times
 from adlm.diffusion.objectives import Loss
+from adlm.diffusion.orders import first_hitting
+from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.schedules import LogLinear, loss_weight
 from adlm.evaluate.likelihood import held_out_bound, unigram_nll
+from adlm.evaluate.metrics import Bound
 from adlm.methods import METHODS, build_config, training_loss
 from adlm.models.language_model import LanguageModel
+from tests.world import World, law_of, random_model
 
 VOCAB = 50
+MARKS = (0, 1)
 ROWS = torch.randint(VOCAB - 1, (40, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -100,26 +109,30 @@ def test_a_padded_row_is_worth_its_tokens() -> None:
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None:
     """Each has its pieces, and asks as often as the others even where there are none left for it."""
-    model, calls, parts = awake(method), [], []
+    model, calls, everyone = awake(method).eval(), [0] * size, Barrier(size)
+    told: dict[int, Tensor] = {}
 
-    def loss_of(noised: Noised) -> Loss:
-        calls.append(len(noised.x0))
-        return training_loss(model, noised)
+    def shared(rank: int) -> Bound:
+        def loss_of(noised: Noised) -> Loss:
+            calls[rank] += 1
+            return training_loss(model, noised)
 
-    def keep(sums: Tensor) -> Tensor:
-        parts.append(sums.clone())
-        return sums
+        def total(sums: Tensor) -> Tensor:
+            told[rank] = sums.clone()
+            everyone.wait()
+            added = torch.stack([told[other] for other in range(size)]).sum(0)
+            everyone.wait()
+            return added
 
-    whole = held_out_bound(model, padded(), batch=9, draws=2)  # five pieces
-    counts = set()
-    for rank in range(size):
-        calls.clear()
-        held_out_bound(model, padded(), batch=9, draws=2, rank=rank, size=size, total=keep, loss_of=loss_of)
-        counts.add(len(calls))
-    assert len(counts) == 1
-    added = torch.stack(parts).sum(0)
-    shared = held_out_bound(model, padded(), batch=9, draws=2, rank=1, size=size, total=lambda sums: added)
-    assert shared == pytest.approx(whole, rel=1e-6)
+        return held_out_bound(
+            model, padded(), batch=9, draws=2, rank=rank, size=size, total=total, loss_of=loss_of, marks=MARKS
+        )
+
+    whole = held_out_bound(model, padded(), batch=9, draws=2, marks=MARKS)  # five pieces
+    with ThreadPoolExecutor(size) as pool:
+        for bound in pool.map(shared, range(size)):
+            assert bound == pytest.approx(whole, rel=1e-6)
+    assert len(set(calls)) == 1
 
 
 def test_the_first_rows_are_the_first_rows() -> None:
@@ -139,3 +152,152 @@ def test_unigram_leaves_padding_out() -> None:
     valid = torch.tensor([[True, True], [True, False]])
     expected = -(math.log(3 / 6) + math.log(2 / 6) + math.log(1 / 6)) / 3
     assert unigram_nll(counts, tokens, valid) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", ["adlm", "ar"])
+def test_one_draw_is_what_it_always_was(method: str) -> None:
+    """Figures of earlier runs stay comparable; the numbers are of the version before there were spread draws."""
+    bound = held_out_bound(awake(method), ROWS)
+    expected = {"adlm": (29.459060406684877, 3.162097461106151, 640), "ar": (4.676235535939535, 0.054104946070015, 600)}
+    assert bound[:3] == pytest.approx(expected[method], rel=1e-6)
+    assert bound.draws == 1
+    assert bound.noise_stderr == (None if method == "adlm" else 0)  # unknown, and none
+
+
+def times(draws: int, count: int = 40, batch: int = 40) -> Tensor:
+    """The time of every row and draw."""
+    found: list[Tensor] = []
+
+    def loss_of(noised: Noised) -> Loss:
+        found.append(noised.t.double())
+        zero = torch.zeros(())
+        return Loss(zero, zero, zero, torch.rand(len(noised.t)), torch.zeros(len(noised.t)))
+
+    held_out_bound(tiny("mdlm"), ROWS[:count], batch=batch, draws=draws, loss_of=loss_of)
+    pieces = [torch.stack(found[at : at + draws], 1) for at in range(0, len(found), draws)]
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("draws", [2, 5, 8])
+def test_times_are_even_over_draws_and_over_rows(draws: int) -> None:
+    whole = times(draws)
+    torch.testing.assert_close(times(draws, batch=7), whole)
+    first = stratified_times(CounterRng.of(0, 40).uniform(0, 1, 2)[:, 0]).float().double()  # type: ignore[arg-type]
+    torch.testing.assert_close(whole[:, 0], first)
+    gaps = whole.sort(1).values.diff(dim=1)
+    assert gaps.min() > 1 / draws - 1 / 40 - 1e-3 and gaps.max() < 1 / draws + 1 / 40 + 1e-3
+    # No part of the unit interval has more than its share, but for a time or two at its ends.
+    counts = torch.histc(whole.flatten(), bins=10, min=0, max=1)
+    assert (counts - 4 * draws).abs().max() <= draws
+
+
+def test_the_error_from_noise_is_the_spread_over_seeds_or_a_little_more() -> None:
+    model = awake("adlm")
+    for draws in (4, 16):
+        bounds = [held_out_bound(model, ROWS, batch=40, draws=draws, seed=seed) for seed in range(60)]
+        spread = float(torch.tensor([bound.nll for bound in bounds]).std())
+        errors = torch.tensor([bound.noise_stderr or 0.0 for bound in bounds])
+        assert 0.75 * spread < float(errors.mean()) < 1.6 * spread
+        assert all(bound.draws == draws for bound in bounds)
+
+
+def test_rows_of_one_document_are_one_unit() -> None:
+    """Two copies of every row say nothing new: the error over documents knows, the error over rows does not."""
+    model = awake("ar")
+    once, twice = held_out_bound(model, ROWS), ROWS.repeat_interleave(2, 0)
+    number = torch.arange(40).repeat_interleave(2)
+    by_document = held_out_bound(model, twice, documents=number)
+    assert by_document.nll == pytest.approx(once.nll, rel=1e-6)
+    assert by_document.stderr == pytest.approx(once.stderr, rel=1e-5)
+    assert held_out_bound(model, twice).stderr < 0.75 * once.stderr
+    shuffled = torch.randperm(80, generator=torch.Generator().manual_seed(0))
+    again = held_out_bound(model, twice[shuffled], documents=number[shuffled] * 7 + 3)
+    assert again.stderr == pytest.approx(once.stderr, rel=1e-5)
+    assert held_out_bound(model, ROWS, documents=torch.arange(40)) == once
+
+
+def test_documents_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="at least 2 of them, got 1"):
+        held_out_bound(tiny("ar"), ROWS, documents=torch.zeros(40, dtype=torch.int64))
+    with pytest.raises(ValueError, match="40 rows need as many document numbers"):
+        held_out_bound(tiny("ar"), ROWS, documents=torch.arange(39))
+    with pytest.raises(ValueError, match="draws and batch must be at least 1, got 0 and 32"):
+        held_out_bound(tiny("mdlm"), ROWS, draws=0)
+
+
+def framed() -> TensorRows:
+    """Rows that begin with 0 and end with 1, one of them with a 1 inside, two with nothing between."""
+    tokens, lengths = torch.where(ROWS < 2, 2, ROWS), torch.arange(40) % 15 + 2
+    tokens[:, 0] = 0
+    tokens[torch.arange(40), lengths - 1] = 1
+    tokens[13, 5] = 1
+    return TensorRows(tokens, lengths)
+
+
+@pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
+def test_marks_are_given_and_not_counted(method: str) -> None:
+    """What is counted is the text's own tokens; the marks are seen, by a masked model at every time."""
+    model, seen = awake(method), []
+
+    def loss_of(noised: Noised) -> Loss:
+        if not model.config.is_causal:
+            assert (noised.xt[noised.x0 < 2] == noised.x0[noised.x0 < 2]).all()
+        seen.append(noised)
+        return training_loss(model, noised)
+
+    bound = held_out_bound(model, framed(), draws=2, marks=MARKS, loss_of=loss_of)
+    assert seen
+    lengths = framed().lengths
+    assert lengths is not None and bound.tokens == int((lengths - 2).sum()) - 1
+    lineage = held_out_bound(model, framed(), draws=2)
+    assert lineage.tokens == int((lengths - int(model.config.is_causal)).sum())
+    if model.config.is_causal:  # the nats of marks are what differs
+        assert lineage.nll * lineage.tokens > bound.nll * bound.tokens
+        text_only = held_out_bound(model, framed(), marks=(1,))
+        assert text_only == bound  # the first token of a row is never asked for
+    for batch in (1, 7, 40):  # a batch may hold nothing that counts
+        assert held_out_bound(model, framed(), draws=2, marks=MARKS, batch=batch) == pytest.approx(bound, rel=1e-5)
+
+
+def test_nothing_that_counts() -> None:
+    with pytest.raises(ValueError, match="no tokens were counted"):
+        held_out_bound(tiny("mdlm"), torch.zeros(4, 5, dtype=torch.int64), marks=(0,))
+
+
+def test_bits_per_byte_are_all_nats_over_the_bytes() -> None:
+    assert Bound(2.0, 0.1, 30).bits_per_byte(100) == pytest.approx(60 / math.log(2) / 100)
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        Bound(2.0, 0.1, 30).bits_per_byte(0)
+
+
+def enumerated(world: World, rows: Tensor) -> float:
+    """The NELBO's nats of rows, by all patterns of hidden tokens and an integral over the times that are drawn."""
+    t = 1e-3 + (1 - 1e-3) * (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    hides, weight = 1 - LogLinear().alpha(t), loss_weight(LogLinear(), t)
+    log_probs, nats = world.log_probs()[1], 0.0
+    for pattern in itertools.product([False, True], repeat=world.length):
+        is_hidden = torch.tensor(pattern)
+        n = int(is_hidden.sum())
+        share = float((weight * hides**n * (1 - hides) ** (world.length - n)).mean())
+        said = log_probs[world.number(torch.where(is_hidden, world.mask, rows))]
+        nats -= share * float((said.gather(2, rows[..., None])[..., 0] * is_hidden).sum())
+    return nats
+
+
+@pytest.mark.parametrize(("draws", "is_sorted"), [(1, False), (4, False), (4, True), (16, True)])
+def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, is_sorted: bool) -> None:
+    """Texts of a tiny world by its own law: both sides are counted, the bound is estimated.
+
+    Also of rows in order of their text, though a row's place decides its first time: further draws make up for it.
+    """
+    world = World(random_model(seed=113, positions="learned"))
+    law = law_of(world, first_hitting())[world.texts]
+    picks = torch.multinomial(law, 3000, replacement=True, generator=torch.Generator().manual_seed(1))
+    picks = picks.sort().values if is_sorted else picks
+    rows = world.states[world.texts][picks]
+    exact = -float(law[picks].log().sum()) / rows.numel()
+    expected = enumerated(world, rows) / rows.numel()
+    bound = held_out_bound(world.model, rows, batch=1000, draws=draws)
+    assert expected > exact + 1e-3
+    assert bound.nll > exact
+    assert abs(bound.nll - expected) < 3 * (bound.noise_stderr or bound.stderr) < 0.15 * expected

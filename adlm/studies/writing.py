@@ -1,0 +1,112 @@
+"""What written texts are worth: Gen-PPL by a judge, never without entropy, and how much they repeat themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adlm.data.tokenizers import Tokenizer
+from adlm.evaluate.diversity import distinct, entropy, repetition
+from adlm.evaluate.generative import generative_perplexity
+from adlm.evaluate.judges import load_judge
+from adlm.evaluate.reading import read
+
+DISTINCT, REPETITION = 2, 4  # the n of their n-grams
+GenPpl = Callable[[Sequence[str]], tuple[float, float]]  # texts -> Gen-PPL and its standard error
+
+
+@dataclass(frozen=True)
+class TextFigures:
+    """Figures of a set of texts, each with its standard error over texts."""
+
+    gen_ppl: float | None  # None: no judge was asked
+    gen_ppl_se: float | None
+    entropy: float  # nats, unigram, of a text's own tokens
+    entropy_se: float
+    distinct_2: float  # different pairs of neighbours as a share of all
+    distinct_2_se: float
+    repetition_4: float  # share of a text's 4-grams that it has said before
+    repetition_4_se: float
+    texts: int  # that were measured
+    short: int  # left out: fewer than four tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Assessor:
+    """Texts -> TextFigures, tokens counted by one tokenizer whoever wrote them."""
+
+    tokenizer: Tokenizer
+    judge: GenPpl | None = None
+    said: dict[str, Any] = field(default_factory=dict)  # of the judge, for the record
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a figure depends on."""
+        return {
+            "tokenizer": self.tokenizer.name,
+            "tokenizer_sha256": self.tokenizer.sha256,
+            "judge": self.said or None,
+        }
+
+    def __call__(self, texts: Sequence[str]) -> TextFigures:
+        rows = [self.tokenizer.encode(text) for text in texts]
+        kept = [number for number, row in enumerate(rows) if len(row) >= REPETITION]
+        if len(kept) < 2:
+            raise ValueError(
+                f"{len(texts) - len(kept)} of {len(texts)} texts have fewer than {REPETITION} tokens: there is nothing "
+                "to measure; write longer texts, or more of them"
+            )
+        rows, left = [rows[number] for number in kept], [texts[number] for number in kept]
+        value, error = self.judge(left) if self.judge else (None, None)
+        spread, pairs, again = entropy(rows), distinct(rows, DISTINCT), repetition(rows, REPETITION)
+        return TextFigures(
+            gen_ppl=value,
+            gen_ppl_se=error,
+            entropy=spread.value,
+            entropy_se=spread.stderr,
+            distinct_2=pairs.value,
+            distinct_2_se=pairs.stderr,
+            repetition_4=again.value,
+            repetition_4_se=again.stderr,
+            texts=len(kept),
+            short=len(texts) - len(kept),
+        )
+
+
+def load_assessor(
+    tokenizer: Tokenizer, judge: str | Path | None = None, *, device: torch.device | str = "cpu", batch: int = 16
+) -> Assessor:
+    """An assessor with a judge by name (see `load_judge`), or without one: entropy and repetition alone."""
+    if judge is None:
+        return Assessor(tokenizer)
+    reader = load_judge(judge, device=device)
+    reader.require_causal()
+
+    def ask(texts: Sequence[str]) -> tuple[float, float]:
+        found = generative_perplexity(reader, texts, batch=batch)
+        return found.value, found.stderr
+
+    return Assessor(tokenizer, ask, reader.settings | {"counts": "every token, of end-of-text tokens the first"})
+
+
+def held_out_texts(source: str | Path, tokenizer: Tokenizer, length: int, n: int) -> tuple[list[str], dict[str, Any]]:
+    """`n` stretches of `length` tokens from all over a held-out text, and what they are: as much as a sample has."""
+    reading = read(source, tokenizer, length + 2, rows="wrapped")
+    if len(reading.rows) < n:
+        raise ValueError(
+            f"{source} has {len(reading.rows)} stretches of {length} tokens, and {n} are to be compared with as many "
+            "texts: give more text, or a smaller --n or --length"
+        )
+    places = np.linspace(0, len(reading.rows) - 1, n).round().astype(np.int64)
+    tokens, _ = reading.rows.fetch(torch.from_numpy(places))
+    texts = [tokenizer.decode(row, skip_special=True) for row in tokens.tolist()]
+    return texts, {"source": str(source), "rows_hash": reading.rows_hash, "stretches": n, "tokens": length}

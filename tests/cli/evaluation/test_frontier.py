@@ -1,0 +1,112 @@
+"""`adlm eval frontier`: a table, a JSON and a picture of the same points; the same command goes on."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import adlm
+from adlm.evaluate.generative import generative_perplexity
+from adlm.evaluate.judges import load_judge
+from tests.cli.terminal import assert_told, invoke, trained
+from tests.evaluate.small_judges import causal_folder, needs
+from tests.studies.drawn import pixels, with_matplotlib
+from tests.train.runs import TEXT, shelf
+
+FEW = ("--steps", "2,4", "--samplers", "ancestral,confidence", "--top-p", "1.0", "--n", 3, "--length", 12, "--batch", 2)
+FEW = (*FEW, "--repeats", 2, "--device", "cpu")
+
+
+@cache
+def text() -> str:
+    path = shelf() / "held-out.txt"
+    path.write_text(TEXT[:4000], "utf-8")
+    return str(path)
+
+
+def answered(*words: object) -> dict[str, Any]:
+    result = invoke("eval", "frontier", *words, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@with_matplotlib
+def test_three_models_in_one_run(tmp_path: Path) -> None:
+    models = [trained(), trained("mdlm"), trained("ar")]
+    words = (*models, *FEW, "--reference", text(), "--out", tmp_path / "out")
+    found = answered(*words)
+    points = found["points"]
+    assert [point["model"] for point in points] == [models[0]] * 4 + [models[1]] * 4 + [models[2]]
+    assert points[-1]["nfe"] == 12 and points[-1]["steps"] is None
+    for point in points:
+        assert point["entropy"] > 0 and point["entropy_se"] >= 0 and point["seconds"] > 0 and point["gen_ppl"] is None
+    assert any(point["is_pareto"] for point in points)
+    assert found["reference"]["texts"] == 3 and found["settings"]["batch"] == 2 and found["provenance"]["threads"]
+    assert [each["method"] for each in found["settings"]["models"]] == ["adlm", "mdlm", "ar"]
+    assert [Path(name).name for name in found["files"]] == ["frontier.json", "frontier.png"]
+    kept = json.loads((tmp_path / "out" / "frontier.json").read_text("utf-8"))
+    assert kept["points"] == points
+    assert pixels(tmp_path / "out" / "frontier.png").std() > 0.05
+    again = answered(*words)
+    assert again["points"] == points  # times too: nothing was measured twice
+    assert len((tmp_path / "out" / "points.jsonl").read_text("utf-8").splitlines()) == 9
+
+
+def test_a_judge_reads_samples_and_held_out_text_alike() -> None:
+    needs("transformers")
+    words = (trained(), *FEW, "--steps", "2", "--judge", causal_folder(), "--reference", text())
+    found = answered(*words)
+    judge = load_judge(causal_folder())
+    for point in found["points"]:
+        how = {"sampler": point["sampler"], "steps": 2, "top_p": 1.0}
+        texts = adlm.load(trained(), device="cpu").generate(length=12, n=3, **how).texts
+        expected = generative_perplexity(judge, texts)
+        assert (point["gen_ppl"], point["gen_ppl_se"]) == pytest.approx((expected.value, expected.stderr), rel=1e-4)
+    assert found["reference"]["gen_ppl"] > 0 and found["settings"]["judge"]["kind"] == "causal LM"
+    shown = invoke("eval", "frontier", *words)
+    assert "held-out text" in shown.stdout and f"{found['points'][0]['gen_ppl']:.1f} ±" in shown.stdout
+
+
+def test_the_table_says_what_json_says() -> None:
+    words = (trained(), *FEW, "--steps", "2", "--samplers", "ancestral")
+    result = invoke("eval", "frontier", *words)
+    assert result.exit_code == 0, result.output
+    header, row = result.stdout.splitlines()
+    assert header.split() == [
+        "model", "sampler", "steps", "T", "p", "NFE", "s/text", "Gen-PPL", "entropy", "distinct-2", "repeated-4"
+    ]  # fmt: skip
+    (point,) = answered(*words)["points"]
+    assert f"{point['entropy']:.3f} ± {point['entropy_se']:.3f}" in row and "–" in row and "★" in row
+    assert "--judge NAME adds Gen-PPL" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--steps", "a"), "--steps 'a': 'a' is not a whole number"),
+        (("--steps", ""), "there are no steps: give at least one"),
+        (("--samplers", "fast"), "unknown sampler 'fast'"),
+        (("--length", 500), "length must be a whole number between 1 and"),
+        (("--top-p", "1.5"), "top_p"),
+        (("--n", 1), "--n"),
+        (("--reference", "nowhere.txt"), "nowhere.txt"),
+        (("--judge", "nobody-at-all.gguf"), "nobody-at-all.gguf is not there"),
+        (("--device", "abacus"), "device 'abacus'"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(words: tuple[object, ...], said: str) -> None:
+    assert_told(invoke("eval", "frontier", trained(), *FEW, *words, "--json"), said)
+
+
+def test_an_out_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    assert_told(invoke("eval", "frontier", trained(), *FEW, "--out", path), "is a file: give the name of a folder")
+
+
+def test_a_model_that_is_none() -> None:
+    assert_told(invoke("eval", "frontier", "novel", *FEW), "there is no model 'novel'")

@@ -1,0 +1,149 @@
+"""`adlm eval zeroshot`: one table, one JSON object, and a file that a stopped run goes on from."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adlm.evaluate.zeroshot import SETS
+from tests.cli.terminal import assert_told, invoke, trained
+from tests.evaluate.test_zeroshot import write_sets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sets(tmp_path_factory.mktemp("sets"))
+
+
+def answered(*words: object) -> dict[str, Any]:
+    result = invoke("eval", "zeroshot", trained(), *words, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_one_object_with_every_set(folder: Path) -> None:
+    found = answered("--data-dir", folder, "--limit", 12)
+    assert [row["set"] for row in found["sets"]] == list(SETS) and found["missing"] == {}
+    assert found["settings"]["draws"] == 2 and found["settings"]["length"] == 32 and found["provenance"]["versions"]
+    for row in found["sets"]:
+        assert row["ppl"] == pytest.approx(math.exp(row["nll"])) and row["se"] > 0 and row["noise_se"] > 0
+        assert row["bits_per_byte"] == pytest.approx(row["nll"] * row["tokens"] / row["bytes"] / math.log(2))
+        assert len(row["rows_hash"]) == 64 and row["rows"] <= 12 and not row["is_comparable"]
+        assert row["settings"]["length"] == 32 and row["settings"]["rows"] == "wrapped"
+        assert any("not gpt2" in reason for reason in row["differs"])
+    assert [row["set"] for row in found["sets"] if row["paper"] is None] == ["pubmed"]
+
+
+def test_figures_do_not_depend_on_batch_and_workers(folder: Path) -> None:
+    words = ("--data-dir", folder, "--sets", "ptb,ag_news")
+    one, other = answered(*words, "--batch", 1), answered(*words, "--batch", 7, "--workers", 4)
+    for mine, theirs in zip(one["sets"], other["sets"], strict=True):
+        assert mine["rows_hash"] == theirs["rows_hash"]
+        assert mine["nll"] == pytest.approx(theirs["nll"], abs=1e-5)
+        assert mine["se"] == pytest.approx(theirs["se"], abs=1e-5)
+
+
+def test_the_table_says_what_json_says(folder: Path) -> None:
+    words = ("--data-dir", folder, "--sets", "lambada", "--sets", "pubmed")
+    result = invoke("eval", "zeroshot", trained(), *words)
+    assert result.exit_code == 0, result.output
+    lambada, pubmed = answered(*words)["sets"]
+    header, first, second, *reasons = result.stdout.splitlines()
+    assert header.split()[:4] == ["set", "tokens", "nats/token", "ppl"]
+    for line, row in ((first, lambada), (second, pubmed)):
+        assert f"{row['nll']:.3f} ± {row['se']:.3f}" in line and f"{row['bits_per_byte']:.3f}" in line
+        assert row["rows_hash"][:8] in line and f"{row['ppl']:,.2f}" in line
+    assert "(44.32/47.52/51.28)" in first
+    assert second.startswith("pubmed*") and "stand-in" in second and "37.56" not in second
+    assert any(line.startswith("all: tokenizer") and "not gpt2" in line for line in reasons)
+    assert any(line.startswith("pubmed: stand-in: abstracts") for line in reasons)
+    few = f"pubmed: the error is over {pubmed['se_units']} documents only"
+    assert 2 <= pubmed["se_units"] <= 12 and any(line.startswith(few) for line in reasons)
+    assert "bits per byte compare across tokenizers" in result.stderr
+
+
+def test_a_causal_models_figures_are_exact(folder: Path) -> None:
+    result = invoke("eval", "zeroshot", trained("ar"), "--data-dir", folder, "--sets", "ptb", "--json")
+    (row,) = json.loads(result.stdout)["sets"]
+    assert row["is_exact"] and row["settings"]["draws"] == 1 and row["noise_se"] == 0
+
+
+def test_finished_sets_are_not_done_again(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "figures.json"
+    words: tuple[object, ...] = ("--data-dir", folder, "--out", out)
+    first = answered(*words, "--sets", "ptb")
+    assert json.loads(out.read_text())["sets"] == first["sets"]
+    stored = json.loads(out.read_text())
+    stored["sets"][0]["nll"] = -1.0
+    out.write_text(json.dumps(stored))
+    again = invoke("eval", "zeroshot", trained(), *words, "--sets", "ptb,ag_news", "--json")
+    assert again.exit_code == 0, again.output
+    assert [row["nll"] == -1 for row in json.loads(again.stdout)["sets"]] == [True, False]
+    assert "ptb: known from" in again.stderr and "ag_news: measured" in again.stderr
+    assert [row["set"] for row in json.loads(out.read_text())["sets"]] == ["ptb", "ag_news"]
+    # Other rows under the same name are measured again.
+    (row,) = answered(*words, "--sets", "ptb", "--limit", 2)["sets"]
+    assert row["nll"] > 0 and [row["set"] for row in json.loads(out.read_text())["sets"]] == ["ptb", "ag_news"]
+    # Another seed, another file.
+    result = invoke("eval", "zeroshot", trained(), *words, "--sets", "ptb", "--seed", 1)
+    assert_told(result, "holds figures with seed 0, and 1 is asked for: give another name")
+
+
+@pytest.mark.parametrize("content", ["not JSON", "[]", '{"sets": 1}', '{"format": 1, "sets": [1]}'])
+def test_a_file_of_something_else_is_not_written_over(folder: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "mine.json").write_text(content)
+    words = ("--data-dir", folder, "--sets", "ptb", "--out", tmp_path / "mine.json")
+    assert_told(invoke("eval", "zeroshot", trained(), *words), "is no file of this command: give another name")
+    assert (tmp_path / "mine.json").read_text() == content
+
+
+def test_missing_sets_are_told_and_listed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "ptb").symlink_to(folder / "ptb")
+    words = ("--data-dir", tmp_path, "--sets", "ptb,lm1b")
+    assert_told(invoke("eval", "zeroshot", trained(), *words), "lm1b is not in", "put its files there as lm1b or")
+    found = answered(*words, "--skip-missing")
+    assert [row["set"] for row in found["sets"]] == ["ptb"] and list(found["missing"]) == ["lm1b"]
+    result = invoke("eval", "zeroshot", trained(), *words, "--skip-missing")
+    assert "missing: lm1b is not in" in result.stdout
+    none = invoke("eval", "zeroshot", trained(), "--data-dir", tmp_path, "--sets", "lm1b", "--skip-missing")
+    assert_told(none, "none of the sets is there")
+
+
+def test_a_set_may_lie_anywhere(folder: Path) -> None:
+    words = ("--set", f"arxiv={folder / 'pubmed'}", "--stand-in", "arxiv=made-up abstracts")
+    found = answered(*words)
+    (row,) = found["sets"]
+    assert row["set"] == "arxiv" and row["label"] == "stand-in: made-up abstracts" and row["paper"] is None
+    documents = answered(*words, "--rows", "documents", "--length", 16)["sets"][0]
+    assert documents["settings"]["documents_cut"] > 0 and "rows documents, not wrapped" in documents["differs"]
+
+
+def test_empty_data(tmp_path: Path) -> None:
+    (tmp_path / "ptb.valid.txt").write_text("\n")
+    words = ("eval", "zeroshot", trained(), "--set", f"ptb={tmp_path / 'ptb.valid.txt'}")
+    assert_told(invoke(*words), "holds no document")
+    (tmp_path / "ptb.valid.txt").write_text("one word\n")
+    assert_told(invoke(*words, "--length", 32), "fills no row of 32 tokens", "--rows documents")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--sets", "c4"), "no set is called 'c4'; there are lambada, ptb"),
+        (("--set", "c4=x"), "no set is called 'c4'"),
+        (("--set", "ptb"), "--set 'ptb' is not NAME=VALUE"),
+        (("--set", "ptb=a", "--set", "ptb=b"), "names ptb twice"),
+        (("--set", "ptb=nowhere"), "no file or folder 'nowhere'"),
+        (("--sets", "lambada", "--set", "ptb=x"), "ptb is described and not asked for"),
+        (("--data-dir", "nowhere"), "is no folder"),
+        (("--length", "64"), "is more than the 32 tokens"),
+        (("--rows", "lines"), "--rows is wrapped or documents, got 'lines'"),
+        (("--out", "."), "is a folder"),
+    ],
+)
+def test_what_is_wrong_is_told(words: tuple[str, ...], said: str) -> None:
+    assert_told(invoke("eval", "zeroshot", trained(), *words), said)

@@ -1,0 +1,38 @@
+"""Passages are real text from beginnings of paragraphs, none of it twice."""
+
+import pytest
+
+from adlm.evaluate.passages import cut_up, passages
+from tests.evaluate.small_judges import documents
+
+SIZE = 200
+
+
+def test_passages_are_pieces_of_the_documents_without_overlap() -> None:
+    for document in documents()[:5]:
+        at = 0
+        for passage in cut_up(document, SIZE):
+            start = document.index(passage, at)
+            assert start == 0 or document[start - 1] == "\n"
+            assert 0 < len(passage) <= SIZE
+            at = start + len(passage)
+        assert at > len(document) / 3, "most of a document is left out"
+
+
+def test_a_short_document_is_one_passage() -> None:
+    assert list(cut_up("  A line.\n", SIZE)) == ["A line."]
+    assert list(cut_up(" \n", SIZE)) == []
+
+
+def test_the_seed_says_which() -> None:
+    one, again, other = (passages(documents(), 50, SIZE, seed=seed) for seed in (0, 0, 1))
+    assert one == again != other
+    assert len(set(one)) == 50
+    assert passages(documents(), 20, SIZE, seed=0) == one[:20]
+
+
+def test_errors_teach() -> None:
+    with pytest.raises(ValueError, match="has 2 passages of up to 10 characters, and 4 are needed, two for"):
+        passages(["short", "also\n"], 4, 10)
+    with pytest.raises(ValueError, match="from 1 on"):
+        passages(["short"], 1, 0)

@@ -1,0 +1,246 @@
+"""Likelihood under an unmasking order, on a world that can be counted and against the sampler that decodes so."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from adlm.data.batches import TensorRows, is_valid
+from adlm.diffusion.orders import Order, confidence, entropy_bounded, first_hitting, margin, next_positions
+from adlm.evaluate.likelihood import Walk, held_out_bound
+from adlm.evaluate.unmasking import ORDERS, SCORED, levelled, step_at, steps_of, unmasking_likelihood
+from adlm.models.language_model import LanguageModel
+from tests.world import World, law_of, random_model
+
+WORLDS = {2: World(random_model(seed=39, length=2)), 3: World(random_model(seed=113, positions="learned"))}
+DETERMINISTIC = [name for name in ORDERS if name != "random"]
+
+
+def texts(world: World) -> Tensor:
+    return world.states[world.texts]
+
+
+def nats(model: LanguageModel, rows: Tensor | TensorRows, order: str | Order | Tensor, **how: int) -> Tensor:
+    """Each row's own."""
+    kept: list[Tensor] = []
+
+    def keep(sums: Tensor) -> Tensor:
+        kept.append(sums.clone())
+        return sums
+
+    marks = (how.pop("mark"),) if "mark" in how else ()
+    unmasking_likelihood(model, rows, order, walk=Walk(how.pop("batch", 32), marks=marks, total=keep), **how)
+    return kept[0][0]
+
+
+def orders_of(length: int) -> list[str | Tensor]:
+    return [*DETERMINISTIC, *(torch.tensor(each) for each in itertools.permutations(range(length)))]
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 2, 3])
+@pytest.mark.parametrize("length", WORLDS)
+def test_every_deterministic_order_is_a_distribution_over_texts(length: int, tokens_a_step: int) -> None:
+    world = WORLDS[length]
+    found = [nats(world.model, texts(world), order, tokens_a_step=tokens_a_step) for order in orders_of(length)]
+    for each in found:
+        assert float((-each).exp().sum()) == pytest.approx(1, abs=1e-5)
+    if tokens_a_step < length:  # and they are different ones
+        assert max(float((a - b).abs().max()) for a, b in itertools.combinations(found, 2)) > 0.1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("make", [confidence, margin], ids=["confidence", "margin"])
+def test_it_is_the_law_of_the_sampler_with_so_many_steps(make, steps: int) -> None:
+    world = WORLDS[3]
+    law = law_of(world, make(steps))[world.texts]
+    found = nats(world.model, texts(world), make(1).name, tokens_a_step=math.ceil(3 / steps))
+    torch.testing.assert_close((-found).exp(), law, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(nats(world.model, texts(world), make(steps)), found)
+
+
+def test_blocks_of_one_go_from_left_to_right() -> None:
+    world = WORLDS[3]
+    law = law_of(world, confidence(1), block=1)[world.texts]
+    found = nats(world.model, texts(world), "left_to_right")
+    torch.testing.assert_close((-found).exp(), law, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.9, 2.0])
+def test_it_is_the_law_of_an_entropy_bounded_sampler(bound: float) -> None:
+    world = WORLDS[3]
+    law = law_of(world, entropy_bounded(bound))[world.texts]
+    found = nats(world.model, texts(world), entropy_bounded(bound))
+    torch.testing.assert_close((-found).exp(), law, atol=1e-6, rtol=1e-5)
+    if bound == 0:
+        torch.testing.assert_close(nats(world.model, texts(world), "entropy"), found)
+
+
+@pytest.mark.parametrize("length", WORLDS)
+def test_a_permutation_is_the_product_of_its_conditionals(length: int) -> None:
+    world = WORLDS[length]
+    log_probs = world.log_probs()[1]
+    for order in itertools.permutations(range(length)):
+        found = nats(world.model, texts(world), torch.tensor(order), batch=5)
+        for x0, each in zip(texts(world), found.tolist(), strict=True):
+            xt, expected = world.start(), 0.0
+            for position in order:
+                expected -= float(log_probs[world.number(xt), position, x0[position]])
+                xt[position] = x0[position]
+            assert each == pytest.approx(expected, rel=1e-5)
+    straight = nats(world.model, texts(world), torch.arange(length))
+    assert torch.equal(straight, nats(world.model, texts(world), "left_to_right"))
+
+
+@pytest.mark.parametrize("length", WORLDS)
+def test_a_random_order_is_a_bound_from_above(length: int) -> None:
+    """Its expectation is the mean over permutations, above −log of the mixture, the law of first-hitting."""
+    world = WORLDS[length]
+    model, rows = world.model, texts(world)
+    each = [nats(model, rows, torch.tensor(order)) for order in itertools.permutations(range(length))]
+    expected, mixture = torch.stack(each).mean(0), -law_of(world, first_hitting())[world.texts].log()
+    assert (expected >= mixture - 1e-5).all() and float((expected - mixture).max()) > 1e-3
+    bound = unmasking_likelihood(model, rows, "random", draws=400, walk=Walk(1000))
+    assert bound.noise_stderr is not None and bound.draws == 400
+    assert 0 < bound.noise_stderr < 0.02
+    assert abs(bound.nll - float(expected.mean()) / length) < 4 * bound.noise_stderr
+    assert bound.nll > float(mixture.mean()) / length
+    other = unmasking_likelihood(model, rows, "random", draws=400, seed=1, walk=Walk(1000))
+    assert 0 < abs(other.nll - bound.nll) < 4 * math.sqrt(2) * bound.noise_stderr
+
+
+def test_the_error_over_permutations_is_their_spread() -> None:
+    world = WORLDS[3]
+    bounds = [unmasking_likelihood(world.model, texts(world), "random", draws=8, seed=seed) for seed in range(40)]
+    spread = float(torch.tensor([bound.nll for bound in bounds]).std())
+    errors = [bound.noise_stderr for bound in bounds]
+    assert sum(error or 0 for error in errors) / len(errors) == pytest.approx(spread, rel=0.3)
+
+
+def test_one_random_order_has_no_error_from_noise_and_an_exact_figure_has_none_at_all() -> None:
+    world = WORLDS[2]
+    assert unmasking_likelihood(world.model, texts(world), "random").noise_stderr is None
+    assert unmasking_likelihood(world.model, texts(world), "confidence", draws=5).noise_stderr == 0
+    assert unmasking_likelihood(world.model, texts(world), "confidence", draws=5).draws == 1
+
+
+def test_all_at_once_is_the_bound_of_one_step() -> None:
+    """Everything is hidden at time 1: nothing is left to choose."""
+    world = WORLDS[3]
+    rows = texts(world)
+    at_once = unmasking_likelihood(world.model, rows, "confidence", tokens_a_step=3)
+    log_probs = world.log_probs()[1][world.number(world.start())]
+    expected = -log_probs.expand(len(rows), -1, -1).gather(2, rows[..., None]).mean()
+    assert at_once.nll == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("hidden", range(8))
+@pytest.mark.parametrize("tokens_a_step", [1, 2, 3, 9])
+def test_steps_are_the_samplers(hidden: int, tokens_a_step: int) -> None:
+    """Places that are known beforehand are revealed in steps of the sizes that `next_positions` gives."""
+    steps = int(steps_of(torch.tensor(hidden), tokens_a_step))
+    when = step_at(torch.arange(hidden), torch.tensor(hidden), torch.tensor(steps))
+    is_hidden, order = torch.arange(8)[None] < hidden, Order("", lambda logits: logits[:, 0], steps=max(steps, 1))
+    for step in range(steps):
+        chosen = next_positions(order, -torch.arange(8.0)[None], is_hidden, step)
+        assert chosen[0, :hidden].tolist() == (when == step).tolist()
+        is_hidden = is_hidden & ~chosen
+    assert not is_hidden.any()
+
+
+MODEL = random_model("adlm", vocab_size=20, mask_id=19, dim=16, length=12, scale=0.7)
+LENGTHS = torch.arange(9) % 6 + 3
+ROWS = torch.randint(2, 19, (9, 12), generator=torch.Generator().manual_seed(0))
+ROWS[:, 0] = 0
+ROWS[torch.arange(9), LENGTHS - 1] = 1
+
+
+def padded(filler: int = 0) -> TensorRows:
+    return TensorRows(torch.where(is_valid(LENGTHS, 12), ROWS, filler), LENGTHS)
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+def test_batch_padding_and_neighbours_change_nothing(order: str, tokens_a_step: int) -> None:
+    """A row of fewer tokens takes fewer steps, and the same ones as alone."""
+    whole = nats(MODEL, padded(), order, tokens_a_step=tokens_a_step)
+    for batch in (1, 7, 32):
+        found = nats(MODEL, padded(7), order, tokens_a_step=tokens_a_step, batch=batch)
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=0)
+    if order != "random":
+        for row, length, expected in zip(ROWS, LENGTHS.tolist(), whole.tolist(), strict=True):
+            alone = nats(MODEL, row[:length].expand(2, -1), order, tokens_a_step=tokens_a_step)[0]
+            assert float(alone) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_marks_are_given_and_not_counted(order: str) -> None:
+    bound = unmasking_likelihood(MODEL, padded(), order, walk=Walk(marks=(0, 1)))
+    assert bound.tokens == int((LENGTHS - 2).sum())
+    everything = unmasking_likelihood(MODEL, padded(), order)
+    assert everything.tokens == int(LENGTHS.sum())
+    assert bound.nll * bound.tokens < everything.nll * everything.tokens
+
+
+def test_rows_of_marks_alone_cost_nothing() -> None:
+    rows = torch.tensor([[0, 5, 1], [0, 1, 1], [0, 1, 1], [0, 6, 1]])
+    for order in ORDERS:
+        some = nats(MODEL, rows, order, batch=1)
+        with_marks = [nats(MODEL, rows, order, batch=batch, mark=1)[1:3] for batch in (1, 4)]
+        assert (some > 0).all()
+        torch.testing.assert_close(with_marks[0], with_marks[1])
+    bound = unmasking_likelihood(MODEL, rows, "confidence", walk=Walk(1, marks=(0, 1)))
+    assert bound.tokens == 2
+
+
+def test_the_first_score_wins_and_ties_go_to_the_left() -> None:
+    """A model that is equally sure everywhere decodes from left to right."""
+    model = LanguageModel(MODEL.config)  # its head is zero
+    with torch.no_grad():
+        model.head.bias.copy_(torch.linspace(0, 1, 20))
+    for order in SCORED:
+        assert torch.equal(nats(model, padded(), order), nats(model, padded(), order, batch=2))
+        torch.testing.assert_close(nats(model, padded(), order), nats(model, padded(), "left_to_right"))
+
+
+def test_what_differs_by_rounding_is_equal() -> None:
+    scores = torch.tensor([[0.5, 0.9, 0.9 + 1e-7, 0.9 - 1e-7, 0.2], [0.1, 0.4, 0.3, 0.2, 0.2 + 1e-5]]).double()
+    is_hidden = torch.tensor([[True] * 5, [True, False, True, True, True]])
+    found = levelled(scores, is_hidden)
+    assert found[0, 1] == found[0, 2] == found[0, 3] > found[0, 0] > found[0, 4]
+    assert found[1, 2] > found[1, 4] > found[1, 3] > found[1, 0]
+    chosen = next_positions(Order("", lambda logits: logits[:, 0]), found, is_hidden, 0)
+    assert chosen.tolist() == [[False, True, False, False, False], [False, False, True, False, False]]
+
+
+def test_a_model_that_is_told_the_time_is_told_what_is_hidden() -> None:
+    world = World(random_model("mdlm", seed=5, time_conditioning=True))
+    for order in DETERMINISTIC:
+        found = nats(world.model, texts(world), order)
+        assert float((-found).exp().sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_random_order_is_the_nelbo_in_expectation() -> None:
+    """Of a model that is not told the time: the same figure, with less noise."""
+    rows = ROWS[:, :6].repeat(40, 1)
+    random = unmasking_likelihood(MODEL, rows, "random", draws=4, walk=Walk(2000))
+    bound = held_out_bound(MODEL, rows, batch=1000, draws=24)  # as many evaluations
+    assert random.noise_stderr is not None and bound.noise_stderr is not None
+    assert abs(random.nll - bound.nll) < 4 * math.hypot(random.noise_stderr, bound.noise_stderr)
+    assert random.noise_stderr < bound.noise_stderr
+
+
+def test_mistakes_teach() -> None:
+    with pytest.raises(ValueError, match=r"unknown order 'sideways'; known: left_to_right, confidence, margin, entro"):
+        unmasking_likelihood(MODEL, ROWS, "sideways")
+    with pytest.raises(ValueError, match="every position from 0 on once"):
+        unmasking_likelihood(MODEL, ROWS, torch.tensor([0, 0, 1]))
+    with pytest.raises(ValueError, match="of 3 positions, the rows have 12"):
+        unmasking_likelihood(MODEL, ROWS, torch.tensor([0, 2, 1]))
+    with pytest.raises(ValueError, match="give the name 'random'"):
+        unmasking_likelihood(MODEL, ROWS, first_hitting())
+    with pytest.raises(ValueError, match="tokens_a_step and draws must be at least 1"):
+        unmasking_likelihood(MODEL, ROWS, "confidence", tokens_a_step=0)
+    with pytest.raises(ValueError, match="exact already"):
+        unmasking_likelihood(random_model("ar"), ROWS, "confidence")

@@ -1,0 +1,328 @@
+"""The table of sets says what there is; a set becomes the lineage's rows, and says where it is not the paper's."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adlm.data.corpora import CORPORA
+from adlm.data.packing import end_documents, wrap_rows
+from adlm.evaluate import zeroshot as suite
+from adlm.evaluate.likelihood import held_out_bound
+from adlm.evaluate.reading import Reading
+from adlm.evaluate.zeroshot import PAPER, SETS, Missing, Settings, differences, find_set, locate, measure, read_set
+from adlm.models.language_model import LanguageModel
+from tests.data.test_corpora import hub, write_parquet  # noqa: F401
+from tests.data.test_sources import FIXTURES
+from tests.text.models import lm, tokenizer
+
+SETTINGS = Settings("small", "adlm", "0", draws=2, seed=3)
+
+
+# Sentences of our own in the form of each set; only WikiText's are real (see tests/data/fixtures).
+
+
+def write_lambada(folder: Path) -> None:
+    passages = [f"“Is it {number}?” she asked. He did not know , and went home" for number in range(12)]
+    lines = [json.dumps({"text": text}) for text in passages]
+    (folder / "lambada_test.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def write_ptb(folder: Path) -> None:
+    text = " the board did n't say how many <unk> were sold \n its shares rose N N to $ N a share \n"
+    (folder / "ptb.valid.txt").write_text(text * 8)
+    (folder / "ptb.test.txt").write_text(" this is the other split \n" * 30)
+
+
+def write_wikitext(folder: Path) -> None:
+    text = (FIXTURES / "wiki.valid.tokens").read_text("utf-8")
+    (folder / "wiki.valid.tokens").write_text(text, "utf-8")
+    (folder / "wiki.test.tokens").write_text(" \n = Another split = \n" * 30)
+
+
+def write_lm1b(folder: Path) -> None:
+    text = 'The cat \'s asleep , they say .\n" Why not ? " he asked ( again ) .\n'
+    (folder / "news.en.heldout-00000-of-00050").write_text(text * 8)
+
+
+def write_ag_news(folder: Path) -> None:
+    with (folder / "test.csv").open("w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerows([str(n % 4 + 1), f"Title {n}", 'A "short" report , of ours.'] for n in range(12))
+
+
+def write_pubmed(folder: Path) -> None:
+    rows = [{"title": "T", "abstract": f"we looked at {n} cells , and found them ( all ) ."} for n in range(12)]
+    (folder / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_arxiv(folder: Path) -> None:
+    rows = [{"article": f"we prove lemma {number} . it follows .\n", "abstract": "not this"} for number in range(12)]
+    (folder / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+WRITERS = {
+    "lambada": write_lambada,
+    "ptb": write_ptb,
+    "wikitext2": write_wikitext,
+    "wikitext103": write_wikitext,
+    "lm1b": write_lm1b,
+    "ag_news": write_ag_news,
+    "pubmed": write_pubmed,
+    "arxiv": write_arxiv,
+}
+# What the first documents become, by the lineage's clean-up.
+BEGINNINGS = {
+    "lambada": '\n"Is it 0?" she asked. He did not know , and went home',
+    "ptb": "the board didn't say how many ? were sold",
+    "wikitext2": "",  # a blank line is a document
+    "wikitext103": "",
+    "lm1b": "The cat's asleep, they say.",
+    "ag_news": 'Title 0 A "short" report , of ours.',
+    "pubmed": "we looked at 0 cells, and found them (all) .",  # the blank goes behind a word only
+    "arxiv": "we prove lemma 0. it follows.\n",
+}
+
+
+def write_sets(root: Path) -> Path:
+    for name, write in WRITERS.items():
+        (root / name).mkdir(parents=True)
+        write(root / name)
+    return root
+
+
+# The table.
+
+
+def test_the_table_speaks_of_things_there_are() -> None:
+    assert set(SETS) == set(WRITERS) and [find_set(name) for name in SETS] == list(SETS)
+    for found in SETS.values():
+        corpus = CORPORA[found.corpus]
+        assert corpus.splits[suite.SPLIT] in ("validation", "test") and found.rows == "wrapped"
+        assert len(found.paper) == len(PAPER) and found.documents > 1000 and found.places
+    assert {name for name in SETS if CORPORA[SETS[name].corpus].splits["valid"] == "test"} == {
+        "lambada",  # has no other
+        "lm1b",
+        "ag_news",
+    }
+    assert [SETS[name].paper[0] for name in ("lambada", "ptb", "wikitext2", "lm1b", "ag_news", "pubmed", "arxiv")] == [
+        44.32, 95.37, 31.94, 64.43, 55.72, 37.56, 33.69
+    ]  # fmt: skip
+
+
+def test_names() -> None:
+    lineage = ["lm1b-gpt2", "wikitext-2", "scientific_papers_arxiv", "ptb"]
+    assert [find_set(name) for name in lineage] == ["lm1b", "wikitext2", "arxiv", "ptb"]
+    with pytest.raises(ValueError, match=r"no set is called 'c4'; there are lambada, ptb, .*, pubmed, arxiv"):
+        find_set("c4")
+
+
+# Where sets are.
+
+
+def test_a_folder_of_sets(tmp_path: Path) -> None:
+    write_sets(tmp_path)
+    assert locate("ptb", folder=tmp_path) == f"ptb:{tmp_path / 'ptb'}"
+    assert locate("pubmed", folder=tmp_path) == f"scientific_papers_pubmed:{tmp_path / 'pubmed'}"
+    (tmp_path / "wikitext2").rename(tmp_path / "wikitext-2")
+    assert locate("wikitext2", folder=tmp_path) == f"wikitext2:{tmp_path / 'wikitext-2'}"
+    (tmp_path / "lambada").rename(tmp_path / "elsewhere")
+    with pytest.raises(Missing, match=r"lambada is not in .*put its files there as lambada or lambada_test\.jsonl\*"):
+        locate("lambada", folder=tmp_path)
+    loose = tmp_path / "lambada_test.jsonl.gz"
+    loose.write_bytes(b"")
+    assert locate("lambada", folder=tmp_path) == f"lambada:{loose}"
+    (tmp_path / "lambada_test.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"may be any of .*choose one with --set lambada=PATH"):
+        locate("lambada", folder=tmp_path)
+    assert locate("lambada", folder=tmp_path, given={"lambada": loose}) == f"lambada:{loose}"
+    with pytest.raises(Missing, match="no file or folder"):
+        locate("lambada", folder=tmp_path, given={"lambada": tmp_path / "nowhere"})
+    with pytest.raises(ValueError, match="is no folder"):
+        locate("ptb", folder=tmp_path / "nowhere")
+
+
+def test_missing_sets_are_an_error_or_a_list(tmp_path: Path) -> None:
+    (tmp_path / "ptb").mkdir()
+    how: dict[str, Any] = {"folder": tmp_path, "given": {}}
+    found, missing = suite.located(["ptb", "arxiv"], **how, skip_missing=True)
+    assert list(found) == ["ptb"] and list(missing) == ["arxiv"] and "arxiv is not in" in missing["arxiv"]
+    with pytest.raises(Missing, match="arxiv is not in"):
+        suite.located(["ptb", "arxiv"], **how, skip_missing=False)
+
+
+def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
+    repo = hub / f"{CORPORA['ptb'].hub}@refs.convert.parquet/penn_treebank"
+    sentences = ["it is n't so", "no <unk> was found"] * 12
+    write_parquet(repo / "train/0000.parquet", [{"sentence": "not this"}])
+    write_parquet(repo / "validation/0000.parquet", [{"sentence": each} for each in sentences])
+    assert locate("ptb") == "ptb"
+    reading = read_set("ptb", "ptb", tokenizer("bytes"), 24)
+    words = tokenizer("bytes")
+    text = "".join(chr(token) for row in reading.rows.fetch([0, 1])[0].tolist() for token in row if token < 256)
+    assert text.startswith("it isn't sono ? was found") and words.eos_id == 256
+    assert reading.settings["identity"]["kind"] == "hub" and reading.settings["split"] == "valid"
+    with pytest.raises(Missing, match=r"lambada: .*could not be had from the Hub.*give --set lambada=PATH"):
+        locate("lambada")
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None:
+    root, words = write_sets(tmp_path), tokenizer("gpt2")
+    reading = read_set(name, locate(name, folder=root), words, 32)
+    rows, lengths = reading.rows.fetch(torch.arange(len(reading.rows)))
+    assert lengths is None and set(rows[:, 0].tolist()) == {words.bos_id} == set(rows[:, -1].tolist())
+    first = words.encode(BEGINNINGS[name])[:30]
+    assert rows[0, 1 : 1 + len(first)].tolist() == first
+    if len(first) < 30:
+        assert rows[0, 1 + len(first)] == words.eos_id  # behind every document
+    texts = [text for text, _ in suite.open_source(locate(name, folder=root), split="valid").read()]
+    ids, sizes = words.encode_batch(texts)
+    expected, rest = wrap_rows(
+        end_documents(ids, sizes, words.eos_id or 0), ids[:0], 32, bos_id=words.bos_id or 0, eos_id=words.eos_id or 0
+    )
+    assert rows.tolist() == expected.tolist() and reading.settings["tokens_dropped"] == len(rest)
+    assert (reading.settings["stand_in"] is not None) == (name == "pubmed")
+
+
+def test_a_file_that_is_another_split_is_read_and_said(tmp_path: Path) -> None:
+    root = write_sets(tmp_path)
+    given = {"ptb": root / "ptb/ptb.test.txt", "ag_news": root / "ag_news/test.csv"}
+    reading = read_set("ptb", locate("ptb", given=given), tokenizer("gpt2"), 32)
+    assert reading.settings["split"] == "test" and "split test, not valid" in differences("ptb", reading)
+    reading = read_set("ag_news", locate("ag_news", given=given), tokenizer("gpt2"), 32)
+    assert reading.settings["split"] == "valid"  # the lineage validates on this file
+
+
+PAPERS: dict[str, Any] = {
+    "stand_in": None,
+    "tokenizer": "gpt2",
+    "tokenizer_sha256": tokenizer("gpt2").sha256,
+    "unk_marks": 0,
+    "split": "valid",
+    "length": 1024,
+    "rows": "wrapped",
+    "limit": None,
+    "row_count": 80,
+    "documents": 3_365,
+    "documents_dropped": 5,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"stand_in": "novels"}, ["stand-in: novels"]),
+        (
+            {"tokenizer": "mine", "tokenizer_sha256": "0"},
+            ["tokenizer mine, not gpt2: other tokens, other perplexity a token"],
+        ),
+        ({"unk_marks": 1234}, ["1,234 <unk> marks in the text, which the lineage reads in its raw form"]),
+        ({"split": "test"}, ["split test, not valid"]),
+        ({"length": 128}, ["rows of 128 tokens, not 1024"]),
+        ({"rows": "documents"}, ["rows documents, not wrapped"]),
+        ({"limit": 80, "documents_dropped": None}, ["only the first 80 rows"]),
+        ({"documents": 70}, ["75 documents, where the whole split has 3,370"]),
+    ],
+)
+def test_what_is_not_as_in_the_paper_is_said(change: dict[str, Any], said: list[str]) -> None:
+    reading = Reading(None, torch.arange(80), 1, "", PAPERS | change)  # type: ignore[arg-type]
+    assert differences("ptb", reading) == said
+
+
+def test_plain_text_in_place_of_articles_is_a_stand_in(tmp_path: Path) -> None:
+    (tmp_path / "valid.txt").write_text("We find that cells grow.\n<|endoftext|>\nThey do.\n" * 9)
+    reading = read_set("arxiv", f"scientific_papers_arxiv:{tmp_path}", tokenizer("bytes"), 16)
+    assert reading.settings["stand_in"] == "plain text, in place of the published articles"
+    named = suite.labelled(reading, "eLife")
+    assert named.settings["stand_in"] == "eLife" and named.rows_hash == reading.rows_hash
+    assert suite.labelled(reading, None) is reading
+
+
+# Figures.
+
+
+def small(method: str = "adlm") -> LanguageModel:
+    return lm(method, dim=16, length=32).model
+
+
+@pytest.mark.parametrize("method", ["adlm", "ar"])
+def test_a_line_is_the_held_out_bound(tmp_path: Path, method: str) -> None:
+    root, model = write_sets(tmp_path), small(method)
+    reading = read_set("ptb", locate("ptb", folder=root), tokenizer("bytes"), 32)
+    row = measure(model, "ptb", reading, SETTINGS, batch=7)
+    bound = held_out_bound(model, reading.rows, draws=2, seed=3, documents=reading.documents)
+    assert row["nll"] == pytest.approx(bound.nll, abs=1e-5) and row["se"] == pytest.approx(bound.stderr, abs=1e-5)
+    assert row["ppl"] == pytest.approx(bound.ppl, rel=1e-4) and row["tokens"] == bound.tokens
+    assert row["bits_per_byte"] == pytest.approx(bound.bits_per_byte(reading.bytes), rel=1e-5)
+    assert row["is_exact"] == (method == "ar") and row["se_over"] == "documents"
+    assert row["rows_hash"] == reading.rows_hash and row["rows"] == len(reading.rows)
+    assert row["paper"] == {"ADLM": 95.37, "MDLM": 95.26, "AR": 82.05} and not row["is_comparable"]
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_a_stand_in_has_no_figure_of_the_paper_beside_it(tmp_path: Path) -> None:
+    reading = read_set("pubmed", locate("pubmed", folder=write_sets(tmp_path)), tokenizer("bytes"), 32)
+    row = measure(small(), "pubmed", reading, SETTINGS)
+    assert row["paper"] is None and row["label"] == "stand-in: abstracts, in place of full articles"
+
+
+def test_one_document_has_an_error_over_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": "on and on it went " * 20}) + "\n")
+    reading = read_set("lambada", f"lambada:{tmp_path}", tokenizer("bytes"), 32)
+    row = measure(small(), "lambada", reading, SETTINGS)
+    assert row["se_over"] == "rows" and row["se"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "limit"),
+    [({}, None), ({"seed": 4}, None), ({"draws": 3}, None), ({"weights": "1"}, None), ({}, 3)],
+)
+def test_a_known_line_is_done_again_only_if_it_would_be_another(
+    tmp_path: Path, change: dict[str, Any], limit: int | None
+) -> None:
+    root, model = write_sets(tmp_path), small()
+    specs = {name: locate(name, folder=root) for name in ("ptb", "ag_news")}
+    first = list(suite.zeroshot(model, tokenizer("bytes"), specs, SETTINGS, length=32))
+    assert [(row["set"], is_new) for row, is_new in first] == [("ptb", True), ("ag_news", True)]
+    known = {row["set"]: row | {"nll": -1.0} for row, _ in first}
+    known["ag_news"]["rows_hash"] = "other rows"
+    told: list[str] = []
+    settings = Settings(**(SETTINGS.as_dict() | {"model": "under another name"} | change))
+    again = suite.zeroshot(
+        model,
+        tokenizer("bytes"),
+        specs,
+        settings,
+        length=32,
+        limit=limit,
+        workers=2,
+        batch=5,
+        known=known,
+        on_set=lambda name, what: told.append(f"{name} {what}"),
+    )
+    is_same = not change and limit is None
+    assert [(row["set"], row["nll"] == -1, is_new) for row, is_new in again] == [
+        ("ptb", is_same, not is_same),
+        ("ag_news", False, True),
+    ]
+    assert told[0] == "ptb reading" and told[-1].startswith("ag_news ") and told[-1].endswith(" rows")
+
+
+def test_weights_are_known_by_their_hash() -> None:
+    model = small()
+    before = suite.weights_hash(model)
+    assert before == suite.weights_hash(model)
+    with torch.no_grad():
+        model.head.bias[0] += 1
+    changed = suite.weights_hash(model)
+    with torch.no_grad():
+        model.head.bias[0] -= 1
+    assert changed != before
