@@ -100,15 +100,21 @@ def main() -> None:
     parser.add_argument("books", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--most", type=int, default=MOST, help="characters in a passage")
+    parser.add_argument("--take", type=int, help="only so many, evenly from all of them (all)")
     options = parser.parse_args()
-    rows = size = 0
-    with options.out.open("w", encoding="utf-8") as out:
-        for path in options.books:
-            for number, book in enumerate(documents(path)):
-                for passage in passages(book, random.Random(f"{path.name} {number}"), options.most):
-                    out.write(json.dumps({"text": passage}, ensure_ascii=False) + "\n")
-                    rows, size = rows + 1, size + len(passage)
-    print(f"{rows:,} passages, {size:,} characters, {size / max(rows, 1):.0f} each")
+    found = [
+        passage
+        for path in options.books
+        for number, book in enumerate(documents(path))
+        for passage in passages(book, random.Random(f"{path.name} {number}"), options.most)
+    ]
+    taken = min(options.take or len(found), len(found))
+    kept = [found[number * len(found) // taken] for number in range(taken)]
+    lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in kept).encode("utf-8")
+    # The same passages are the same file: no time is written into it.
+    options.out.write_bytes(gzip.compress(lines, mtime=0) if options.out.suffix == ".gz" else lines)
+    size = sum(map(len, kept))
+    print(f"{len(kept):,} passages, {size:,} characters, {size / max(len(kept), 1):.0f} each")
 
 
 if __name__ == "__main__":

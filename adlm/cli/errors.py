@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-USER = (ValueError, OSError, MemoryError, ImportError)
+USER = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)  # the last: weights that are no numbers
 # Typer brings its own copy of click or uses the installed one, by its version; this is the class either way.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 

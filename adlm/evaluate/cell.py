@@ -56,11 +56,27 @@ def set_limits(cpu_seconds: int, memory: int, file_size: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+def take_away() -> None:
+    """What no audit event tells of: pipes with names, and the call behind subprocess."""
+    import _posixsubprocess
+
+    def refused(*_: object) -> None:
+        raise PermissionError("a candidate may not do this: fork_exec")
+
+    _posixsubprocess.fork_exec = refused  # type: ignore[assignment]
+    for module in (os, sys.modules["posix"]):
+        for name in ("mkfifo", "mknod"):
+            if hasattr(module, name):
+                delattr(module, name)
+
+
 def refuse(own: str) -> None:
     """From now on no network, no processes, no files but our own and, to be read, the interpreter's."""
-    readable = tuple({os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix, own)})
+    library = tuple({os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix)})
     inside, writes = os.path.realpath(own) + os.sep, os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    readable, sep = (*library, inside), os.sep
     refused, realpath, as_path, string, number = REFUSED, os.path.realpath, os.fsdecode, (str, bytes), int
+    is_folder, native = os.path.isdir, ("ctypes", "_ctypes", "_posixsubprocess")
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -68,10 +84,19 @@ def refuse(own: str) -> None:
             if isinstance(path, string):
                 where = realpath(as_path(path))
                 is_written = isinstance(flags, number) and bool(flags & writes)
-                if not where.startswith(inside) and (is_written or not where.startswith(readable)):
+                # An open folder is a way to files that this hook is told only the last part of.
+                if is_folder(where) or (
+                    not where.startswith(inside) and (is_written or not where.startswith(readable))
+                ):
                     raise PermissionError(f"a candidate may not open {where}")
-        elif event == "import" and args[0] in ("ctypes", "_ctypes"):
-            raise PermissionError("a candidate may not import ctypes")
+        elif event in ("os.listdir", "os.scandir"):
+            if isinstance(args[0], string) and not (realpath(as_path(args[0])) + sep).startswith(readable):
+                raise PermissionError(f"a candidate may not look into {as_path(args[0])}")
+        elif event == "import":
+            if args[0] in native:
+                raise PermissionError(f"a candidate may not import {args[0]}")
+            if isinstance(args[1], string) and not realpath(as_path(args[1])).startswith(library):
+                raise PermissionError("a candidate may not load native code of its own")
         elif event.startswith(refused):
             raise PermissionError(f"a candidate may not do this: {event}")
 
@@ -108,6 +133,7 @@ def main() -> None:
         os.dup2(null, stream)
     write, read = os.write, os.read
     set_limits(given["cpu_seconds"], given["memory"], given["file_size"])
+    take_away()
     refuse(own)
     status, why = tried(given)
     word = read(proof, 64).decode() if status == "passed" else "-"

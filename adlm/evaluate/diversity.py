@@ -29,7 +29,7 @@ class Figure:
 
 def entropies(rows: Sequence[Row]) -> NDArray[np.float64]:
     """Each text's unigram entropy in nats, over its own tokens: the lineage's; of L tokens at most ln L."""
-    pairs, _, sizes = _found(rows, 1)
+    pairs, _, sizes = pairs_of(rows, 1)
     share = pairs.counts / sizes[pairs.owner]
     return np.bincount(pairs.owner, weights=-share * np.log(share), minlength=len(sizes)).astype(np.float64)
 
@@ -41,7 +41,7 @@ def entropy(rows: Sequence[Row]) -> Figure:
 
 def repetitions(rows: Sequence[Row], n: int) -> NDArray[np.float64]:
     """Each text's share of n-grams that occurred in it before."""
-    pairs, _, sizes = _found(rows, n)
+    pairs, _, sizes = pairs_of(rows, n)
     return 1 - np.bincount(pairs.owner, minlength=len(sizes)) / sizes
 
 
@@ -57,7 +57,7 @@ def distinct(rows: Sequence[Row], n: int) -> Figure:
     left out once. A bootstrap would be wrong here: it draws texts twice, which no set of samples does, and finds fewer
     distinct n-grams than there are.
     """
-    pairs, all_different, sizes = _found(rows, n)
+    pairs, all_different, sizes = pairs_of(rows, n)
     _needs_two(rows)
     is_only_here = np.bincount(pairs.ngram, minlength=all_different)[pairs.ngram] == 1
     lost = np.bincount(pairs.owner[is_only_here], minlength=len(sizes))  # with each text
@@ -81,7 +81,7 @@ def cut_alike(rows: Sequence[Row], reference: Sequence[Row]) -> tuple[list[Row],
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class Pairs:
     """Which n-gram occurs in which text, and how often there."""
 
     ngram: NDArray[np.int64]
@@ -89,7 +89,7 @@ class _Pairs:
     counts: NDArray[np.int64]
 
 
-def _found(rows: Sequence[Row], n: int) -> tuple[_Pairs, int, NDArray[np.int64]]:
+def pairs_of(rows: Sequence[Row], n: int) -> tuple[Pairs, int, NDArray[np.int64]]:
     """The pairs of n-gram and text, how many different n-grams there are, and how many n-grams each text has."""
     _check(rows, n)
     lengths = np.array([len(row) for row in rows])
@@ -101,7 +101,7 @@ def _found(rows: Sequence[Row], n: int) -> tuple[_Pairs, int, NDArray[np.int64]]
     is_inside = owner[: len(ngram)] == owner[n - 1 :]
     found, counts = np.unique(ngram[is_inside] * len(rows) + owner[: len(ngram)][is_inside], return_counts=True)
     _, number = np.unique(found // len(rows), return_inverse=True)
-    return _Pairs(number, found % len(rows), counts), int(number.max()) + 1, lengths - n + 1
+    return Pairs(number, found % len(rows), counts), int(number.max()) + 1, lengths - n + 1
 
 
 def _check(rows: Sequence[Row], n: int) -> None:

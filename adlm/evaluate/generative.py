@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adlm.evaluate.judges import Judge, Piece
+from adlm.evaluate.tallies import ratio
 from adlm.evaluate.verdicts import Told, judged
 
 Nats = Sequence[NDArray[np.float64]]
@@ -72,12 +73,6 @@ def aggregated(nats: Nats, is_counted: Counted, characters: Sequence[int]) -> Ge
     nll, nll_error = ratio(sums, tokens)
     bits, bits_error = ratio(sums / math.log(2), sizes)
     return GenPpl(nll, nll_error, bits, bits_error, len(nats), int(tokens.sum()), int(sizes.sum()))
-
-
-def ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> tuple[float, float]:
-    """The ratio of two sums over texts, and its standard error."""
-    value, n = above.sum() / below.sum(), len(above)
-    return float(value), math.sqrt(n / (n - 1) * np.square(above - value * below).sum()) / float(below.sum())
 
 
 def gen_ppl_of(judge: Judge, pieces: Sequence[Piece], nats: Nats, *, until_eos: bool = False) -> GenPpl:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -277,14 +277,17 @@ def first_line(error: Exception) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Loading without bars and advice; errors are raised, not printed."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    level, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, shows, bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), gguf.tqdm
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    gguf.tqdm = partial(bar, disable=True)  # this one does not ask whether bars are wanted
     try:
         yield
     finally:
+        gguf.tqdm = bar
         logging.set_verbosity(level)
         if shows:
             logging.enable_progress_bar()

@@ -11,9 +11,9 @@ from torch import Tensor
 from adlm.data.batches import Fetch, TensorRows, is_valid
 from adlm.diffusion.masking import Noised, corrupt, shifted
 from adlm.diffusion.objectives import Loss
-from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule
-from adlm.evaluate.metrics import Bound, Likelihood, units_of
+from adlm.evaluate.metrics import Bound, Likelihood, noise_variance, units_of
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 
@@ -57,17 +57,19 @@ class Walk:
         draws: int,
         is_exact: bool = False,
         skips_first: bool = False,
+        times: Callable[[int], Tensor] | None = None,
     ) -> Bound:
         """The mean of the nats (n, draws) that every piece has (it is told of how many rows it is a piece).
 
-        Without noise it `is_exact`; a causal model `skips_first`, which it is not asked for.
+        Without noise it `is_exact`; a causal model `skips_first`, which it is not asked for. `times` says of so
+        many rows at which times (n, draws) their draws are.
         """
         source = TensorRows(rows) if isinstance(rows, Tensor) else rows
         count = len(source) if self.first is None else min(self.first, len(source))
         documents = None if self.documents is None else self.documents[:count]
         units_of(count, documents)  # what is wrong with them is said before anything runs
         sums = torch.zeros(2, count, dtype=torch.float64)  # each row's nats and tokens
-        variance = torch.zeros(count, dtype=torch.float64)
+        every = torch.zeros(count, draws, dtype=torch.float64)
         pieces = torch.arange(count).split(self.batch)
         for turn in range(-(-len(pieces) // self.size)):
             mine = turn * self.size + self.rank
@@ -82,15 +84,25 @@ class Walk:
             nats = nats_of(Piece(number, x0, valid, is_given, counted), count)
             if mine < len(pieces):
                 sums[:, number] = torch.stack([nats.mean(1), counted.sum(1).double()])
-                if draws > 1:
-                    variance[number] = nats.var(1) / draws
+                every[number] = nats
             if self.on_rows is not None:
                 self.on_rows(min((turn + 1) * self.size * self.batch, count), count)
         found = Likelihood()
         found.add_rows(*self.total(sums))
+        variance = torch.zeros(count) if is_exact else None
         if draws > 1:
-            variance = self.total(variance)
-        return found.bound(documents, variance=variance if draws > 1 or is_exact else None, draws=draws)
+            variance = noise_variance(self.total(every), found.counts, None if times is None else times(count))
+        return found.bound(documents, variance=variance, draws=draws)
+
+
+def place_of(number: Tensor, count: int, draw: int, draws: int, seed: int) -> Tensor:
+    """Where draw number `draw` of rows by their numbers is, in n-ths of the unit interval (n = `count`), modulo n.
+
+    The seed moves all rows alike. Without that a row would be at the same times whatever the seed, and where they are
+    easy ones for it, no mean over seeds would find out. A single draw stays where the lineage has it.
+    """
+    turn = float(CounterRng.of(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0  # no draw's own number
+    return number.double() + count * (draw / draws + turn)
 
 
 @torch.no_grad()
@@ -119,15 +131,19 @@ def held_out_bound(
     Continuous time, or with `steps` the bound of a process with that many steps. For `marks`, `documents`, `first` and
     sharing see `Walk`; a model that processes share is asked through `loss_of`, equally often by each.
 
-    A row's noise follows from (seed, its number, the draw). Its first time is in its own n-th of the unit interval,
-    those of further draws are spread evenly from there, k / draws later: so times are even over the draws of a row and
-    over the rows. The batch size changes nothing but rounding, nor does the number of processes. The error from noise
-    counts the draws of a row as if they were independent, which is on the safe side.
+    A row's noise follows from (seed, its number, the draw). One draw has the lineage's time: in the row's own n-th of
+    the unit interval. Several are spread evenly, k / draws later each, from a beginning that the seed moves for all
+    rows alike: so times are even over the draws of a row and over the rows, and over seeds every row is seen at every
+    time. The batch size changes nothing but rounding, nor does the number of processes.
     """
     if draws < 1 or batch < 1:
         raise ValueError(f"draws and batch must be at least 1, got {draws} and {batch}")
     config, device, was_training = model.config, model.embed.weight.device, model.training
     draws = 1 if config.is_causal else draws
+
+    def times(count: int) -> Tensor:
+        every = torch.arange(count)
+        return torch.stack([place_of(every, count, draw, draws, seed) / count % 1 for draw in range(draws)], dim=1)
 
     def noised_of(piece: Piece, count: int, draw: int, is_given: Tensor | None) -> Noised:
         if config.is_causal:
@@ -139,7 +155,7 @@ def held_out_bound(
             CounterRng.of(seed, piece.number),
             draw,
             mask_id=config.mask_id,
-            index=piece.number if draw == 0 else piece.number + count * draw / draws,
+            index=place_of(piece.number, count, draw, draws, seed),
             total=count,
             steps=steps,
             valid=piece.valid,
@@ -160,7 +176,8 @@ def held_out_bound(
     walk = Walk(batch, first, marks, documents, rank, size, total, on_rows)
     model.eval()
     try:
-        return walk.measure(rows, nats_of, draws=draws, is_exact=config.is_causal, skips_first=config.is_causal)
+        is_causal = config.is_causal
+        return walk.measure(rows, nats_of, draws=draws, is_exact=is_causal, skips_first=is_causal, times=times)
     finally:
         model.train(was_training)
 

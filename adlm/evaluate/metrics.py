@@ -9,6 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from adlm.evaluate.tallies import ratio
+
+IN_A_BIN, MOST_BINS = 8, 64  # draws whose mean is what is usual at a time, and how finely times are told apart
+
 
 class Bound(NamedTuple):
     """Nats per token, with a standard error. For a masked model an upper bound, for a causal one exact."""
@@ -83,14 +87,33 @@ class Likelihood:
     def stderr(self, documents: Tensor | None = None) -> float:
         """Of a ratio, because rows differ in length; rows of one document (n,) are one unit, or each row is its own."""
         unit, units = units_of(len(self.nats), documents)
-        apart = self.nats - self.nll * self.counts
-        summed = torch.zeros(units, dtype=torch.float64).index_add_(0, unit, apart)
-        return float((summed.square().sum() * units / (units - 1)).sqrt() / self.counts.sum())
+        sums = torch.zeros(2, units, dtype=torch.float64).index_add_(1, unit, torch.stack([self.nats, self.counts]))
+        _, error = ratio(*sums.numpy())
+        if math.isnan(error):
+            raise ValueError(f"a standard error needs tokens that count in at least 2 of {units} units: give more text")
+        return error
 
     def bound(self, documents: Tensor | None = None, *, variance: Tensor | None = None, draws: int = 1) -> Bound:
         """The figure; `variance` (n,) is that of each row's nats by its noise, where it is known."""
         noise = None if variance is None else float(variance.sum().sqrt() / self.counts.sum())
         return Bound(self.nll, self.stderr(documents), int(self.tokens), noise, draws)
+
+
+def noise_variance(nats: Tensor, counts: Tensor, times: Tensor | None = None) -> Tensor:
+    """How far the mean of each row's draws (n, K) varies by its noise alone, as a variance (n,).
+
+    Draws at different `times` (n, K), in [0, 1), differ by more than noise: little hidden costs less than much. What
+    tokens of all rows cost at a time, a mean by bins of it, is taken off first; what is a row's own in that is left in.
+    """
+    spread = 1.0
+    if times is not None:
+        bins = min(max(nats.numel() // IN_A_BIN, 1), len(nats), MOST_BINS)
+        which, tokens = (times * bins).long().clamp(max=bins - 1), counts[:, None].expand_as(nats)
+        parts = torch.stack([nats.flatten(), tokens.flatten()])
+        sums = torch.zeros(2, bins, dtype=torch.float64).index_add_(1, which.flatten(), parts)
+        nats = nats - tokens * (sums[0] / sums[1].clamp(min=1))[which]
+        spread = nats.numel() / (nats.numel() - bins + 1)
+    return nats.var(1) / nats.shape[1] * spread
 
 
 def units_of(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]:

@@ -6,7 +6,6 @@ scored can have been tuned on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from adlm.data.batches import Fetch, is_valid
-from adlm.evaluate.likelihood import Bound
+from adlm.evaluate.metrics import Bound, Likelihood
 
 Ids = NDArray[np.int64]
 Told = Callable[[int, int], None]  # rows done, rows in all
@@ -133,10 +132,10 @@ def held_out_nll(
 
 
 def per_token(nats: NDArray[np.float64], tokens: NDArray[Any]) -> Bound:
-    """From each row's nats and tokens; the standard error is of a ratio, as rows may differ in length."""
-    mean = nats.sum() / tokens.sum()
-    stderr = math.sqrt(len(tokens) / (len(tokens) - 1) * np.square(nats - mean * tokens).sum()) / tokens.sum()
-    return Bound(float(mean), float(stderr), int(tokens.sum()))
+    """The figure of rows by each one's nats and tokens."""
+    found = Likelihood()
+    found.add_rows(torch.from_numpy(nats), torch.from_numpy(tokens))
+    return found.bound()
 
 
 def _pieces(rows: Fetch, on_rows: Told | None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:

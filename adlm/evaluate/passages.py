@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-PARAGRAPH = re.compile(r"^(?=\S)", re.MULTILINE)
+PARAGRAPH = re.compile(r"(?:\A|\n[ \t]*\n)\s*(?=\S)")  # behind a blank line
+LINE = re.compile(r"^(?=\S)", re.MULTILINE)
 
 
 def passages(documents: Iterable[str], count: int, characters: int, *, seed: int = 0) -> list[str]:
     """So many passages of at most so many characters, drawn from the documents without overlap; the seed's order.
 
-    A passage begins where a paragraph does and goes on over the next ones; a document that is shorter is one passage.
-    A rest of a document that is shorter than a passage is left out.
+    A passage begins where a paragraph does (behind a blank line; in a document without any, at a line) and goes on over
+    the next ones; a document that is shorter is one passage. A rest of a document that is shorter than a passage is
+    left out.
     """
     if characters < 1 or count < 1:
         raise ValueError(f"{count} passages of {characters} characters: give numbers from 1 on")
@@ -36,7 +38,8 @@ def cut_up(document: str, characters: int) -> Iterator[str]:
     if len(document) <= characters:
         yield document.strip()
         return
-    at = 0
-    while (match := PARAGRAPH.search(document, at)) and match.start() + characters <= len(document):
-        at = match.start() + characters
-        yield document[match.start() : at].rstrip()
+    # Lines of a text that is broken at a width are no paragraphs: most of them begin inside a sentence.
+    begins, at = PARAGRAPH if re.search(r"\n[ \t]*\n", document.strip()) else LINE, 0
+    while (match := begins.search(document, at)) and match.end() + characters <= len(document):
+        at = match.end() + characters
+        yield document[match.end() : at].rstrip()

@@ -108,6 +108,12 @@ def read_candidates(path: Path | str, problems: Sequence[Problem]) -> list[Candi
     found = [Candidate(str(row["task_id"]), str(row["completion"])) for row in _rows(path, ("task_id", "completion"))]
     if unknown := [each.task_id for each in found if each.task_id not in known]:
         raise ValueError(f"{path} has a candidate for {unknown[0]!r}, which is none of the {len(known)} problems")
+    tried = {each.task_id for each in found}
+    if left := [each.task_id for each in problems if each.task_id not in tried]:
+        raise ValueError(
+            f"{path} has no candidate for {len(left)} of {len(known)} problems, {left[0]!r} among them: pass@k is over "
+            "all of them; give one for each, or take those problems out of the file"
+        )
     return found
 
 

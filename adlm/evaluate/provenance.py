@@ -19,7 +19,7 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The commit of this code where it is a checkout, the versions of what computes, and the hardware."""
     device = torch.device(device)
     hardware = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "device": hardware_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
@@ -30,6 +30,16 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
         "versions": {name: found for name in PACKAGES if (found := installed(name))},
         **hardware,
     }
+
+
+def hardware_name(device: torch.device) -> str:
+    """What computes: the GPU's name, or the processor's and its kind, as far as the system says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text("utf-8", "replace").splitlines() if told.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return " ".join(dict.fromkeys(filter(None, [*names[:1], platform.machine()])))
 
 
 def installed(name: str) -> str | None:

@@ -68,6 +68,9 @@ def read(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     framing = framing_of(tokenizer, length)
+    place = Path(source).expanduser()
+    if str(source) == "-" or (place.exists() and not (place.is_file() or place.is_dir())):
+        raise ValueError(f"{source} is no file that can be read twice, once for its checksum: write it to a file first")
     if is_prepared(source):
         return _prepared(Path(source), tokenizer, length, rows=rows, split=split, limit=limit)
     corpus = named_corpus(source)
@@ -116,9 +119,10 @@ def is_prepared(source: str | Path) -> bool:
 def no_row(name: str, packing: Packing, length: int) -> str:
     """What to do about text that fills no row."""
     found = f"it has {packing.tokens:,} tokens in {packing.documents:,} documents"
+    remedy = "give --rows documents (a document to a row, padded), " if packing.documents > 1 else "give "
     return (
         f"{name} fills no row of {length} tokens: {found}, and wrapped rows take {length - 2:,} each; "
-        "give --rows documents (a document to a row, padded), a smaller --length, or more text"
+        f"{remedy}a smaller --length, or more text"
     )
 
 

@@ -19,13 +19,13 @@ from adlm.checkpoint import complete
 from adlm.config import load_config
 from adlm.data.batches import Fetch
 from adlm.diffusion.anchors import AnchorRule
-from adlm.methods import ANCHOR_RULES, SAMPLERS, build_anchor_rule, named
+from adlm.methods import ANCHOR_RULES, build_anchor_rule, named
 from adlm.studies.correlation import Correlation, correlate
 from adlm.studies.guesses import Guess, measure_guesses
 from adlm.studies.perturbation import LEVELS, NONE, Change, Loss, changed_texts, perturbed_losses
 from adlm.studies.reveals import Reveals, measure_reveals
 from adlm.studies.stages import require_two_stages
-from adlm.studies.writing import Assessor, TextFigures
+from adlm.studies.writing import Assessor, TextFigures, takes_steps
 from adlm.text.lm import LM
 from adlm.text.templates import classes_of
 
@@ -66,11 +66,7 @@ class Extent:
 
     def job(self, sampler: str) -> dict[str, Any]:
         """What `LM.job` is asked for."""
-        steps = (
-            {"steps": self.steps}
-            if "steps" in inspect.signature(named(SAMPLERS, sampler, "sampler")).parameters
-            else {}
-        )
+        steps = {"steps": self.steps} if takes_steps(sampler) else {}
         asked = {"n": self.samples, "length": self.length, "sampler": sampler, "temperature": self.temperature}
         return asked | steps | {"top_p": self.top_p, "seed": self.seed, "batch": self.batch}
 

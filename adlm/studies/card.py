@@ -148,7 +148,8 @@ def samples(answers: Sequence[Answer]) -> dict[str, Any]:
 def frontier(answers: Sequence[Answer]) -> dict[str, Any]:
     """Ways of writing against evaluations, time and entropy."""
     tables, pictures = [], []
-    columns = ["model", "sampler", "steps", "T", "p", "best", "NFE", "s/text", "Gen-PPL", "entropy", "repeated-4"]
+    columns = ["model", "sampler", "steps", "T", "p", "best", "NFE", "s/text"]
+    columns += ["tokens", "Gen-PPL", "entropy", "repeated-4"]
     for number, each in enumerate(answers, 1):
         rows: list[list[Cell]] = []
         for point in each["points"]:
@@ -175,7 +176,8 @@ def frontier(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def _quality(found: Answer) -> list[Cell]:
     judged = figure(found["gen_ppl"], found["gen_ppl_se"], 1)
-    return [judged, *(figure(found[name], found[f"{name}_se"]) for name in ("entropy", "repetition_4"))]
+    told = [figure(found["tokens"], digits=1), judged]
+    return [*told, *(figure(found[name], found[f"{name}_se"]) for name in ("entropy", "repetition_4"))]
 
 
 def anchors(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -223,7 +225,7 @@ def zeroshot(answers: Sequence[Answer]) -> dict[str, Any]:
     for each in answers:
         rows: list[list[Cell]] = []
         for row in each["sets"]:
-            sign = "" if row["is_exact"] else "≤ "
+            sign = "≤ " if row["is_bound"] else ""
             rows.append([row["set"] + (f" ({row['label']})" if row["label"] else ""), *_figures(row, sign)])
             metrics.append(metric(each["model"], "perplexity", "Perplexity", row["ppl"], row["set"]))
         tables.append(table(["set", "nats/token", "perplexity", "bits/byte", "tokens"], rows, each["model"]))

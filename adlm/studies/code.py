@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import math
 import sysconfig
 import textwrap
 import tokenize
@@ -255,8 +254,3 @@ def function_body(text: str) -> str:
         if line.strip() and not line[0].isspace():
             return "".join(lines[:number])
     return text
-
-
-def finite(share: Share) -> dict[str, float | int | None]:
-    """A share as plain data; an error that one text does not have is null."""
-    return {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in asdict(share).items()}

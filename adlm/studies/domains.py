@@ -24,14 +24,17 @@ def domain_bounds(
 ) -> Iterator[dict[str, Any]]:
     """Of each named source: nll, ppl, bits_per_byte with their standard error, tokens, and what the rows are.
 
-    Bits per byte compare between domains; nats per token do not, because a token is more or less text in each.
+    Bits per byte compare between domains; nats per token do not, because a token is more or less text in each. The
+    standard error of bits per byte is that of nats per token in proportion: bytes a token are taken as they are.
     """
     model = lm.model.fold().to(lm.device)
     for name, source in sources.items():
         found = read(source, lm.tokenizer, lm.model.config.length, rows=rows, limit=limit)
         documents = len(found.documents.unique())
         if len(found.rows) < 2:
-            raise ValueError(f"{name} ({source}) makes one row, and an error takes at least 2: give more text")
+            raise ValueError(
+                f"{name} ({source}) makes one row, and an error takes at least 2: give more text, or wrapped rows"
+            )
         bound = held_out_bound(
             model,
             found.rows,

@@ -1,4 +1,4 @@
-"""TextFigures against the number of evaluations, time and entropy, over samplers, steps, temperatures and nuclei.
+"""Quality against the number of evaluations, time and entropy, over samplers, steps, temperatures and nuclei.
 
 One point is one way of writing: `n` texts of it, judged and timed. Points that would be the same are one: a causal
 model has no steps, an order takes at most a step a token, some samplers have no steps or no nucleus of their own.
@@ -6,7 +6,6 @@ model has no steps, an order takes at most a step a token, some samplers have no
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,11 @@ from numpy.typing import NDArray
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
+from adlm.evaluate.provenance import hardware_name
 from adlm.evaluate.zeroshot import weights_hash
 from adlm.methods import ALIASES, SAMPLERS, named
 from adlm.studies.ledger import Ledger
-from adlm.studies.writing import Assessor, TextFigures
+from adlm.studies.writing import Assessor, TextFigures, takes_steps
 from adlm.text.lm import LM, Row
 
 LEFT_TO_RIGHT = "left_to_right"
@@ -62,7 +62,6 @@ class Point:
     steps: int | None
     temperature: float
     top_p: float
-    texts: int
     nfe: float  # evaluations of the network for a text, on average
     seconds: float  # for a text, `batch` of them at a time, on average over timings
     seconds_sd: float  # between timings
@@ -107,9 +106,9 @@ def _collapsed(asked: Setting, length: int) -> Setting:
         asked = replace(asked, top_p=1.0)
     if asked.sampler == LEFT_TO_RIGHT:
         return replace(asked, steps=None)
-    factory = named(SAMPLERS, asked.sampler, "sampler")
+    factory, has_steps = named(SAMPLERS, asked.sampler, "sampler"), takes_steps(asked.sampler)
     asked = replace(asked, sampler=ALIASES.get(asked.sampler, asked.sampler))
-    if "steps" not in inspect.signature(factory).parameters:
+    if not has_steps:
         return replace(asked, steps=None)
     made = factory(asked.steps)
     if isinstance(made, Order):
@@ -190,6 +189,7 @@ def depends_on(lm: LM, setting: Setting, amount: Amount, assess: Assessor, weigh
         **asdict(amount),
         "assessor": assess.settings,
         "device": str(lm.device),
+        "hardware": hardware_name(lm.device),
         "threads": torch.get_num_threads(),
     }
 
@@ -226,7 +226,6 @@ def _measured(
         lm.name,
         lm.method,
         **asdict(setting),
-        texts=len(rows),
         nfe=float(np.mean([row.nfe for row in rows])),
         seconds=float(np.mean(seconds)),
         seconds_sd=float(np.std(seconds, ddof=1)),

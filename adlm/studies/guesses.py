@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from adlm.data.batches import Fetch, is_valid
 from adlm.diffusion.anchors import AnchorRule
+from adlm.evaluate.tallies import calibration_error, ratio
 from adlm.models.language_model import LanguageModel
 from adlm.studies.noising import noised_rows
-from adlm.studies.tallies import calibration_error, ratio
 
 AT_ONCE = 1024  # positions whose logits exist at a time
 RELIABILITY = 10  # bins of probability

@@ -7,6 +7,7 @@ from torch import Tensor
 from adlm.diffusion.masking import Noised, corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
+from adlm.evaluate.likelihood import place_of
 
 SCHEDULE = LogLinear()
 
@@ -15,7 +16,5 @@ def noised_rows(
     x0: Tensor, number: Tensor, valid: Tensor | None, *, mask_id: int, draw: int, draws: int, seed: int, total: int
 ) -> Noised:
     """Rows number `number` of `total` as `held_out_bound` hides them in its draw number `draw` of `draws`."""
-    # Times are even over the rows, and over the draws of a row.
-    place = number if draw == 0 else number + total * draw / draws
-    rng = CounterRng.of(seed, number)
+    rng, place = CounterRng.of(seed, number), place_of(number, total, draw, draws, seed)
     return corrupt(x0, SCHEDULE, rng, draw, mask_id=mask_id, index=place, total=total, valid=valid)

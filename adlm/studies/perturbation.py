@@ -20,11 +20,11 @@ from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.orders import Order
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import noise_level
+from adlm.evaluate.tallies import ratio
 from adlm.generate import ready
 from adlm.models.language_model import LanguageModel
 from adlm.studies.noising import SCHEDULE, noised_rows
 from adlm.studies.stages import first_stage, require_two_stages, second_stage
-from adlm.studies.tallies import ratio
 from adlm.text.jobs import Job
 from adlm.text.lm import LM, Row, frames
 

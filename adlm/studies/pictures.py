@@ -40,6 +40,7 @@ STYLE: Any = {
     "svg.hashsalt": "adlm",
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
+    "text.parse_math": False,  # a name with dollars is a name
 }
 NAMES = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.diffusion.anchors import AnchorRule
-from adlm.studies.tallies import ratio, ratio_gap
+from adlm.evaluate.tallies import ratio, ratio_gap
 from adlm.text.jobs import Job
 from adlm.text.lm import LM, frames
+from adlm.text.templates import Layout
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ def ranks(steps: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def reveal_steps(lm: LM, job: Job) -> tuple[list[list[int]], list[NDArray[np.int64]], list[NDArray[np.bool_]]]:
-    """Of every text: its tokens, the step in which each was last revealed, and which were written at all."""
+    """Of every row: its tokens, the step in which each was last revealed, and which of them are text that was written.
+
+    What stands behind the end of a text that ended early is no part of it.
+    """
     tokens, steps, written = [], [], []
     for first in range(0, len(job.rows), job.batch):
         part = job.rows[first : first + job.batch]
@@ -59,8 +64,19 @@ def reveal_steps(lm: LM, job: Job) -> tuple[list[list[int]], list[NDArray[np.int
         for (layout, _), ids, when in zip(part, final.tolist(), last.numpy(), strict=True):
             tokens.append(ids[: len(layout)])
             steps.append(when[: len(layout)])
-            written.append(~np.array(layout.is_fixed))
+            written.append(~np.array(layout.is_fixed) & is_text(layout, tokens[-1]))
     return tokens, steps, written
+
+
+def is_text(layout: Layout, ids: Sequence[int]) -> NDArray[np.bool_]:
+    """Which tokens of a row stand before the end that its text has."""
+    found, eos_id = np.ones(len(ids), dtype=bool), layout.tokenizer.eos_id
+    last = layout.spans[-1]
+    for place in range(last.start, last.end):
+        if layout.may_end and ids[place] == eos_id:
+            found[place:] = False
+            break
+    return found
 
 
 def measure_reveals(lm: LM, job: Job, rule: AnchorRule) -> Reveals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,9 +16,15 @@ from adlm.evaluate.diversity import distinct, entropy, repetition
 from adlm.evaluate.generative import generative_perplexity
 from adlm.evaluate.judges import load_judge
 from adlm.evaluate.reading import read
+from adlm.methods import SAMPLERS, named
 
 DISTINCT, REPETITION = 2, 4  # the n of their n-grams
 GenPpl = Callable[[Sequence[str]], tuple[float, float]]  # texts -> Gen-PPL and its standard error
+
+
+def takes_steps(sampler: str) -> bool:
+    """Whether a sampler of that name has a number of steps."""
+    return "steps" in inspect.signature(named(SAMPLERS, sampler, "sampler")).parameters
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class TextFigures:
     repetition_4_se: float
     texts: int  # that were measured
     short: int  # left out: fewer than four tokens
+    tokens: float  # in a text, on average: entropy and repetition grow with it
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -79,6 +87,7 @@ class Assessor:
             repetition_4_se=again.stderr,
             texts=len(kept),
             short=len(texts) - len(kept),
+            tokens=float(np.mean([len(row) for row in rows])),
         )
 
 

@@ -13,16 +13,16 @@ from adlm.text.templates import Hole, Layout, Pieces, holes_of, with_lengths
 
 NEIGHBOURS = 4  # given tokens on each side of a hole that are asked
 ROWS = 64  # evaluated at a time
-# A hole is so much less likely, before anything is read, with every token more. Without it holes come out too long:
-# what stands far apart says little about each other, so all long holes fit about equally well (docs/LOG.md).
-ONE_MORE = 0.7
+# Before anything is read, a hole of n tokens is n ** -RARER as likely as one of one. Without it holes come out too
+# long: what stands far apart says little about each other, so all long holes fit about equally well (docs/LOG.md).
+RARER = 2.0
 
 
 def fitted(predictor: Callable[[], Predictor], pieces: Pieces, room: int, *, lay: Callable[[Pieces], Layout]) -> Pieces:
     """The pieces with every hole of one length; those that leave a choice are chosen one by one, from the left.
 
     The score of a length is the sum of log p(token | all the rest, the hole hidden) over the given tokens next to the
-    hole (the same tokens for every length, so lengths compare) and length · log ONE_MORE. At most `room` tokens may
+    hole (the same tokens for every length, so lengths compare) and −RARER · log length. At most `room` tokens may
     stand in all holes together.
     """
     holes = holes_of(pieces)
@@ -55,7 +55,7 @@ def likeliest_length(
             rows.append(row)
     if not asked:  # nothing is given: every length is as good as another
         return hole.most
-    scores = {length: length * math.log(ONE_MORE) for length in range(hole.least, hole.most + 1)}
+    scores = {length: -RARER * math.log(length) for length in range(hole.least, hole.most + 1)}
     for start in range(0, len(rows), ROWS):
         part, questions = rows[start : start + ROWS], asked[start : start + ROWS]
         widest = max(len(row) for row in part)

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adlm.evaluate.bleu import self_bleu, self_bleus
@@ -26,6 +26,8 @@ def zipf(rng: np.random.Generator, texts: int, length: int, words: int = 500) ->
 
 @settings(deadline=None)  # the first import takes long
 @given(SETS)
+@example([[0, 0, 0, 0], [1, 1, 1, 1]])  # not a token in common
+@example([[0, 1, 2, 3], [3, 3, 0, 0, 1, 1], [2, 2, 2, 2]])
 def test_it_is_nltks(rows: list[list[int]]) -> None:
     needs("nltk")
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
@@ -56,7 +58,8 @@ def test_it_is_sacrebleus() -> None:
 def test_the_same_text_again_is_one_and_nothing_in_common_is_nearly_none() -> None:
     assert self_bleus([[1, 2, 3, 4, 5]] * 3) == pytest.approx(1)
     rows = [list(range(k, k + 20)) for k in (0, 100, 200)]
-    assert (self_bleus(rows) < 0.01).all()
+    assert (self_bleus(rows) == 0).all()
+    assert (self_bleus([[*row, 7] for row in rows]) < 0.03).all()  # a token in common
 
 
 def test_the_error_is_the_spread_over_sets() -> None:
@@ -74,10 +77,11 @@ def test_it_rises_with_the_number_of_texts() -> None:
 
 
 def test_a_thousand_texts_take_seconds() -> None:
+    """With the error, for which parts of them are compared again and again: 5,000 texts must not take an hour."""
     texts = zipf(np.random.default_rng(2), 1000, 128, words=5000)
     began = time.process_time()
-    self_bleus(texts)
-    assert time.process_time() - began < 10
+    self_bleu(texts)
+    assert time.process_time() - began < 6
 
 
 def test_errors_teach() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from adlm.evaluate.generative import aggregated, counted, gen_ppl_of, generative_perplexity, ratio
+from adlm.evaluate.generative import aggregated, counted, gen_ppl_of, generative_perplexity
+from adlm.evaluate.tallies import ratio
 from adlm.evaluate.verdicts import judged, token_nats
 from tests.evaluate.small_judges import END, causal, documents
 from tests.goldens import arrays

@@ -13,9 +13,9 @@ from adlm.data.batches import TensorRows, is_valid
 from adlm.diffusion.masking import Noised, stratified_times
 from adlm.diffusion.objectives import Loss
 from adlm.diffusion.orders import first_hitting
-from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, loss_weight
-from adlm.evaluate.likelihood import held_out_bound, unigram_nll
+from adlm.evaluate.likelihood import held_out_bound, place_of, unigram_nll
 from adlm.evaluate.metrics import Bound
 from adlm.methods import METHODS, build_config, training_loss
 from adlm.models.language_model import LanguageModel
@@ -164,7 +164,10 @@ def test_one_draw_is_what_it_always_was(method: str) -> None:
     assert bound.noise_stderr == (None if method == "adlm" else 0)  # unknown, and none
 
 
-def times(draws: int, count: int = 40, batch: int = 40) -> Tensor:
+UNASKED = tiny("mdlm")
+
+
+def times(draws: int, count: int = 40, batch: int = 40, seed: int = 0) -> Tensor:
     """The time of every row and draw."""
     found: list[Tensor] = []
 
@@ -173,7 +176,7 @@ def times(draws: int, count: int = 40, batch: int = 40) -> Tensor:
         zero = torch.zeros(())
         return Loss(zero, zero, zero, torch.rand(len(noised.t)), torch.zeros(len(noised.t)))
 
-    held_out_bound(tiny("mdlm"), ROWS[:count], batch=batch, draws=draws, loss_of=loss_of)
+    held_out_bound(UNASKED, ROWS[:count], batch=batch, draws=draws, seed=seed, loss_of=loss_of)
     pieces = [torch.stack(found[at : at + draws], 1) for at in range(0, len(found), draws)]
     return torch.cat(pieces)
 
@@ -182,8 +185,6 @@ def times(draws: int, count: int = 40, batch: int = 40) -> Tensor:
 def test_times_are_even_over_draws_and_over_rows(draws: int) -> None:
     whole = times(draws)
     torch.testing.assert_close(times(draws, batch=7), whole)
-    first = stratified_times(CounterRng.of(0, 40).uniform(0, 1, 2)[:, 0]).float().double()  # type: ignore[arg-type]
-    torch.testing.assert_close(whole[:, 0], first)
     gaps = whole.sort(1).values.diff(dim=1)
     assert gaps.min() > 1 / draws - 1 / 40 - 1e-3 and gaps.max() < 1 / draws + 1 / 40 + 1e-3
     # No part of the unit interval has more than its share, but for a time or two at its ends.
@@ -191,13 +192,52 @@ def test_times_are_even_over_draws_and_over_rows(draws: int) -> None:
     assert (counts - 4 * draws).abs().max() <= draws
 
 
-def test_the_error_from_noise_is_the_spread_over_seeds_or_a_little_more() -> None:
+def test_one_draw_has_the_lineages_time() -> None:
+    first = stratified_times(CounterRng.of(0, 40).uniform(0, 1, Purpose.TIME)[:, 0])
+    torch.testing.assert_close(times(1)[:, 0], first.float().double())
+
+
+def test_rows_beyond_float32_have_places_of_their_own() -> None:
+    number = torch.tensor([2**24, 2**24 + 1])
+    assert float(place_of(number, 2**25, 1, 4, 0).diff()) == 1
+
+
+@pytest.mark.parametrize("draws", [2, 4])
+def test_over_seeds_every_row_is_seen_at_every_time(draws: int) -> None:
+    """Or a row would always be at its own times, and the mean over seeds would not be the bound."""
+    count, seeds = 6, 400
+    every = torch.stack([times(draws, count, seed=seed) for seed in range(seeds)])  # (seeds, rows, draws)
+    for part in (every, every[:, :, 0]):
+        shares = torch.stack([torch.histc(part[:, row].flatten(), bins=5, min=0, max=1) for row in range(count)])
+        shares = shares / shares.sum(1, keepdim=True)
+        assert (shares - 0.2).abs().max() < 4.5 * math.sqrt(0.2 * 0.8 / seeds)
+
+
+@pytest.mark.parametrize("draws", [2, 4])
+def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int) -> None:
+    """Half of the rows cost what is hidden of them, half cost nothing: a quarter, whichever rows they are."""
+
+    def loss_of(noised: Noised) -> Loss:
+        zero, cost = torch.zeros(()), noised.t * (noised.x0[:, 0] == 1) * noised.x0.shape[1]
+        return Loss(zero, zero, zero, cost, torch.zeros(len(noised.t)))
+
+    for is_early in (True, False):
+        rows = torch.zeros(8, 4, dtype=torch.int64)
+        rows[:4] = int(is_early)
+        rows[4:] = int(not is_early)
+        rows = rows.reshape(2, 4, 4).transpose(0, 1).reshape(8, 4)  # in turn: with four draws, all at early times
+        found = [held_out_bound(UNASKED, rows, draws=draws, seed=seed, loss_of=loss_of).nll for seed in range(300)]
+        mean, error = torch.tensor(found).mean(), torch.tensor(found).std() / math.sqrt(300)
+        assert abs(float(mean) - 0.25) < 4 * float(error) + 1e-3 < 0.02  # times are from 0.001 on
+
+
+def test_the_error_from_noise_is_the_spread_over_seeds() -> None:
     model = awake("adlm")
     for draws in (4, 16):
         bounds = [held_out_bound(model, ROWS, batch=40, draws=draws, seed=seed) for seed in range(60)]
         spread = float(torch.tensor([bound.nll for bound in bounds]).std())
-        errors = torch.tensor([bound.noise_stderr or 0.0 for bound in bounds])
-        assert 0.75 * spread < float(errors.mean()) < 1.6 * spread
+        squares = torch.tensor([bound.noise_stderr or 0.0 for bound in bounds]).square()
+        assert 0.7 * spread < float(squares.mean().sqrt()) < 1.4 * spread
         assert all(bound.draws == draws for bound in bounds)
 
 
@@ -270,10 +310,15 @@ def test_bits_per_byte_are_all_nats_over_the_bytes() -> None:
         Bound(2.0, 0.1, 30).bits_per_byte(0)
 
 
-def enumerated(world: World, rows: Tensor) -> float:
-    """The NELBO's nats of rows, by all patterns of hidden tokens and an integral over the times that are drawn."""
+def enumerated(world: World, rows: Tensor, steps: int | None = None) -> float:
+    """The NELBO's nats of rows, by all patterns of hidden tokens, and the times that are drawn or all steps."""
     t = 1e-3 + (1 - 1e-3) * (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
-    hides, weight = 1 - LogLinear().alpha(t), loss_weight(LogLinear(), t)
+    weight = loss_weight(LogLinear(), t)
+    if steps is not None:
+        t = torch.arange(1, steps + 1, dtype=torch.float64) / steps
+        shown = LogLinear().alpha(torch.cat([torch.zeros(1), t]).double())
+        weight = steps * (shown[:-1] - shown[1:]) / (1 - shown[1:])
+    hides = 1 - LogLinear().alpha(t)
     log_probs, nats = world.log_probs()[1], 0.0
     for pattern in itertools.product([False, True], repeat=world.length):
         is_hidden = torch.tensor(pattern)
@@ -301,3 +346,13 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
     assert expected > exact + 1e-3
     assert bound.nll > exact
     assert abs(bound.nll - expected) < 3 * (bound.noise_stderr or bound.stderr) < 0.15 * expected
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 40])
+def test_the_bound_of_so_many_steps_is_the_enumerated_one(steps: int) -> None:
+    world = World(random_model(seed=113, positions="learned"))
+    rows = world.states[world.texts].repeat(40, 1)
+    bound = held_out_bound(world.model, rows, batch=2000, draws=8, steps=steps)
+    expected = enumerated(world, rows, steps) / rows.numel()
+    assert abs(bound.nll - expected) < 4 * (bound.noise_stderr or 0) < 0.1 * expected
+    assert steps > 2 or abs(expected - enumerated(world, rows) / rows.numel()) > 4 * (bound.noise_stderr or 0)

@@ -9,7 +9,7 @@ from adlm.diffusion.masking import noised
 from adlm.diffusion.objectives import token_nll
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import selected_loss
-from adlm.evaluate.metrics import Likelihood
+from adlm.evaluate.metrics import Likelihood, noise_variance
 from adlm.methods import training_loss
 from tests.goldens import MASK, arrays, model
 
@@ -73,6 +73,43 @@ def test_the_error_is_that_of_a_ratio():
     with pytest.raises(FloatingPointError, match="2 held-out rows is not finite, row 5 among them"):
         figures.add_rows(torch.tensor([1.0, math.nan, math.inf]), torch.ones(3))
     assert figures.tokens == 6
+
+
+def test_what_has_no_token_is_no_unit():
+    """A row of marks alone says nothing: it must not make the error look like one of more units."""
+    figures, more = Likelihood(), Likelihood()
+    nats, counts = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1.0, 1.0, 2.0])
+    figures.add_rows(nats, counts)
+    more.add_rows(torch.cat([nats, torch.zeros(40)]), torch.cat([counts, torch.zeros(40)]))
+    assert more.stderr() == figures.stderr()
+    alone = Likelihood()
+    alone.add_rows(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+    with pytest.raises(ValueError, match="tokens that count in at least 2 of 2 units"):
+        alone.stderr()
+
+
+@pytest.mark.parametrize(("rows", "draws"), [(24, 2), (24, 4), (200, 2), (200, 8)])
+def test_what_all_rows_cost_at_a_time_is_no_noise(rows, draws):
+    """Rows cost more, the more of them is hidden; the noise on top is what the error is to be of."""
+    rng, found, plain = torch.Generator().manual_seed(0), [], []
+    counts = torch.randint(20, 200, (rows,), generator=rng).double()
+    level = 1 + 0.1 * torch.randn(rows, 1, generator=rng, dtype=torch.float64)
+    for _ in range(50):
+        turn = float(torch.rand((), generator=rng))
+        times = (torch.arange(rows)[:, None] / rows + torch.arange(draws) / draws + turn).double() % 1
+        noise = 0.5 * torch.randn(rows, draws, generator=rng, dtype=torch.float64)
+        nats = counts[:, None] * (level * (2 + 5 * times) + noise)
+        found.append(noise_variance(nats, counts, times).sum())
+        plain.append(noise_variance(nats, counts).sum())
+    expected = float((counts.square() * 0.25 / draws).sum())
+    assert 0.85 * expected < float(torch.stack(found).mean()) < 1.6 * expected
+    assert float(torch.stack(plain).mean()) > 5 * expected
+
+
+def test_draws_that_have_no_time_are_as_they_are():
+    nats = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
+    assert noise_variance(nats, torch.ones(2)).tolist() == [1.0, 0.0]
+    assert noise_variance(nats, torch.ones(2), torch.tensor([[0.1, 0.6], [0.6, 0.1]])).tolist() == [1.0, 0.0]  # too few
 
 
 def test_no_tokens_no_figure():

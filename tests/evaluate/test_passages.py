@@ -19,6 +19,15 @@ def test_passages_are_pieces_of_the_documents_without_overlap() -> None:
         assert at > len(document) / 3, "most of a document is left out"
 
 
+def test_a_line_is_a_paragraph_only_where_no_blank_line_says_otherwise() -> None:
+    broken = "\n\n".join("First words\nof a paragraph\nthat is broken at a width." for _ in range(30))
+    found = list(cut_up(broken, 60))
+    assert len(found) > 10 and all(passage.startswith("First words") for passage in found)
+    lines = broken.replace("\n\n", "\n")
+    assert {passage.split()[0] for passage in cut_up(lines, 60)} == {"First", "of", "that"}
+    assert next(cut_up("  \n\n" + broken, 60)).startswith("First words")
+
+
 def test_a_short_document_is_one_passage() -> None:
     assert list(cut_up("  A line.\n", SIZE)) == ["A line."]
     assert list(cut_up(" \n", SIZE)) == []

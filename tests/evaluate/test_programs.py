@@ -26,6 +26,9 @@ from adlm.evaluate.programs import (
 
 FILE = Path(__file__).with_name("problems.jsonl")
 PROBLEMS = read_problems(FILE)
+LOADS = "from importlib.machinery import ExtensionFileLoader as L, ModuleSpec as S\n"
+LOADS += "L('x', 'x.so').create_module(S('x', L('x', 'x.so'), origin='x.so'))"
+LIBRARY = "import os, json\nd = os.open(os.path.dirname(json.__file__), 0)\nos.open('x', os.O_CREAT, dir_fd=d)"
 SHORT = Allowance(seconds=2.0, memory=256 * 2**20)
 
 
@@ -78,6 +81,13 @@ def test_the_solution_of_another_problem_does_not() -> None:
         ("return input()", "failed", "EOFError"),
         ("open('/etc/passwd').read()", "failed", "may not open"),
         ("import pathlib\npathlib.Path('..', 'x').write_text('x')", "failed", "may not open"),
+        (LIBRARY, "failed", "may not open"),
+        ("import os\nos.open('.', 0)", "failed", "may not open"),
+        ("import os\nreturn os.listdir('/')", "failed", "may not look into /"),
+        ("import os\nos.mkfifo('x')", "failed", "has no attribute 'mkfifo'"),
+        ("import _posixsubprocess\n_posixsubprocess.fork_exec()", "failed", "may not do this: fork_exec"),
+        ("import sys\ndel sys.modules['_posixsubprocess']\nimport _posixsubprocess", "failed", "may not import"),
+        (f"open('x.so', 'wb').write(b'x')\n{LOADS}", "failed", "native code of its own"),
         ("open('big', 'wb').write(bytes(2**22))", "failed", "OSError"),
         ("import torch", "failed", "ModuleNotFoundError"),
     ],
@@ -94,6 +104,13 @@ def test_a_forged_report_does_not_pass() -> None:
     forged = "import os\nfor i in range(40):\n    try: os.write(i, b'passed - ')\n    except OSError: pass\nos._exit(0)"
     assert tried(forged).status == "died"
     assert tried("print('passed')\nreturn 0").status == "failed"
+
+
+def test_the_library_can_be_used() -> None:
+    """What is refused is not in the way of honest programs."""
+    modules = "asyncio, subprocess, multiprocessing, concurrent.futures, platform, sqlite3, decimal, csv, tempfile, os"
+    body = f"import {modules}\nopen('x', 'w').close()\nos.listdir('.')\nraise ValueError('got here')"
+    assert tried(body).why.endswith("got here")
 
 
 def test_a_candidate_may_write_in_its_own_folder_which_goes_with_it() -> None:
@@ -184,7 +201,9 @@ def test_files_that_are_no_problems_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="candidate for 'other', which is none of the 5 problems"):
         read_candidates(file, PROBLEMS)
     file.write_text(json.dumps({"task_id": "own/1", "completion": "x"}), "utf-8")
-    assert read_candidates(file, PROBLEMS) == [Candidate("own/1", "x")]
+    assert read_candidates(file, PROBLEMS[1:2]) == [Candidate("own/1", "x")]
+    with pytest.raises(ValueError, match="no candidate for 4 of 5 problems, 'own/0' among them"):
+        read_candidates(file, PROBLEMS)  # the others would not count, and the share be too high
 
 
 def test_limits_that_make_no_sense_are_told() -> None:

@@ -10,7 +10,7 @@ from adlm.evaluate.bleu import self_bleu
 from adlm.evaluate.diversity import entropy
 from adlm.evaluate.generative import generative_perplexity
 from adlm.evaluate.passages import passages
-from adlm.evaluate.quality import Figures, Quality, cut_together, quality
+from adlm.evaluate.quality import Figures, Quality, cut_together, quality, without_end
 from tests.evaluate.small_judges import causal, documents, encoder, needs
 
 N, TOKENS = 20, 40
@@ -38,9 +38,10 @@ def test_the_three_figures_are_not_to_be_had_apart() -> None:
 def test_figures_are_those_of_the_parts() -> None:
     samples = cut(real_texts(N))
     found = measured(samples)
-    alone = generative_perplexity(causal(), samples)
+    pieces = [without_end(piece) for piece in causal().encode(samples)]
+    alone = generative_perplexity(causal(), [piece.text for piece in pieces])
     assert found.samples.gen_ppl.nll == pytest.approx(alone.nll, abs=1e-5)
-    rows = [piece.ids for piece in causal().encode(samples)]
+    rows = [piece.ids for piece in pieces]
     assert found.samples.entropy == entropy(rows) and found.samples.self_bleu == self_bleu(rows)
     assert found.samples.mauve.texts == (N, N)
     said = json.loads(json.dumps(found.as_dict()))
@@ -57,7 +58,16 @@ def test_both_sides_have_equal_amounts() -> None:
     for name in ("gen_ppl", "entropy", "repetition", "self_bleu"):
         mine, theirs = (getattr(side, name) for side in (found.samples, found.reference))
         assert (mine.texts, mine.tokens) == (theirs.texts, theirs.tokens)
-    assert found.settings["share_of_samples_cut"] == pytest.approx(0, abs=0.05)
+    assert found.settings["share_of_samples_cut"] == pytest.approx(1 / 8, abs=0.05)
+
+
+def test_how_texts_end_does_not_matter() -> None:
+    """A model that is told where a text ends writes an end, passages have none: MAUVE must not be about that."""
+    samples = cut(real_texts(N))
+    ended = [f"{text}!!" for text in cut(samples, TOKENS - 2)]
+    found, as_it_was = measured(ended).samples, measured(samples).samples
+    assert found.mauve.value == pytest.approx(as_it_was.mauve.value) and found.entropy == as_it_was.entropy
+    assert found.gen_ppl.nll == pytest.approx(as_it_was.gen_ppl.nll, abs=1e-5)
 
 
 def test_three_sets_are_cut_to_one_shape() -> None:

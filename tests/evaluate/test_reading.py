@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import struct
 from pathlib import Path
@@ -177,9 +178,19 @@ def test_one_book_is_read_whole(tmp_path: Path) -> None:
 
 def test_text_that_fills_no_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a few words"])
-    with pytest.raises(ValueError, match=r"fills no row of 64 tokens: it has 11 tokens in 1 documents.*--rows docum"):
-        read(path, tokenizer("bytes"), 64)
+    with pytest.raises(ValueError, match=r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; give a smaller"):
+        read(path, tokenizer("bytes"), 64)  # a row a document would be one row, which has no error
+    two = written(tmp_path / "b.jsonl", ["a few", "words"])
+    with pytest.raises(ValueError, match=r"10 tokens in 2 documents.*--rows documents"):
+        read(two, tokenizer("bytes"), 64)
     assert len(read(path, tokenizer("bytes"), 64, rows="documents").rows) == 1
+
+
+def test_a_pipe_is_no_source(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for source in ("-", str(tmp_path / "pipe")):
+        with pytest.raises(ValueError, match=r"no file that can be read twice.*write it to a file first"):
+            read(source, tokenizer("bytes"), 64)
 
 
 def test_empty_data(tmp_path: Path) -> None:

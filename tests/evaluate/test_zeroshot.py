@@ -262,7 +262,7 @@ def test_a_line_is_the_held_out_bound(tmp_path: Path, method: str) -> None:
     assert row["nll"] == pytest.approx(bound.nll, abs=1e-5) and row["se"] == pytest.approx(bound.stderr, abs=1e-5)
     assert row["ppl"] == pytest.approx(bound.ppl, rel=1e-4) and row["tokens"] == bound.tokens
     assert row["bits_per_byte"] == pytest.approx(bound.bits_per_byte(reading.bytes), rel=1e-5)
-    assert row["is_exact"] == (method == "ar") and row["se_over"] == "documents"
+    assert row["is_bound"] == (method == "adlm") and row["error_over"] == "documents"
     assert row["rows_hash"] == reading.rows_hash and row["rows"] == len(reading.rows)
     assert row["paper"] == {"ADLM": 95.37, "MDLM": 95.26, "AR": 82.05} and not row["is_comparable"]
     assert json.loads(json.dumps(row)) == row
@@ -278,7 +278,7 @@ def test_one_document_has_an_error_over_its_rows(tmp_path: Path) -> None:
     (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": "on and on it went " * 20}) + "\n")
     reading = read_set("lambada", f"lambada:{tmp_path}", tokenizer("bytes"), 32)
     row = measure(small(), "lambada", reading, SETTINGS)
-    assert row["se_over"] == "rows" and row["se"] > 0
+    assert row["error_over"] == "rows" and row["se"] > 0
 
 
 @pytest.mark.parametrize(

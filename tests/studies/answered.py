@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.terminal import invoke, trained
-from tests.evaluate.test_programs import FILE
+from tests.evaluate.test_programs import FILE, PROBLEMS
 from tests.evaluate.test_zeroshot import write_sets
 from tests.train.runs import TEXT, shelf
 
@@ -37,7 +37,8 @@ def answers() -> dict[str, list[dict[str, Any]]]:
     few = ("--n", 3, "--length", 12, "--steps", "2,4", "--samplers", "ancestral", "--top-p", "1.0", "--repeats", 2)
     guesses = ("--limit", 6, "--draws", 1, "--samples", 2, "--length", 12, "--steps", 3, "--stale", 1, "--perturb", 1)
     candidates = shelf() / "card-candidates.jsonl"
-    candidates.write_text(json.dumps({"task_id": "own/0", "completion": "    return 0\n"}) + "\n", "utf-8")
+    none = [{"task_id": each.task_id, "completion": "    return 0\n"} for each in PROBLEMS]
+    candidates.write_text("".join(json.dumps(each) + "\n" for each in none), "utf-8")
     run = ("--problems", FILE, "--candidates", candidates, "--allow-code-execution")
     return {
         "ppl": [

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from adlm.data.batches import TensorRows
 from adlm.diffusion.anchors import every_token, rare_in_sequence
+from adlm.evaluate.tallies import calibration_error, ratio, ratio_gap
 from adlm.models.language_model import Features, LanguageModel
 from adlm.studies.anchors import Extent, Study, correlations, study_anchors
 from adlm.studies.correlation import correlate, midranks
 from adlm.studies.guesses import Guess, measure_guesses
 from adlm.studies.portraits import draw_anchors, draw_correlation
-from adlm.studies.reveals import measure_reveals, ranks
-from adlm.studies.tallies import calibration_error, ratio, ratio_gap
+from adlm.studies.reveals import measure_reveals, ranks, reveal_steps
 from adlm.studies.writing import Assessor
 from adlm.text.lm import LM
 from tests.studies.drawn import pixels, with_matplotlib
@@ -171,6 +171,23 @@ def test_the_surest_come_first() -> None:
     found = measure_reveals(writer, job, lambda tokens, valid: torch.arange(tokens.shape[1])[None] >= 11)  # BOS and ten
     assert found.steps == 20 and found.anchor_share == 0.5
     assert (found.anchors, found.others, found.gap) == pytest.approx((0.25, 0.75, -0.5))
+
+
+def test_what_stands_behind_the_end_of_a_text_is_no_part_of_it() -> None:
+    """A model that ends texts early: only tokens before the end are counted, be they anchors or not."""
+    writer = rigged("adlm", {lm("adlm").tokenizer.eos_id: 3.0})
+    job = writer.job(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
+    eos_id = writer.tokenizer.eos_id
+    ended = []
+    for ids, _, is_written in zip(*reveal_steps(writer, job), strict=True):
+        end = ids.index(eos_id, 1) if eos_id in ids[1:] else len(ids)  # the first is what begins a text
+        assert is_written.tolist() == [1 <= place < end for place in range(len(ids))]
+        ended.append(end)
+    assert min(ended) < len(ids)
+    counted = sum(end - 1 for end in ended)
+    found = measure_reveals(writer, job, lambda tokens, valid: torch.arange(tokens.shape[1])[None] == 1)
+    with_first = sum(end > 1 for end in ended)
+    assert found.anchor_share == pytest.approx(with_first / counted)
 
 
 def test_reveals_need_two_texts_and_a_sampler() -> None:

@@ -86,12 +86,12 @@ def test_what_is_beaten_is_beaten_by_one_that_is_not() -> None:
 
 
 def figures(gen_ppl: float | None, entropy: float) -> TextFigures:
-    return TextFigures(gen_ppl, None if gen_ppl is None else 1.0, entropy, 0.1, 0.9, 0.01, 0.1, 0.01, 4, 0)
+    return TextFigures(gen_ppl, None if gen_ppl is None else 1.0, entropy, 0.1, 0.9, 0.01, 0.1, 0.01, 4, 0, 12.0)
 
 
 def point(nfe: float, gen_ppl: float | None, entropy: float) -> Point:
     name = f"{nfe:g} {gen_ppl}"
-    return Point(name, "adlm", "ancestral", int(nfe), 1.0, 1.0, 4, nfe, nfe / 10, 0.01, 3, figures(gen_ppl, entropy))
+    return Point(name, "adlm", "ancestral", int(nfe), 1.0, 1.0, nfe, nfe / 10, 0.01, 3, figures(gen_ppl, entropy))
 
 
 def test_more_entropy_than_the_held_out_text_has_is_no_merit() -> None:
@@ -116,7 +116,7 @@ def test_a_point_says_what_was_written() -> None:
     writer = lm()
     (found,) = measure_points(writer, settings(writer), FEW, assessor())
     expected = writer.generate(length=12, n=4, seed=3, sampler="ancestral", steps=4, top_p=1.0)
-    assert found.nfe == np.mean(expected.nfe_each) and found.texts == 4
+    assert found.nfe == np.mean(expected.nfe_each) and found.quality.texts == 4
     assert found.quality.gen_ppl == np.mean([len(text) for text in expected.texts])
     assert found.seconds > 0 and found.timings == 2
     flat = found.as_dict()
@@ -156,7 +156,9 @@ def test_resumed_is_as_uninterrupted(tmp_path: Path) -> None:
     assert again == resumed
 
 
-def test_another_amount_judge_or_model_is_another_point(tmp_path: Path) -> None:
+def test_another_amount_judge_model_or_machine_is_another_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer, (setting,) = lm(), settings(lm())
     asked = depends_on(writer, setting, FEW, assessor(), "a")
     others = [
@@ -165,6 +167,8 @@ def test_another_amount_judge_or_model_is_another_point(tmp_path: Path) -> None:
         depends_on(writer, setting, FEW, assessor(), "b"),
         depends_on(writer, replace(setting, steps=5), FEW, assessor(), "a"),
     ]
+    monkeypatch.setattr("adlm.studies.frontier.hardware_name", lambda device: "another machine")
+    others.append(depends_on(writer, setting, FEW, assessor(), "a"))  # time is a figure too
     ledger = Ledger(tmp_path / "points.jsonl")
     ledger.put(asked, {"it": 1})
     assert Ledger(tmp_path / "points.jsonl").get(asked) == {"it": 1}
@@ -188,7 +192,8 @@ def test_settings_name_the_models_and_the_machine() -> None:
 def test_texts_that_are_too_short_are_counted() -> None:
     assess = Assessor(lm().tokenizer)
     found = assess(["abcdefgh", "hgfedcba", "a", ""])
-    assert (found.texts, found.short) == (2, 2) and found.gen_ppl is None
+    assert (found.texts, found.short, found.tokens) == (2, 2, 8) and found.gen_ppl is None
+    assert assess(["abcdefgh", "abcd"]).tokens == 6  # why an entropy may be low
     with pytest.raises(ValueError, match="3 of 4 texts have fewer than 4 tokens"):
         assess(["abcdefgh", "a", "b", "c"])
 
@@ -218,5 +223,7 @@ def test_pictures_show_something(tmp_path: Path) -> None:
     drawn = draw_frontier(points, tmp_path / "points.svg", figures(20, 4.1)).read_text("utf-8")
     for word in ("Gen-PPL", "NFE", "entropy (nats)", "seconds per text", "held-out text", "confidence"):
         assert word in drawn
+    odd = [replace(each, model=r"$\frac{1$") for each in points]
+    assert "frac{1" in draw_frontier(odd, tmp_path / "odd.svg").read_text("utf-8")
     with pytest.raises(ValueError, match="no points"):
         draw_frontier([], tmp_path / "none.png")

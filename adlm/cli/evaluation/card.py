@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -11,14 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.errors import told
-from adlm.cli.evaluation.lists import check_folder, save_json
+from adlm.cli.evaluation.lists import check_folder, save_json, values_of
+
+if TYPE_CHECKING:
+    from adlm.text.lm import LM
 
 ASKED = "commands.json"  # which command wrote which file of the folder
 GIVEN = {"samples": ("samples*.json", "quality*.json")}  # names that other commands give their files
@@ -28,13 +32,18 @@ OPTIONAL = {
     "code": "`adlm eval code MODEL --json > FOLDER/code.json` adds it",
 }
 QUICK = {
-    "ppl": "--limit 16 --draws 2",
-    "samples": "--n 8 --steps 8 --length 24 --mauve-seeds 1",
-    "frontier": "--n 4 --length 16 --steps 4,8 --samplers ancestral --top-p 1.0 --repeats 2",
-    "anchors": "--limit 16 --draws 1 --perturb 1.0 --stale 1 --samples 2 --length 16 --steps 4",
-    "examples": "--n 1 --steps 8",
+    "ppl": {"--limit": "16", "--draws": "2"},
+    "samples": {"--n": "8", "--steps": "8", "--length": "24", "--mauve-seeds": "1"},
+    "frontier": {"--n": "4", "--length": "16", "--steps": "4,8", "--samplers": "ancestral"}
+    | {"--top-p": "1.0", "--repeats": "2"},
+    "anchors": {"--limit": "16", "--draws": "1", "--perturb": "1.0", "--stale": "1"}
+    | {"--samples": "2", "--length": "16", "--steps": "4"},
+    "examples": {"--n": "1", "--steps": "8"},
 }
-FULL = {"anchors": "--samples 32", "examples": "--n 2"}
+FULL = {"anchors": {"--samples": "32"}, "examples": {"--n": "2"}}
+GOING_ON = ("samples", "frontier", "anchors")  # what they have done they keep in a folder, and go on behind it
+PARTS = "parts"
+MUCH = "How much is measured"
 TAGS = ("diffusion", "masked-diffusion", "language-model")
 
 
@@ -50,6 +59,39 @@ class Asked:
     seed: int
     device: str
     is_quick: bool
+    n: int | None = None
+    length: int | None = None
+    steps: tuple[int, ...] = ()
+    samplers: tuple[str, ...] = ()
+    limit: int | None = None
+
+    def extent(self, name: str, *, is_causal: bool = False) -> dict[str, str]:
+        """How much a command is to measure, and how: what was asked for before what is usual.
+
+        The frontier has all samplers and steps; what takes one of each has the first sampler and the most steps.
+        """
+        n, length, limit = (None if each is None else str(each) for each in (self.n, self.length, self.limit))
+        steps, samplers = ",".join(map(str, self.steps)), ",".join(self.samplers)
+        most, first = str(max(self.steps, default="")), next(iter(self.samplers), "")
+        writing = {"--length": length, "--steps": most, "--sampler": first}
+        asked: dict[str, dict[str, str | None]] = {
+            "ppl": {"--limit": limit},
+            "samples": {"--n": n, **writing},
+            "frontier": {"--n": n, "--length": length, "--steps": steps, "--samplers": samplers},
+            "anchors": {"--limit": limit, "--samples": n, **writing},
+            "examples": writing,
+        }
+        found = (QUICK if self.is_quick else FULL).get(name, {}) | {
+            option: value for option, value in asked[name].items() if value
+        }
+        if is_causal:  # it writes from left to right, a token a step
+            return {option: value for option, value in found.items() if option not in ("--steps", "--sampler")}
+        if "--sampler" in found:
+            from adlm.studies.writing import takes_steps
+
+            if not takes_steps(found["--sampler"]):
+                found.pop("--steps", None)
+        return found
 
 
 @dataclass
@@ -76,6 +118,22 @@ def card(
         Path, typer.Option(help="A folder. JSON of other commands that lies there is taken; the same command goes on.")
     ] = Path("card"),
     is_quick: Annotated[bool, typer.Option("--quick", help="Little of everything: to see that it works.")] = False,
+    n: Annotated[
+        int | None,
+        typer.Option(
+            "--n", min=2, help="Texts: samples, each point, each change. (as the commands)", rich_help_panel=MUCH
+        ),
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text.", rich_help_panel=MUCH)] = None,
+    steps: Annotated[
+        str, typer.Option(help="With commas: the frontier has all, other texts the most.", rich_help_panel=MUCH)
+    ] = "",
+    samplers: Annotated[
+        str, typer.Option(help="With commas: the frontier has all, other texts the first.", rich_help_panel=MUCH)
+    ] = "",
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Rows for likelihood and anchors. (all; 256)", rich_help_panel=MUCH)
+    ] = None,
     rows: Annotated[str | None, typer.Option(help="wrapped, documents (one a row, cut). (wrapped)")] = None,
     licence: Annotated[
         str | None,
@@ -96,12 +154,12 @@ def card(
         check_folder("--out", out)
         if find_spec("matplotlib") is None:
             raise ImportError("a card's pictures need matplotlib: pip install 'adlm[eval]'")
+        several = tuple(values_of("--steps", steps, int)), tuple(values_of("--samplers", samplers, str))
         with answering(is_json):
             from adlm.bundled import DEFAULT, MODELS
 
-            asked = Asked(
-                list(dict.fromkeys(models or [DEFAULT])), data, reference, judge, rows, seed, device, is_quick
-            )
+            names = list(dict.fromkeys(models or [DEFAULT]))
+            asked = Asked(names, data, reference, judge, rows, seed, device, is_quick, n, length, *several, limit)
             licence = licence or ("apache-2.0" if set(asked.models) <= set(MODELS) else "unknown")
             made = made_card(asked, train, out, {"license": licence, "language": language})
             files = written(made, out)
@@ -124,10 +182,12 @@ def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str])
     from adlm.text.lm import load
 
     loaded = [load(name, device=asked.device) for name in asked.models]
+    check_extent(asked, loaded)
     facts = [facts_of(lm) for lm in loaded]
     found = gathered(asked, facts, out)
     if train is not None and "ppl" in found.answers:
-        how = {"rows": asked.rows, "limit": 16 if asked.is_quick else None}
+        limit = asked.extent("ppl").get("--limit")
+        how = {"rows": asked.rows, "limit": None if limit is None else int(limit)}
         beside = baselines(loaded[0], train, asked.data, **how)
         save_json(out / "baselines.json", beside)
         found.answers["ppl"].append(beside)
@@ -141,7 +201,7 @@ def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str])
         found.missing,
         found.commands,
         provenance=here,
-        data=hashes([each for each in (asked.data, asked.reference, train) if each]),
+        data=hashes([each for each in (asked.data, asked.reference, train) if each], names),
         command=command,
         tags=[*TAGS, *dict.fromkeys(each["method"] for each in facts)],
         **about,
@@ -150,25 +210,51 @@ def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str])
     return kept
 
 
+def check_extent(asked: Asked, loaded: Sequence[LM]) -> None:
+    """Refuse samplers, steps and lengths that cannot be before the first command runs."""
+    from adlm.studies.frontier import grid
+
+    for lm in loaded:
+        for setting in grid(lm, asked.length or 1, asked.samplers or ("ancestral",), asked.steps or (1,), [1.0], [1.0]):
+            lm.job(length=asked.length, n=1, **setting.how())
+
+
 def gathered(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gathered:
     """Each section's answers: of files that lie in the folder, or of commands."""
     found = Gathered(missing=dict(OPTIONAL))
     ledger = out / ASKED
-    known: dict[str, list[str]] = json.loads(ledger.read_text("utf-8")) if ledger.is_file() else {}
+    known: dict[str, Any] = json.loads(ledger.read_text("utf-8")) if ledger.is_file() else {}
     for name, given in given_files(out, known).items():
         found.answers[name] = [read_answer(path, name) for path in given]
+        for path, answer in zip(given, found.answers[name], strict=True):
+            check_weights(path, answer, {str(each["name"]): str(each["weights_sha256"]) for each in facts})
         found.commands[name] = [f"taken from {path.name}" for path in given]
+    read = [each for each in (asked.data, asked.reference) if each]
+    same = hashes(read, short_names(read))
     for name, words in planned(asked, facts, found):
         number = len(found.answers.setdefault(name, [])) + 1
         path = out / f"{name}-{number}.json"
         shown = shlex.join(["adlm", *words])
-        if not path.is_file() or known.get(path.name) != words:
+        # An answer holds as long as its command, the weights and the files that it read are the same.
+        weights = {each["name"]: each["weights_sha256"] for each in facts if each["name"] in words}
+        follows = {"words": words, "weights": weights, "files": same}
+        if not path.is_file() or known.get(path.name) != follows:
             notes().print(f"$ {shown}", style="dim", markup=False)
-            save_json(path, answer_of(words))
-            save_json(ledger, known := known | {path.name: words})
+            # In this order: an answer whose command is not put down would be taken for a file of somebody else's.
+            path.unlink(missing_ok=True)
+            save_json(ledger, known := known | {path.name: follows})
+            save_json(path, answer_of([*words, *kept_in(out, name, follows)]))
         found.answers[name].append(read_answer(path, name))
         found.commands.setdefault(name, []).append(shown)
     return found
+
+
+def kept_in(out: Path, name: str, follows: Mapping[str, Any]) -> list[str]:
+    """Where a long command keeps what it has done, by what that follows from: after a Ctrl-C it goes on there."""
+    if name not in GOING_ON:
+        return []
+    key = hashlib.sha256(json.dumps(follows, sort_keys=True).encode()).hexdigest()[:12]
+    return ["--out", str(out / PARTS / f"{name}-{key}")]
 
 
 def given_files(out: Path, known: Mapping[str, Any]) -> dict[str, list[Path]]:
@@ -190,14 +276,10 @@ def planned(asked: Asked, facts: Sequence[Mapping[str, Any]], found: Gathered) -
     rows = ["--rows", asked.rows] if asked.rows else []
     judge = ["--judge", asked.judge] if asked.judge else []
     reference = asked.reference or asked.data
-    extent = QUICK if asked.is_quick else FULL
 
     def words(name: str, *given: str, is_causal: bool = False) -> tuple[str, list[str]]:
         start = ["sample"] if name == "examples" else ["eval", name]
-        how = extent.get(name, "").split()
-        if is_causal and "--steps" in how:  # a token a step
-            place = how.index("--steps")
-            del how[place : place + 2]
+        how = [word for pair in asked.extent(name, is_causal=is_causal).items() for word in pair]
         return name, [*start, *given, *how, *common]
 
     causal = {str(each["name"]) for each in facts if each["is_causal"]}
@@ -256,6 +338,20 @@ def read_answer(path: Path, name: str) -> dict[str, Any]:
     return found
 
 
+def check_weights(path: Path, answer: Any, weights: Mapping[str, str]) -> None:
+    """Refuse a file whose figures are of other weights than those that the card is about."""
+    if isinstance(answer, Mapping):
+        name, said = answer.get("model"), answer.get("weights_sha256")
+        if said is not None and weights.get(str(name), said) != said:
+            raise ValueError(
+                f"{path} is about other weights of {name} ({said[:12]}…, here {weights[str(name)][:12]}…): take it out "
+                "of the folder, and it is measured again"
+            )
+        answer = list(answer.values())
+    for each in answer if isinstance(answer, list) else ():
+        check_weights(path, each, weights)
+
+
 def short_names(given: Sequence[str]) -> dict[str, str]:
     """Paths of this machine, and what a reader elsewhere is told in their place."""
     found: dict[str, str] = {}
@@ -270,11 +366,11 @@ def short_names(given: Sequence[str]) -> dict[str, str]:
     return {path: name for path, name in found.items() if os.sep in path}
 
 
-def hashes(given: Sequence[str]) -> dict[str, str]:
-    """The sha256 of the files among what was given."""
+def hashes(given: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
+    """The sha256 of the files among what was given, by what they are called."""
     from adlm.data.shards import sha256_of
 
-    return {Path(each).name: sha256_of(Path(each)) for each in given if Path(each).is_file()}
+    return {names.get(each, Path(each).name): sha256_of(Path(each)) for each in given if Path(each).is_file()}
 
 
 def written(made: Mapping[str, Any], out: Path) -> list[Path]:

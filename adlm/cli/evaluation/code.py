@@ -14,6 +14,7 @@ from rich.table import Table
 from adlm.cli import options
 from adlm.cli.answers import answering, check_files, notes, print_json
 from adlm.cli.errors import told
+from adlm.cli.evaluation.lists import values_of
 
 if TYPE_CHECKING:
     from adlm.evaluate.programs import Verdict
@@ -107,13 +108,10 @@ def loaded(model: str | None, device: str) -> LM:
 
 
 def numbers_of(words: str) -> list[int]:
-    """Whole numbers from 1, separated by commas."""
-    try:
-        found = [int(word) for word in words.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--k is whole numbers with commas between, such as 1,5; got {words!r}") from error
-    if min(found) < 1:
-        raise ValueError(f"--k is whole numbers from 1, got {words!r}")
+    """The k of pass@k."""
+    found = values_of("--k", words, int)
+    if not found or min(found) < 1:
+        raise ValueError(f"--k is whole numbers from 1 on with commas between, such as 1,5; got {words!r}")
     return found
 
 
@@ -135,14 +133,14 @@ def data_written(path: Path, is_json: bool) -> None:
 
 def parse_figures(lm: LM, texts: int, infills: int, length: int | None, how: dict[str, Any]) -> dict[str, Any]:
     """What parses of what a model writes and fills in."""
-    from adlm.studies.code import KINDS, finite, gaps, hash_of, infilling, parse_shares, standard_library, written_code
+    from adlm.studies.code import KINDS, gaps, hash_of, infilling, parse_shares, standard_library, written_code
 
     found: dict[str, Any] = {"written": None, "filled_in": None}
     settings: dict[str, Any] = {"texts": texts, "infills": infills, "prompt": "def "}
     if texts:
         with notes().status(f"writing {texts} texts …"):
             written = written_code(lm, texts, length=length, **how)
-        found["written"] = {name: finite(share) for name, share in parse_shares(written).items()}
+        found["written"] = {name: asdict(share) for name, share in parse_shares(written).items()}
         found["texts"] = written
     if infills and lm.form.is_causal:
         notes().print("a causal model sees only what is before a hole: nothing is filled in", style="dim")
@@ -174,7 +172,7 @@ def pass_figures(
     from rich.progress import track
 
     from adlm.evaluate.programs import Allowance, read_candidates, read_problems, solved_share, try_all
-    from adlm.studies.code import completions, finite
+    from adlm.studies.code import completions
 
     asked, allowance = read_problems(problems), Allowance(seconds, memory * 2**20)
     if candidates is not None:
@@ -185,9 +183,11 @@ def pass_figures(
             tried = completions(lm, asked, n, **how)
     running = try_all(asked, tried, allowance, allow_execution=True, workers=workers)
     verdicts = list(track(running, "running candidates", total=len(tried), console=notes(), transient=True))
-    shares = {f"pass@{each}": finite(solved_share(verdicts, each)) for each in ks}
-    settings = {"problems_sha256": hashlib.sha256(problems.read_bytes()).hexdigest(), "problems": len(asked), "n": n}
-    if candidates is not None:
+    shares = {f"pass@{each}": asdict(solved_share(verdicts, each)) for each in ks}
+    settings = {"problems_sha256": hashlib.sha256(problems.read_bytes()).hexdigest(), "problems": len(asked)}
+    if candidates is None:
+        settings["n"] = n
+    else:
         settings["candidates_sha256"] = hashlib.sha256(candidates.read_bytes()).hexdigest()
     settings |= {"seconds": seconds, "memory_mib": memory, "network": sorted({each.network for each in verdicts})}
     each = [

@@ -38,6 +38,7 @@ def domains(
         with answering(is_json):
             from adlm.bundled import DEFAULT
             from adlm.evaluate.provenance import provenance
+            from adlm.evaluate.zeroshot import weights_hash
             from adlm.studies.domains import domain_bounds
             from adlm.text.lm import load
 
@@ -56,6 +57,7 @@ def domains(
                     )
                 )
             settings: dict[str, Any] = {"model": lm.name, "method": lm.method, "step": lm.step, "seed": seed}
+            settings |= {"weights_sha256": weights_hash(lm.model)}
             settings |= {"draws": 1 if lm.form.is_causal else draws, "limit": limit, "rows": rows}
             answer = {"domains": found, "settings": settings, "provenance": provenance(lm.device)}
         if is_json:

@@ -24,7 +24,8 @@ WIDTH = 140  # of a table that no terminal shows
 READ = (
     "★: no other point has as few evaluations (NFE), as low a Gen-PPL and as high an entropy (up to the held-out "
     "text's) and is better in one of them. A low Gen-PPL at a low entropy is repetition, no quality. ± is a standard "
-    "error over texts; of seconds, the standard deviation between timings."
+    "error over texts; of seconds, the standard deviation between timings. Entropy grows with the tokens in a text: a "
+    "model that ends texts early has less of it."
 )
 
 
@@ -131,6 +132,9 @@ def show(points: Sequence[Point], reference: TextFigures | None, timed: str) -> 
     first = points[0]
     judged = "" if first.quality.gen_ppl is not None else " No judge was asked: --judge NAME adds Gen-PPL."
     notes().print(f"{READ} {timed}{judged}", style="dim", markup=False)
+    if short := sum(point.quality.short for point in points):
+        said = f"{short} of {short + sum(point.quality.texts for point in points)} texts have fewer than four tokens"
+        notes().print(f"{said}: they are in NFE and time, and in no other figure.", style="yellow", markup=False)
 
 
 def tabled(points: Sequence[Point], reference: TextFigures | None) -> Table:
@@ -141,7 +145,7 @@ def tabled(points: Sequence[Point], reference: TextFigures | None) -> Table:
     table.add_column("", no_wrap=True)
     for name in ("model", "sampler"):
         table.add_column(name, no_wrap=True)
-    names = ("steps", "T", "p", "NFE", "s/text", "Gen-PPL", "entropy", "distinct-2", "repeated-4")
+    names = ("steps", "T", "p", "NFE", "s/text", "tokens", "Gen-PPL", "entropy", "distinct-2", "repeated-4")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
@@ -158,6 +162,6 @@ def tabled(points: Sequence[Point], reference: TextFigures | None) -> Table:
 def cells_of(quality: TextFigures) -> list[str]:
     """Its figures with their errors."""
     judged = "–" if quality.gen_ppl is None else f"{quality.gen_ppl:.1f} ± {quality.gen_ppl_se:.1f}"
-    figures = [judged, f"{quality.entropy:.3f} ± {quality.entropy_se:.3f}"]
+    figures = [f"{quality.tokens:.1f}", judged, f"{quality.entropy:.3f} ± {quality.entropy_se:.3f}"]
     figures += [f"{quality.distinct_2:.3f} ± {quality.distinct_2_se:.3f}"]
     return [*figures, f"{quality.repetition_4:.3f} ± {quality.repetition_4_se:.3f}"]

@@ -32,6 +32,7 @@ NAMES = {
     "unmasking_bound": "unmasking, {order} order",
 }
 WIDTH = 100  # of a table that no terminal shows
+FEW = 20  # documents or rows that a standard error is hardly to be had from
 
 
 def ppl(
@@ -59,6 +60,10 @@ def ppl(
     count: Annotated[
         str, typer.Option(help="lineage: all tokens but padding; text: those that begin and end a text are given.")
     ] = "lineage",
+    attend_padding: Annotated[
+        bool,
+        typer.Option("--attend-padding", help="Padding is read and hidden like text, as the lineage does on LM1B."),
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=2, help="Only so many rows.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time; it changes nothing but speed.")] = 32,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same figure.")] = 0,
@@ -78,6 +83,8 @@ def ppl(
             raise ValueError(f"--count is one of {', '.join(COUNTS)}, got {count!r}")
         if tokens_a_step is not None and order is None:
             raise ValueError(f"--tokens-a-step {tokens_a_step} says how an order goes: give --order too")
+        if attend_padding and order is not None:
+            raise ValueError(f"--order {order} begins with text hidden and padding not: leave --attend-padding out")
         with answering(is_json):
             from adlm.bundled import DEFAULT
             from adlm.evaluate.reading import read
@@ -109,11 +116,12 @@ def ppl(
                     order=order,
                     tokens_a_step=tokens_a_step or 1,
                     count=count,
+                    attend_padding=attend_padding,
                     batch=batch,
                     seed=seed,
                     on_rows=on_rows,
                 )
-                for note in remarks(lm, found) if world.is_first else ():
+                for note in remarks(lm, found, answer) if world.is_first else ():
                     notes().print(note, style="dim", markup=False)
                 if not world.is_first:  # of many processes, one answers
                     return
@@ -153,6 +161,7 @@ def measured(
     steps: int | None = None,
     order: str | None = None,
     tokens_a_step: int = 1,
+    attend_padding: bool = False,
     batch: int = 32,
     on_rows: Callable[[str, int, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
@@ -161,13 +170,15 @@ def measured(
     from adlm.evaluate.likelihood import Walk, held_out_bound
     from adlm.evaluate.provenance import provenance
     from adlm.evaluate.unmasking import RANDOM, unmasking_likelihood
+    from adlm.evaluate.zeroshot import weights_hash
     from adlm.methods import METHODS
 
     began, is_causal = time.perf_counter(), lm.form.is_causal
     if len(found.rows) < 2:
+        remedy = "a smaller --length" if found.settings["rows"] == "wrapped" else "leave --rows documents out"
         raise ValueError(
             f"{found.settings['source']} makes one row of {found.settings['length']} tokens, and an error takes at "
-            "least 2: give more text, or a smaller --length with --rows wrapped"
+            f"least 2: give more text, or {remedy}"
         )
     score_entropy = METHODS[lm.method].score_entropy
     network, documents = lm.model.fold().to(world.device), len(found.documents.unique())
@@ -188,6 +199,7 @@ def measured(
             seed=seed,
             steps=steps,
             score_entropy=score_entropy,
+            attend_padding=attend_padding,
             marks=walk.marks,
             documents=walk.documents,
             rank=walk.rank,
@@ -208,7 +220,8 @@ def measured(
             answer["unmasking"] |= {"order": order, "tokens_a_step": tokens_a_step, "draws": second.draws}
     except FloatingPointError as error:
         raise ValueError(f"{lm.name} has no figure: {error}. Look at its weights, then at those rows") from error
-    settings = {"model": lm.name, "method": lm.method, "step": lm.step, "count": count, "seed": seed}
+    settings = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": weights_hash(lm.model)}
+    settings |= {"count": count, "attend_padding": attend_padding and not is_causal, "seed": seed}
     settings |= {"draws": bound.draws, "steps": None if is_causal else steps}
     settings |= {} if is_causal else {"schedule": "loglinear", "min_time": 0.0 if steps else MIN_TIME}
     settings |= {"objective": "score_entropy" if score_entropy else "cross_entropy", "precision": "float32"}
@@ -224,10 +237,12 @@ def measured(
     }
 
 
-def remarks(lm: LM, found: Reading) -> Iterator[str]:
+def remarks(lm: LM, found: Reading, answer: dict[str, Any]) -> Iterator[str]:
     """What a reader of the figure should know of its rows."""
-    data = found.settings
-    if lm.form.is_framed and data["rows"] == "wrapped":
+    data, over = found.settings, answer["settings"]["error_over"]
+    if answer[over] < FEW:
+        yield f"the error is over {answer[over]} {over} only, too few to lean on"
+    if lm.form.is_framed and data["rows"] == "wrapped" and answer["documents"] > 1:
         yield f"{lm.name} learned from rows of one document each, these are wrapped: --rows documents has such rows"
     if data.get("documents_cut") and data["rows"] == "documents":
         yield (

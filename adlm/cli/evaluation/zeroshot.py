@@ -166,13 +166,14 @@ def recalled(out: Path | None, settings: Mapping[str, Any]) -> dict[str, dict[st
     try:
         found = json.loads(out.read_text("utf-8"))
         lines = {row["set"]: row for row in found["sets"]} if found["format"] == FORMAT else None
+        said = dict(found["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--out {out} is there and is no file of this command: give another name") from error
     if lines is None:
         raise ValueError(f"--out {out} has format {found['format']!r}, this version writes {FORMAT}: give another name")
     for key, value in settings.items():
-        if key != "model" and found["settings"].get(key) != value:
-            there = found["settings"].get(key)
+        there = said.get(key)
+        if key != "model" and there != value:
             raise ValueError(
                 f"--out {out} holds figures with {key} {there!r:.20}, and {value!r:.20} is asked for: give another name"
             )
@@ -201,12 +202,12 @@ def show(answer: Mapping[str, Any]) -> None:
         whose = "all" if len(names) == len(answer["sets"]) else ", ".join(names)
         console.print(f"{whose}: {reason}", style="dim", markup=False, soft_wrap=True)
     for row in answer["sets"]:
-        if row["se_units"] < FEW:
-            few = f"the error is over {row['se_units']} {row['se_over']} only, too few to lean on"
+        if row["error_units"] < FEW:
+            few = f"the error is over {row['error_units']} {row['error_over']} only, too few to lean on"
             console.print(f"{row['set']}: {few}", style="dim", markup=False, soft_wrap=True)
     for reason in answer["missing"].values():
         console.print(f"missing: {reason}", style="yellow", markup=False, soft_wrap=True)
-    kind = "exact" if all(row["is_exact"] for row in answer["sets"]) else "bounds from above"
+    kind = "bounds from above" if any(row["is_bound"] for row in answer["sets"]) else "exact"
     notes().print(
         f"{answer['model']}: nats per token with their standard error, and perplexity: {kind}. The paper's models were "
         "trained on 524B tokens of OpenWebText; its figure in brackets is not comparable with ours, for the reasons "

@@ -1,11 +1,13 @@
 """`adlm eval card`: one command, one folder, every figure from a command that the card names."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adlm.cli.evaluation.card import Asked, Gathered, gathered, hashes, planned, short_names
 from tests.cli.terminal import assert_told, invoke, process, trained
 from tests.evaluate.small_judges import causal_folder, documents, needs
 from tests.studies.answered import answers, held_out, sample_figures
@@ -54,7 +56,7 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
     needs("transformers", "mauve")
     folder, text = tmp_path / "card", tmp_path / "prose.txt"
     text.write_text("\n<|endoftext|>\n".join(documents()), "utf-8")
-    words: tuple[Any, ...] = (trained(), trained("ar"), "--data", text, "--judge", causal_folder(), "--quick")
+    words: tuple[Any, ...] = (trained(), "--data", text, "--judge", causal_folder(), "--quick")
     done = process("eval", "card", *words, "--out", folder, "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout)
@@ -66,14 +68,103 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
     for name in FILES:
         assert str(tmp_path) not in (folder / name).read_text("utf-8")
     commands = [command for part in found["sections"] for command in part["commands"]]
-    assert len(commands) == 8 and all(command.startswith("adlm ") and "--json" in command for command in commands)
-    assert found["command"].startswith("adlm eval card run-adlm run-ar --data prose.txt")
+    assert len(commands) == 5 and all(command.startswith("adlm ") and "--json" in command for command in commands)
+    assert found["command"].startswith("adlm eval card run-adlm --data prose.txt")
+    for part, kept in {"samples": "samples.jsonl", "frontier": "points.jsonl", "anchors": "models.jsonl"}.items():
+        assert list(folder.glob(f"parts/{part}-*/{kept}")), part  # what goes on after a Ctrl-C
     again = process("eval", "card", *words, "--out", folder, "--device", "cpu", "--json")
     assert b"$ adlm" in done.stderr and b"$ adlm" not in again.stderr  # what is done is not done again
     assert json.loads(again.stdout)["sections"] == found["sections"]
     (folder / "ppl-1.json").unlink()
     third = process("eval", "card", *words, "--out", folder, "--device", "cpu", "--json")
     assert third.stderr.count(b"$ adlm") == 1 and json.loads(third.stdout)["metrics"] == found["metrics"]
+
+
+def planned_words(**changes: Any) -> dict[str, list[list[str]]]:
+    """The commands of a card of two models, one of them causal, by section."""
+    asked = Asked(["two", "ar"], "text.txt", None, "judge", None, 0, "cpu", False)
+    facts = [{"name": "two", "is_causal": False, "is_two_stage": True}]
+    facts += [{"name": "ar", "is_causal": True, "is_two_stage": False}]
+    found: dict[str, list[list[str]]] = {}
+    for name, words in planned(replace(asked, **changes), facts, Gathered()):
+        found.setdefault(name, []).append(words)
+    return found
+
+
+def given_to(words: list[str], *options: str) -> list[str | None]:
+    return [words[words.index(each) + 1] if each in words else None for each in options]
+
+
+def test_what_is_asked_for_is_passed_on_where_it_applies() -> None:
+    needs("mauve")
+    how = {"n": 100, "length": 64, "steps": (16, 64, 32), "samplers": ("confidence", "ancestral"), "limit": 40}
+    found = planned_words(**how)
+    writing = ("--length", "--steps", "--sampler")
+    for name, count in (("samples", "--n"), ("anchors", "--samples")):
+        assert given_to(found[name][0], count, *writing) == ["100", "64", "64", "confidence"]
+    assert given_to(found["samples"][1], "--n", *writing) == ["100", "64", None, None]  # the causal model's
+    (points,) = found["frontier"]
+    assert given_to(points, "--n", "--length", "--steps", "--samplers") == [
+        "100", "64", "16,64,32", "confidence,ancestral"
+    ]  # fmt: skip
+    assert given_to(found["ppl"][0], "--limit", "--n") == ["40", None]
+    assert given_to(found["anchors"][0], "--limit") == ["40"]
+    assert given_to(found["examples"][0], "--n", *writing) == ["2", "64", "64", "confidence"]
+    bare = planned_words()
+    assert given_to(bare["samples"][0], "--n", *writing) == [None] * 4
+    assert given_to(bare["anchors"][0], "--samples") == ["32"]
+    quick = planned_words(is_quick=True, n=6)
+    assert given_to(quick["samples"][0], "--n", "--steps") == ["6", "8"]
+    free = planned_words(samplers=("first_hitting",), steps=(8,))  # a sampler without steps
+    assert given_to(free["samples"][0], "--sampler", "--steps") == ["first_hitting", None]
+    assert given_to(free["frontier"][0], "--steps") == ["8"]
+
+
+@with_matplotlib
+def test_what_cannot_be_asked_for_is_told_before_anything_runs(tmp_path: Path) -> None:
+    words = ("eval", "card", trained(), "--data", held_out(), "--out", tmp_path / "card", "--device", "cpu")
+    assert_told(invoke(*words, "--samplers", "fast"), "unknown sampler 'fast'")
+    assert_told(invoke(*words, "--length", 500), "length must be a whole number between 1 and 31")
+    assert_told(invoke(*words, "--steps", "many"), "--steps 'many': 'many' is not a whole number")
+    assert not (tmp_path / "card").exists()
+
+
+@with_matplotlib
+def test_an_answer_holds_as_long_as_what_it_follows_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model at the same place, another text of the same name: measured again."""
+    run: list[str] = []
+
+    def answer_of(words: list[str]) -> dict[str, Any]:
+        name = "examples" if words[0] == "sample" else words[1]
+        run.append(name)
+        return answers()[name][0]
+
+    monkeypatch.setattr("adlm.cli.evaluation.card.answer_of", answer_of)
+    data = tmp_path / "text.txt"
+    data.write_text("one", "utf-8")
+    asked = Asked([trained()], str(data), None, None, None, 0, "cpu", False)
+    facts = [{"name": trained(), "weights_sha256": "a", "is_causal": False, "is_two_stage": True}]
+    every = ["ppl", "frontier", "anchors", "examples"]
+    for changed, expected in (({}, every), ({}, []), ({"weights_sha256": "b"}, every)):
+        run.clear()
+        facts = [facts[0] | changed]
+        found = gathered(asked, facts, tmp_path / "card")
+        assert run == expected and list(found.answers) == every
+    data.write_text("two", "utf-8")
+    run.clear()
+    gathered(asked, facts, tmp_path / "card")
+    assert run == every
+
+    def interrupted(words: list[str]) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adlm.cli.evaluation.card.answer_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gathered(replace(asked, seed=1), facts, tmp_path / "card")
+    monkeypatch.setattr("adlm.cli.evaluation.card.answer_of", answer_of)
+    run.clear()
+    gathered(replace(asked, seed=1), facts, tmp_path / "card")
+    assert run == every  # no half of it is taken for somebody else's file
 
 
 @pytest.mark.slow
@@ -95,6 +186,25 @@ def test_a_command_that_fails_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_something_else_is_told(content: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "frontier.json").write_text(content, "utf-8")
     assert_told(invoke("eval", "card", trained(), "--data", held_out(), "--out", tmp_path, "--json"), said)
+
+
+@with_matplotlib
+def test_files_of_other_weights_are_not_taken(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "card")
+    found = json.loads((folder / "frontier.json").read_text("utf-8"))
+    found["settings"]["models"][0]["weights_sha256"] = "0" * 64
+    (folder / "frontier.json").write_text(json.dumps(found), "utf-8")
+    words = ("eval", "card", trained(), trained("ar"), "--data", held_out(), "--out", folder, "--device", "cpu")
+    assert_told(invoke(*words), "frontier.json is about other weights of", "000000000000…", "take it out of the folder")
+
+
+def test_two_files_of_one_name_have_a_hash_each(tmp_path: Path) -> None:
+    files = [tmp_path / name / "test.txt" for name in ("one", "two")]
+    for path in files:
+        path.parent.mkdir()
+        path.write_text(str(path), "utf-8")
+    given = [str(path) for path in files]
+    assert len(hashes(given, short_names(given))) == 2
 
 
 def test_mistakes_are_told_in_a_line(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_the_standard_library_is_written_as_data(tmp_path: Path) -> None:
         (("--problems", FILE), ALLOWED),
         (("--candidates", FILE, ALLOWED), "give --problems too"),
         (("--problems", FILE, "--k", "2", ALLOWED), "pass@2 needs at least 2 candidates a problem, --n is 1"),
-        (("--problems", FILE, "--k", "one", ALLOWED), "--k is whole numbers with commas"),
+        (("--problems", FILE, "--k", "one", ALLOWED), "--k 'one': 'one' is not a whole number"),
         (("--problems", FILE, "--k", "0", ALLOWED), "--k is whole numbers from 1"),
         (("--problems", "nowhere.jsonl", ALLOWED), "nowhere.jsonl"),
         (("--problems", FILE, "--candidates", FILE, ALLOWED), "lacks completion"),

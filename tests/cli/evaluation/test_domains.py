@@ -1,11 +1,15 @@
 """`adlm eval domains`: a line for each kind of text, the same figures as `adlm eval ppl`."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
+import adlm
+from adlm.checkpoint import described, write_json
 from adlm.studies.code import standard_library
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.train.runs import TEXT
@@ -47,6 +51,19 @@ def test_the_table_says_what_json_says(tmp_path: Path) -> None:
     result = invoke("eval", *words)
     assert f"≤ {row['bits_per_byte']:.4f} ± {row['bits_per_byte_se']:.4f}" in result.stdout
     assert "Bits per byte compare between domains" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["domains", "zeroshot"])
+def test_weights_that_are_no_numbers_are_told(command: str, tmp_path: Path) -> None:
+    lm = adlm.load(trained(), device="cpu")
+    weights = {name: value.clone() for name, value in lm.model.state_dict().items()}
+    weights["head.bias"][:] = math.nan
+    lm.tokenizer.save(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", described(lm.model.config, "adlm", 0, "wrapped"))
+    (tmp_path / "ptb.valid.txt").write_text(TEXT[:3000], "utf-8")
+    words = ("--set", f"ptb={tmp_path / 'ptb.valid.txt'}", *SMALL)
+    assert_told(invoke("eval", command, tmp_path, *words), "the loss is nan")
 
 
 @pytest.mark.parametrize(

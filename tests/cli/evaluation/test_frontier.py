@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 import adlm
+from adlm.checkpoint import Loaded, export
 from adlm.evaluate.generative import generative_perplexity
 from adlm.evaluate.judges import load_judge
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.small_judges import causal_folder, needs
 from tests.studies.drawn import pixels, with_matplotlib
+from tests.text.models import lm, rigged
 from tests.train.runs import TEXT, shelf
 
 FEW = ("--steps", "2,4", "--samplers", "ancestral,confidence", "--top-p", "1.0", "--n", 3, "--length", 12, "--batch", 2)
@@ -71,13 +73,25 @@ def test_a_judge_reads_samples_and_held_out_text_alike() -> None:
     assert "held-out text" in shown.stdout and f"{found['points'][0]['gen_ppl']:.1f} ±" in shown.stdout
 
 
+def test_texts_that_are_left_out_are_told(tmp_path: Path) -> None:
+    """A causal model that ends its texts at once, most of the time."""
+    model = rigged("ar", {lm("ar").tokenizer.eos_id: 5.0})
+    folder = export(Loaded(model.model, model.tokenizer, "ar", 0, "wrapped"), tmp_path / "model")
+    words = (folder, *FEW, "--n", 12)
+    (point,) = answered(*words)["points"]
+    assert point["short"] > 0 and point["texts"] + point["short"] == 12 and 4 <= point["tokens"] < 12
+    said = invoke("eval", "frontier", *words).stderr.replace("\n", " ")
+    assert f"{point['short']} of 12 texts have fewer than four tokens" in said
+
+
 def test_the_table_says_what_json_says() -> None:
     words = (trained(), *FEW, "--steps", "2", "--samplers", "ancestral")
     result = invoke("eval", "frontier", *words)
     assert result.exit_code == 0, result.output
     header, row = result.stdout.splitlines()
     assert header.split() == [
-        "model", "sampler", "steps", "T", "p", "NFE", "s/text", "Gen-PPL", "entropy", "distinct-2", "repeated-4"
+        "model", "sampler", "steps", "T", "p", "NFE", "s/text", "tokens", "Gen-PPL", "entropy", "distinct-2",
+        "repeated-4",
     ]  # fmt: skip
     (point,) = answered(*words)["points"]
     assert f"{point['entropy']:.3f} ± {point['entropy_se']:.3f}" in row and "–" in row and "★" in row

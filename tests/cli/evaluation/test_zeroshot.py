@@ -30,7 +30,7 @@ def test_one_object_with_every_set(folder: Path) -> None:
     assert [row["set"] for row in found["sets"]] == list(SETS) and found["missing"] == {}
     assert found["settings"]["draws"] == 2 and found["settings"]["length"] == 32 and found["provenance"]["versions"]
     for row in found["sets"]:
-        assert row["ppl"] == pytest.approx(math.exp(row["nll"])) and row["se"] > 0 and row["noise_se"] > 0
+        assert row["ppl"] == pytest.approx(math.exp(row["nll"])) and row["se"] > 0 and row["se_noise"] > 0
         assert row["bits_per_byte"] == pytest.approx(row["nll"] * row["tokens"] / row["bytes"] / math.log(2))
         assert len(row["rows_hash"]) == 64 and row["rows"] <= 12 and not row["is_comparable"]
         assert row["settings"]["length"] == 32 and row["settings"]["rows"] == "wrapped"
@@ -61,15 +61,15 @@ def test_the_table_says_what_json_says(folder: Path) -> None:
     assert second.startswith("pubmed*") and "stand-in" in second and "37.56" not in second
     assert any(line.startswith("all: tokenizer") and "not gpt2" in line for line in reasons)
     assert any(line.startswith("pubmed: stand-in: abstracts") for line in reasons)
-    few = f"pubmed: the error is over {pubmed['se_units']} documents only"
-    assert 2 <= pubmed["se_units"] <= 12 and any(line.startswith(few) for line in reasons)
+    few = f"pubmed: the error is over {pubmed['error_units']} documents only"
+    assert 2 <= pubmed["error_units"] <= 12 and any(line.startswith(few) for line in reasons)
     assert "bits per byte compare across tokenizers" in result.stderr
 
 
 def test_a_causal_models_figures_are_exact(folder: Path) -> None:
     result = invoke("eval", "zeroshot", trained("ar"), "--data-dir", folder, "--sets", "ptb", "--json")
     (row,) = json.loads(result.stdout)["sets"]
-    assert row["is_exact"] and row["settings"]["draws"] == 1 and row["noise_se"] == 0
+    assert not row["is_bound"] and row["settings"]["draws"] == 1 and row["se_noise"] == 0
 
 
 def test_finished_sets_are_not_done_again(folder: Path, tmp_path: Path) -> None:
@@ -93,7 +93,9 @@ def test_finished_sets_are_not_done_again(folder: Path, tmp_path: Path) -> None:
     assert_told(result, "holds figures with seed 0, and 1 is asked for: give another name")
 
 
-@pytest.mark.parametrize("content", ["not JSON", "[]", '{"sets": 1}', '{"format": 1, "sets": [1]}'])
+@pytest.mark.parametrize(
+    "content", ["not JSON", "[]", '{"sets": 1}', '{"format": 1, "sets": [1]}', '{"format": 1, "sets": []}']
+)
 def test_a_file_of_something_else_is_not_written_over(folder: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "mine.json").write_text(content)
     words = ("--data-dir", folder, "--sets", "ptb", "--out", tmp_path / "mine.json")
@@ -127,7 +129,7 @@ def test_empty_data(tmp_path: Path) -> None:
     words = ("eval", "zeroshot", trained(), "--set", f"ptb={tmp_path / 'ptb.valid.txt'}")
     assert_told(invoke(*words), "holds no document")
     (tmp_path / "ptb.valid.txt").write_text("one word\n")
-    assert_told(invoke(*words, "--length", 32), "fills no row of 32 tokens", "--rows documents")
+    assert_told(invoke(*words, "--length", 32), "fills no row of 32 tokens", "a smaller --length")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sums over rows to means with standard errors: tokens of one row are not independent, rows are."""
+"""Sums over rows or texts to means with standard errors: tokens of one row are not independent, rows are."""
 
 from __future__ import annotations
 
