@@ -195,11 +195,11 @@ def in_folder(folder: Path, found_as: str) -> Place:
 
 def load_judge(name: str | Path, *, device: torch.device | str = "cpu") -> Judge:
     """A judge in float32: a folder as transformers saves it, a .gguf file, an installed package's name, a Hub name."""
+    place = find_judge(name)
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     except ImportError as error:
         raise ImportError(f"a judge needs transformers: {EXTRA}") from error
-    place = find_judge(name)
     with quiet():
         config = asked_of(AutoConfig, place, name, "configuration")
         if getattr(config, "is_encoder_decoder", False):

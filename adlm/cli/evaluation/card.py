@@ -152,8 +152,6 @@ def card(
         if data is None:
             raise ValueError("what to measure on is not said: give --data FILE, a folder or the name of a corpus")
         check_folder("--out", out)
-        if find_spec("matplotlib") is None:
-            raise ImportError("a card's pictures need matplotlib: pip install 'adlm[eval]'")
         several = tuple(values_of("--steps", steps, int)), tuple(values_of("--samplers", samplers, str))
         with answering(is_json):
             from adlm.bundled import DEFAULT, MODELS
@@ -182,6 +180,8 @@ def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str])
     from adlm.text.lm import load
 
     loaded = [load(name, device=asked.device) for name in asked.models]
+    if find_spec("matplotlib") is None:
+        raise ImportError("a card's pictures need matplotlib: pip install 'adlm[eval]'")
     check_extent(asked, loaded)
     facts = [facts_of(lm) for lm in loaded]
     found = gathered(asked, facts, out)
