@@ -100,8 +100,9 @@ def test_what_is_asked_for_is_passed_on_where_it_applies() -> None:
     how = {"n": 100, "length": 64, "steps": (16, 64, 32), "samplers": ("confidence", "ancestral"), "limit": 40}
     found = planned_words(**how)
     writing = ("--length", "--steps", "--sampler")
-    for name, count in (("samples", "--n"), ("anchors", "--samples")):
-        assert given_to(found[name][0], count, *writing) == ["100", "64", "64", "confidence"]
+    for name, option, count in (("samples", "--n", "100"), ("anchors", "--samples", "32")):
+        assert given_to(found[name][0], option, *writing) == [count, "64", "64", "confidence"]
+    assert given_to(planned_words(n=8)["anchors"][0], "--samples") == ["8"]
     assert given_to(found["samples"][1], "--n", *writing) == ["100", "64", None, None]  # the causal model's
     (points,) = found["frontier"]
     assert given_to(points, "--n", "--length", "--steps", "--samplers") == [
