@@ -3,12 +3,21 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from adlm.cli import demo
 from adlm.cli.demo import TEMPLATE, DemoResult
 from adlm.cli.main import app
 from adlm.cli.screen import curve
 from adlm.text.templates import parsed
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shorter text in fewer steps: how long they are is the demo's affair, not the tests'."""
+    monkeypatch.setattr(demo, "LENGTH", 24)
+    monkeypatch.setattr(demo, "STEPS", 16)
 
 
 def test_the_short_demo_writes_fills_learns_and_leaves_a_page(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_rows_beyond_float32_have_places_of_their_own() -> None:
     assert float(place_of(number, 2**25, 1, 4, 0).diff()) == 1
 
 
-@pytest.mark.parametrize("draws", [2, 4])
+@pytest.mark.parametrize("draws", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_over_seeds_every_row_is_seen_at_every_time(draws: int) -> None:
     """Or a row would always be at its own times, and the mean over seeds would not be the bound."""
     count, seeds = 6, 400
@@ -213,7 +213,7 @@ def test_over_seeds_every_row_is_seen_at_every_time(draws: int) -> None:
         assert (shares - 0.2).abs().max() < 4.5 * math.sqrt(0.2 * 0.8 / seeds)
 
 
-@pytest.mark.parametrize("draws", [2, 4])
+@pytest.mark.parametrize("draws", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int) -> None:
     """Half of the rows cost what is hidden of them, half cost nothing: a quarter, whichever rows they are."""
 
