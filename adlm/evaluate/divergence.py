@@ -86,7 +86,7 @@ def mauve_of(
         raise ValueError(f"MAUVE compares sets of texts, and got {len(p)} and {len(q)}: give at least 2 of each")
     if not seeds:
         raise ValueError("MAUVE needs a seed for k-means, and got none: give at least one")
-    count = max(2, round(least / PER_BUCKET)) if buckets is None else buckets
+    count = max(2, least // PER_BUCKET) if buckets is None else buckets
     if not 2 <= count <= len(p) + len(q):
         raise ValueError(f"buckets={count}: give at least 2, and at most the {len(p) + len(q)} texts that go into them")
     by_seed, drawn = [], []

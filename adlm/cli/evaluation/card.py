@@ -40,6 +40,7 @@ QUICK = {
     | {"--samples": "2", "--length": "16", "--steps": "4"},
     "examples": {"--n": "1", "--steps": "8"},
 }
+POINT = 48  # texts a point of the frontier at most: there are many points
 CHANGED = 32  # texts with each change of the anchors at most: there are nine changes, and a text is written alone
 FULL = {"anchors": {"--samples": str(CHANGED)}, "examples": {"--n": "2"}}
 GOING_ON = ("samples", "frontier", "anchors")  # what they have done they keep in a folder, and go on behind it
@@ -73,13 +74,13 @@ class Asked:
         """
         n, length, limit = (None if each is None else str(each) for each in (self.n, self.length, self.limit))
         steps, samplers = ",".join(map(str, self.steps)), ",".join(self.samplers)
-        changed = None if self.n is None else str(min(self.n, CHANGED))
+        point, changed = (None if self.n is None else str(min(self.n, most)) for most in (POINT, CHANGED))
         most, first = str(max(self.steps, default="")), next(iter(self.samplers), "")
         writing = {"--length": length, "--steps": most, "--sampler": first}
         asked: dict[str, dict[str, str | None]] = {
             "ppl": {"--limit": limit},
             "samples": {"--n": n, **writing},
-            "frontier": {"--n": n, "--length": length, "--steps": steps, "--samplers": samplers},
+            "frontier": {"--n": point, "--length": length, "--steps": steps, "--samplers": samplers},
             "anchors": {"--limit": limit, "--samples": changed, **writing},
             "examples": writing,
         }

@@ -106,7 +106,7 @@ def test_what_is_asked_for_is_passed_on_where_it_applies() -> None:
     assert given_to(found["samples"][1], "--n", *writing) == ["100", "64", None, None]  # the causal model's
     (points,) = found["frontier"]
     assert given_to(points, "--n", "--length", "--steps", "--samplers") == [
-        "100", "64", "16,64,32", "confidence,ancestral"
+        "48", "64", "16,64,32", "confidence,ancestral"
     ]  # fmt: skip
     assert given_to(found["ppl"][0], "--limit", "--n") == ["40", None]
     assert given_to(found["anchors"][0], "--limit") == ["40"]
