@@ -12,40 +12,18 @@ import numpy as np
 from rich.table import Table
 
 from adlm.train.metrics import read_metrics
+from adlm.view.look import COLOURS, GREY, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people who see fewer colours tell apart; black and yellow are left out.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 FORMATS = (".png", ".svg", ".pdf")
 AXES = ("step", "tokens")
-GREY, LIGHT = "#555555", "#DDDDDD"
 DASHED = (0, (5, 3))
 SMOOTH = 50  # the bold curves are running means over so many-th part of the record
 LEAST_STALL = 0.05  # the top of the stall's axis at least: what is nothing should look like nothing
 FAR = 2.5  # heights of the curves: a level further above them is named, not drawn, or they would be flat
-STYLE: Any = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "legend.fontsize": 8,
-    "axes.spines.top": False,
-    "axes.edgecolor": GREY,
-    "axes.linewidth": 0.8,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "axes.grid": True,
-    "grid.color": LIGHT,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "svg.hashsalt": "adlm",
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-}
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,38 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from adlm.studies.frontier import Point
 from adlm.studies.writing import TextFigures
+from adlm.view.look import COLOURS, GREY, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people who see fewer colours tell apart; black and yellow are left out.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX*<>hd"
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
-GREY, LIGHT = "#555555", "#DDDDDD"
-STYLE: Any = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "legend.fontsize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.linewidth": 0.8,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "axes.grid": True,
-    "grid.color": LIGHT,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "svg.hashsalt": "adlm",
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-    "text.parse_math": False,  # a name with dollars is a name
-}
+# A name with dollars is a name.
+OWN_STYLE: Any = STYLE | {"axes.spines.right": False, "text.parse_math": False}
 NAMES = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}
 
 
@@ -54,7 +32,7 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Figure]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"pictures need matplotlib ({error}): pip install 'adlm[eval]'") from error
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(OWN_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure

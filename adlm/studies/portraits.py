@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from adlm.studies.anchors import Study
 from adlm.studies.correlation import Correlation
 from adlm.studies.guesses import Guess
-from adlm.studies.pictures import COLOURS, GREY, NAMES, drawing, few_ticks, figure_of, plain_number, short
+from adlm.studies.pictures import NAMES, drawing, few_ticks, figure_of, plain_number, short
+from adlm.view.look import COLOURS, GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
