@@ -51,10 +51,13 @@ def installed(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that this code is of, with `+` behind it if files were changed since; None where it is no checkout."""
+    """The commit that this code is of, with `+` behind it if files were changed since; None where it is not known.
+
+    A copy without `.git`, as in an image, may be told it: ADLM_COMMIT.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("ADLM_COMMIT") or None
     try:
         told = [
             subprocess.run(["git", "-C", str(root), *what], capture_output=True, text=True, check=True).stdout.strip()

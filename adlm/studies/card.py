@@ -22,6 +22,7 @@ Answer = Mapping[str, Any]
 Cell = str | dict[str, Any] | None
 PATH = re.compile(r"(?<![\w./])/(?:[^\s/:'\"]+/)+[^\s/:'\"]+")
 WRITTEN = ("text", "completion", "written", "before", "removed", "after")  # what is not searched for paths
+FIRST = ("ppl", "samples")  # sections that the summary is of
 BASELINES = ("unigram", "bigram")
 
 
@@ -36,9 +37,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str =
     return {"caption": caption, "columns": list(columns), "rows": [list(row) for row in rows]}
 
 
-def metric(model: str, kind: str, name: str, value: float, data: str) -> dict[str, Any]:
-    """A figure for the model page's index."""
-    return {"model": model, "type": kind, "name": name, "value": value, "data": data}
+def metric(model: str, kind: str, name: str, shown: Cell, data: str) -> dict[str, Any]:
+    """A figure for the model page's index, from how it stands in a table."""
+    assert isinstance(shown, dict)
+    return {"model": model, "type": kind, "name": name, "value": shown["value"], "data": data, "shown": shown}
 
 
 def section(
@@ -64,14 +66,15 @@ def likelihood(answers: Sequence[Answer]) -> dict[str, Any]:
     for each in answers:
         if "baselines" in each:
             continue
-        settings, sign = each["settings"], "≤ " if each["is_bound"] else ""
+        settings = each["settings"]
         model, data = str(settings["model"]), str(settings["data"]["source"])
         for found in (each, *([each["unmasking"]] if each.get("unmasking") else [])):
             sign = "≤ " if found["is_bound"] else ""
             rows.append([model, kind_of(found), *_figures(found, sign), figure(each["rows"], digits=0)])
+        _, ppl, bits, _ = _figures(each, sign := "≤ " if each["is_bound"] else "")
         metrics += [
-            metric(model, "perplexity", f"Perplexity{' (upper bound)' if each['is_bound'] else ''}", each["ppl"], data),
-            metric(model, "bits_per_byte", "Bits per byte", each["bits_per_byte"], data),
+            metric(model, "perplexity", f"Perplexity{' (upper bound)' if sign else ''}", ppl, data),
+            metric(model, "bits_per_byte", "Bits per byte", bits, data),
         ]
     for each in answers:
         for name, found in each.get("baselines", {}).items():
@@ -127,7 +130,9 @@ def samples(answers: Sequence[Answer]) -> dict[str, Any]:
         tables.append(table(columns, rows, f"{said}; {how}" if how else said))
         found, data = each["samples"], str(settings["reference"]["name"])
         kept = {"gen_ppl": f"Gen-PPL ({judge})", "mauve": "MAUVE", "entropy": "Unigram entropy"}
-        metrics += [metric(model, kind, name, found[kind]["value"], data) for kind, name in kept.items()]
+        for kind, name in kept.items():
+            error, digits = found[kind].get("stderr"), 1 if kind == "gen_ppl" else 3
+            metrics.append(metric(model, kind, name, figure(found[kind]["value"], error, digits), data))
         warnings += each.get("warnings", [])
     return section(
         "samples",
@@ -220,30 +225,36 @@ def anchors(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def zeroshot(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Perplexity on the sets of the lineage."""
-    tables, metrics = [], []
+    """Perplexity on the sets of the lineage, a set's models below each other."""
+    rows: dict[str, list[list[Cell]]] = {}
+    metrics, reasons = [], dict[str, None]()
     for each in answers:
-        rows: list[list[Cell]] = []
         for row in each["sets"]:
-            sign = "≤ " if row["is_bound"] else ""
-            rows.append([row["set"] + (f" ({row['label']})" if row["label"] else ""), *_figures(row, sign)])
-            metrics.append(metric(each["model"], "perplexity", "Perplexity", row["ppl"], row["set"]))
-        tables.append(table(["set", "nats/token", "perplexity", "bits/byte", "tokens"], rows, each["model"]))
-    read = "Text that the model was not trained on. ≤ is a bound from above."
-    return section("zeroshot", "Zero-shot likelihood", tables=tables, metrics=metrics, read=read)
+            model, said = str(row.get("model") or each["model"]), f" ({row['label']})" if row["label"] else ""
+            figures = _figures(row, "≤ " if row["is_bound"] else "")
+            rows.setdefault(row["set"], []).append([row["set"] + said, model, *figures, row["rows_hash"][:8]])
+            metrics.append(metric(model, "perplexity", "Perplexity", figures[1], row["set"]))
+            reasons |= dict.fromkeys(row["differs"])
+    columns = ["set", "model", "nats/token", "perplexity", "bits/byte", "tokens", "rows"]
+    read = "Text that the models were not trained on. ≤ is a bound from above; rows is the beginning of their hash. "
+    read += f"Not comparable with published figures: {'; '.join(reasons)}." if reasons else ""
+    lines = [line for each in rows.values() for line in each]
+    return section("zeroshot", "Zero-shot likelihood", tables=[table(columns, lines)], metrics=metrics, read=read)
 
 
 def domains(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Bits per byte on kinds of text."""
-    tables = []
+    """Bits per byte on kinds of text, a kind's models below each other."""
+    rows: dict[str, list[list[Cell]]] = {}
     for each in answers:
-        rows: list[list[Cell]] = []
         for row in each["domains"]:
             bits = figure(row["bits_per_byte"], row["bits_per_byte_se"], 4, sign := "≤ " if row["is_bound"] else "")
-            rows.append([row["domain"], bits, figure(row["nll"], row["se"], 4, sign), figure(row["tokens"], digits=0)])
-        tables.append(table(["domain", "bits/byte", "nats/token", "tokens"], rows, each["settings"]["model"]))
-    read = "Bits per byte compare between domains, nats per token do not."
-    return section("domains", "Kinds of text", tables=tables, read=read)
+            line = [row["domain"], str(row.get("model") or each["settings"]["model"]), bits]
+            line += [figure(row["nll"], row["se"], 4, sign), figure(row["tokens"], digits=0), row["rows_hash"][:8]]
+            rows.setdefault(row["domain"], []).append(line)
+    columns = ["domain", "model", "bits/byte", "nats/token", "tokens", "rows"]
+    lines = [line for each in rows.values() for line in each]
+    read = "Bits per byte compare between domains, nats per token do not. rows is the beginning of their hash."
+    return section("domains", "Kinds of text", tables=[table(columns, lines)], read=read)
 
 
 def code(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -317,6 +328,16 @@ def facts_of(lm: LM) -> dict[str, Any]:
     }
 
 
+def summary(models: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A line for each model with what people ask for first."""
+    heads = {"perplexity": "perplexity", "bits_per_byte": "bits/byte"}
+    heads |= {"gen_ppl": "Gen-PPL", "mauve": "MAUVE", "entropy": "entropy"}
+    known = {(each["model"], each["type"]): each["shown"] for each in metrics}
+    kinds = [kind for kind in heads if any(each["type"] == kind for each in metrics)]
+    rows = [[each["name"], *(known.get((each["name"], kind)) for kind in kinds)] for each in models]
+    return table(["model", *(heads[kind] for kind in kinds)], rows)
+
+
 def make_card(
     models: Sequence[dict[str, Any]],
     answers: Mapping[str, Sequence[Answer]],
@@ -335,8 +356,10 @@ def make_card(
         told = [each["provenance"] for each in given if "provenance" in each]
         origins = dict.fromkeys(f"commit {each['commit']}, {each['device']}" for each in told)
         parts.append(part | {"commands": list(commands.get(name, ())), "origins": list(origins), "answers": given})
+    first = summary(models, [each for part in parts if part["name"] in FIRST for each in part["metrics"]])
     metrics = [each for part in parts for each in part.pop("metrics")]
-    return {"format": FORMAT, "models": list(models), "sections": parts, "metrics": metrics, **about}
+    found = {"format": FORMAT, "models": list(models), "summary": first, "sections": parts, "metrics": metrics}
+    return found | about
 
 
 def scrubbed(value: Any, names: Mapping[str, str]) -> Any:

@@ -82,6 +82,7 @@ def origin_table(card: Card) -> dict[str, Any]:
 def html_of(card: Card, pictures: Mapping[str, bytes]) -> str:
     """The card as one page that needs nothing else; `pictures` are SVG by name."""
     parts = [f"<h1>Evaluation of {_safe(title_of(card))}</h1>", _html_table(models_table(card))]
+    parts += [_html_table(card["summary"])] if len(card["summary"]["columns"]) > 1 else []
     parts += [_html_section(part, pictures) for part in card["sections"]]
     parts += ["<h2>Where this comes from</h2>", _html_table(origin_table(card)), f"<pre>{_safe(card['command'])}</pre>"]
     body = "\n".join(parts)
@@ -151,6 +152,7 @@ def comments(part: Mapping[str, Any]) -> list[str]:
 def markdown_of(card: Card) -> str:
     """The card for a model page: front matter that the Hub reads, then the same tables; pictures lie beside it."""
     parts = [front_matter(card), f"# Evaluation of {_plain(title_of(card))}", _markdown_table(models_table(card))]
+    parts += [_markdown_table(card["summary"])] if len(card["summary"]["columns"]) > 1 else []
     for part in card["sections"]:
         parts.append(f"## {_plain(part['title'])}")
         if not part["is_measured"]:

@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ import typer
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.errors import told
+from adlm.cli.evaluation.agenda import Asked, own_words, planned
 from adlm.cli.evaluation.lists import check_folder, save_json, values_of
 
 if TYPE_CHECKING:
@@ -26,75 +27,10 @@ if TYPE_CHECKING:
 
 ASKED = "commands.json"  # which command wrote which file of the folder
 GIVEN = {"samples": ("samples*.json", "quality*.json")}  # names that other commands give their files
-OPTIONAL = {
-    "zeroshot": "`adlm eval zeroshot MODEL --out FOLDER/zeroshot.json` adds it",
-    "domains": "`adlm eval domains MODEL --set NAME=FILE --json > FOLDER/domains.json` adds it",
-    "code": "`adlm eval code MODEL --json > FOLDER/code.json` adds it",
-}
-QUICK = {
-    "ppl": {"--limit": "16", "--draws": "2"},
-    "samples": {"--n": "8", "--steps": "8", "--length": "24", "--mauve-seeds": "1"},
-    "frontier": {"--n": "4", "--length": "16", "--steps": "4,8", "--samplers": "ancestral"}
-    | {"--top-p": "1.0", "--repeats": "2"},
-    "anchors": {"--limit": "16", "--draws": "1", "--perturb": "1.0", "--stale": "1"}
-    | {"--samples": "2", "--length": "16", "--steps": "4"},
-    "examples": {"--n": "1", "--steps": "8"},
-}
-POINT = 48  # texts a point of the frontier at most: there are many points
-CHANGED = 32  # texts with each change of the anchors at most: there are nine changes, and a text is written alone
-FULL = {"anchors": {"--samples": str(CHANGED)}, "examples": {"--n": "2"}}
 GOING_ON = ("samples", "frontier", "anchors")  # what they have done they keep in a folder, and go on behind it
 PARTS = "parts"
 MUCH = "How much is measured"
 TAGS = ("diffusion", "masked-diffusion", "language-model")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the card is to hold."""
-
-    models: Sequence[str]
-    data: str
-    reference: str | None
-    judge: str | None
-    rows: str | None
-    seed: int
-    device: str
-    is_quick: bool
-    n: int | None = None
-    length: int | None = None
-    steps: tuple[int, ...] = ()
-    samplers: tuple[str, ...] = ()
-    limit: int | None = None
-
-    def extent(self, name: str, *, is_causal: bool = False) -> dict[str, str]:
-        """How much a command is to measure, and how: what was asked for before what is usual.
-
-        The frontier has all samplers and steps; what takes one of each has the first sampler and the most steps.
-        """
-        n, length, limit = (None if each is None else str(each) for each in (self.n, self.length, self.limit))
-        steps, samplers = ",".join(map(str, self.steps)), ",".join(self.samplers)
-        point, changed = (None if self.n is None else str(min(self.n, most)) for most in (POINT, CHANGED))
-        most, first = str(max(self.steps, default="")), next(iter(self.samplers), "")
-        writing = {"--length": length, "--steps": most, "--sampler": first}
-        asked: dict[str, dict[str, str | None]] = {
-            "ppl": {"--limit": limit},
-            "samples": {"--n": n, **writing},
-            "frontier": {"--n": point, "--length": length, "--steps": steps, "--samplers": samplers},
-            "anchors": {"--limit": limit, "--samples": changed, **writing},
-            "examples": writing,
-        }
-        found = (QUICK if self.is_quick else FULL).get(name, {}) | {
-            option: value for option, value in asked[name].items() if value
-        }
-        if is_causal:  # it writes from left to right, a token a step
-            return {option: value for option, value in found.items() if option not in ("--steps", "--sampler")}
-        if "--sampler" in found:
-            from adlm.studies.writing import takes_steps
-
-            if not takes_steps(found["--sampler"]):
-                found.pop("--steps", None)
-        return found
 
 
 @dataclass
@@ -137,6 +73,15 @@ def card(
     limit: Annotated[
         int | None, typer.Option(min=2, help="Rows for likelihood and anchors. (all; 256)", rich_help_panel=MUCH)
     ] = None,
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar='"COMMAND OPTIONS"',
+            help="Options for one of the commands, and zeroshot, domains or code beside the others; repeatable.",
+            rich_help_panel=MUCH,
+        ),
+    ] = None,
     rows: Annotated[str | None, typer.Option(help="wrapped, documents (one a row, cut). (wrapped)")] = None,
     licence: Annotated[
         str | None,
@@ -147,7 +92,7 @@ def card(
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
-    """Put likelihood, sample quality, frontier and anchors into card.json, card.html and card.md, ready to publish.
+    """Put everything that is measured of models into card.json, card.html and card.md, ready to publish.
 
     Every figure comes from a command that the card names; what was not measured is said to be so.
     """
@@ -156,11 +101,13 @@ def card(
             raise ValueError("what to measure on is not said: give --data FILE, a folder or the name of a corpus")
         check_folder("--out", out)
         several = tuple(values_of("--steps", steps, int)), tuple(values_of("--samplers", samplers, str))
+        words = own_words(own or [])
         with answering(is_json):
             from adlm.bundled import DEFAULT, MODELS
 
             names = list(dict.fromkeys(models or [DEFAULT]))
-            asked = Asked(names, data, reference, judge, rows, seed, device, is_quick, n, length, *several, limit)
+            what = (names, data, reference, judge, rows, seed, device, is_quick)
+            asked = Asked(*what, n, length, *several, limit, words)
             licence = licence or ("apache-2.0" if set(asked.models) <= set(MODELS) else "unknown")
             made = made_card(asked, train, out, {"license": licence, "language": language})
             files = written(made, out)
@@ -189,12 +136,10 @@ def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str])
     facts = [facts_of(lm) for lm in loaded]
     found = gathered(asked, facts, out)
     if train is not None and "ppl" in found.answers:
-        limit = asked.extent("ppl").get("--limit")
-        how = {"rows": asked.rows, "limit": None if limit is None else int(limit)}
-        beside = baselines(loaded[0], train, asked.data, **how)
+        beside = baselines(loaded[0], train, asked.data, **rows_of(found.answers["ppl"]))
         save_json(out / "baselines.json", beside)
         found.answers["ppl"].append(beside)
-    given = [asked.data, asked.reference, asked.judge, train, *asked.models, str(out)]
+    given = [asked.data, asked.reference, asked.judge, train, *asked.models, *files_in(asked.own), str(out)]
     names = short_names([each for each in given if each])
     here = {"written": datetime.now(UTC).date().isoformat(), **provenance(loaded[0].device)}
     command = shlex.join(["adlm", *sys.argv[1:]]) if sys.argv[1:2] == ["eval"] else "adlm eval card"
@@ -204,13 +149,19 @@ def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str])
         found.missing,
         found.commands,
         provenance=here,
-        data=hashes([each for each in (asked.data, asked.reference, train) if each], names),
+        data=hashes([each for each in (asked.data, asked.reference, train, *files_in(asked.own)) if each], names),
         command=command,
         tags=[*TAGS, *dict.fromkeys(each["method"] for each in facts)],
         **about,
     )
     kept: dict[str, Any] = scrubbed(made, names)
     return kept
+
+
+def rows_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How the rows were read that the models were measured on."""
+    data = answers[0]["settings"]["data"]
+    return {"rows": data["rows"], "limit": data["limit"]}
 
 
 def check_extent(asked: Asked, loaded: Sequence[LM]) -> None:
@@ -224,7 +175,7 @@ def check_extent(asked: Asked, loaded: Sequence[LM]) -> None:
 
 def gathered(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gathered:
     """Each section's answers: of files that lie in the folder, or of commands."""
-    found = Gathered(missing=dict(OPTIONAL))
+    found = Gathered()
     ledger = out / ASKED
     known: dict[str, Any] = json.loads(ledger.read_text("utf-8")) if ledger.is_file() else {}
     for name, given in given_files(out, known).items():
@@ -233,13 +184,13 @@ def gathered(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gat
             check_weights(path, answer, {str(each["name"]): str(each["weights_sha256"]) for each in facts})
         found.commands[name] = [f"taken from {path.name}" for path in given]
     read = [each for each in (asked.data, asked.reference) if each]
-    same = hashes(read, short_names(read))
-    for name, words in planned(asked, facts, found):
+    for name, words in planned(asked, facts, set(found.answers), found.missing):
         number = len(found.answers.setdefault(name, [])) + 1
         path = out / f"{name}-{number}.json"
         shown = shlex.join(["adlm", *words])
         # An answer holds as long as its command, the weights and the files that it read are the same.
         weights = {each["name"]: each["weights_sha256"] for each in facts if each["name"] in words}
+        same = stamps([*read, *files_in({name: asked.own.get(name, ())})])
         follows = {"words": words, "weights": weights, "files": same}
         if not path.is_file() or known.get(path.name) != follows:
             notes().print(f"$ {shown}", style="dim", markup=False)
@@ -270,42 +221,6 @@ def given_files(out: Path, known: Mapping[str, Any]) -> dict[str, list[Path]]:
         if kept := [path for path in files if path.name not in known]:
             found[name] = kept
     return found
-
-
-def planned(asked: Asked, facts: Sequence[Mapping[str, Any]], found: Gathered) -> Iterator[tuple[str, list[str]]]:
-    """The commands for what the folder does not hold; what cannot be measured is put down as missing."""
-    taken = set(found.answers)  # before the first answer comes in
-    common = ["--seed", str(asked.seed), "--device", asked.device, "--json"]
-    rows = ["--rows", asked.rows] if asked.rows else []
-    judge = ["--judge", asked.judge] if asked.judge else []
-    reference = asked.reference or asked.data
-
-    def words(name: str, *given: str, is_causal: bool = False) -> tuple[str, list[str]]:
-        start = ["sample"] if name == "examples" else ["eval", name]
-        how = [word for pair in asked.extent(name, is_causal=is_causal).items() for word in pair]
-        return name, [*start, *given, *how, *common]
-
-    causal = {str(each["name"]) for each in facts if each["is_causal"]}
-    if "ppl" not in taken:
-        yield from (words("ppl", model, "--data", asked.data, *rows) for model in asked.models)
-    if "samples" not in taken:
-        if not asked.judge:
-            found.missing["samples"] = "no judge was given (--judge NAME)"
-        elif find_spec("mauve") is None:
-            found.missing["samples"] = "mauve-text is not installed (pip install 'adlm[mauve]')"
-        else:
-            for model in asked.models:
-                yield words("samples", model, *judge, "--reference", reference, is_causal=model in causal)
-    if "frontier" not in taken:
-        yield words("frontier", *asked.models, *judge, "--reference", reference)
-    two_stage = [str(each["name"]) for each in facts if each["is_two_stage"]]
-    if "anchors" not in taken:
-        if two_stage:
-            yield words("anchors", *two_stage, "--data", asked.data, *rows, *judge)
-        else:
-            found.missing["anchors"] = "none of the models has two stages"
-    if "examples" not in taken:
-        yield from (words("examples", model, is_causal=model in causal) for model in asked.models)
 
 
 def answer_of(words: Sequence[str]) -> dict[str, Any]:
@@ -374,6 +289,23 @@ def hashes(given: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     from adlm.data.shards import sha256_of
 
     return {names.get(each, Path(each).name): sha256_of(Path(each)) for each in given if Path(each).is_file()}
+
+
+def stamps(given: Sequence[str]) -> dict[str, str]:
+    """What tells whether data are still the same: a file's sha256; of a folder names, sizes and times of its files."""
+    found = hashes(given, short_names(given))
+    for each in filter(os.path.isdir, given):
+        there = sorted(path for path in Path(each).rglob("*") if path.is_file())
+        listed = [[str(path.relative_to(each)), path.stat().st_size, path.stat().st_mtime_ns] for path in there]
+        found[each] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+    return found
+
+
+def files_in(own: Mapping[str, Sequence[str]]) -> list[str]:
+    """Files and folders that --with names, alone or as NAME=PATH."""
+    words = [word for each in own.values() for word in each]
+    given = [part for word in words for part in (word, word.partition("=")[2]) if not part.startswith("-")]
+    return [each for each in dict.fromkeys(given) if each and Path(each).exists()]
 
 
 def written(made: Mapping[str, Any], out: Path) -> list[Path]:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from adlm.cli.evaluation.card import Asked, Gathered, gathered, hashes, planned, short_names
+from adlm.cli.evaluation.agenda import Asked, own_words, planned
+from adlm.cli.evaluation.card import gathered, hashes, short_names
 from tests.cli.terminal import assert_told, invoke, process, trained
 from tests.evaluate.small_judges import causal_folder, documents, needs
+from tests.evaluate.test_zeroshot import write_sets
 from tests.studies.answered import answers, held_out, sample_figures
 from tests.studies.drawn import with_matplotlib
 from tests.studies.test_card import Reader, unknown_numbers
@@ -57,18 +59,18 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
     folder, text = tmp_path / "card", tmp_path / "prose.txt"
     text.write_text("\n<|endoftext|>\n".join(documents()), "utf-8")
     words: tuple[Any, ...] = (trained(), "--data", text, "--judge", causal_folder(), "--quick")
+    sets = write_sets(tmp_path / "sets")
+    words += ("--with", "code --infills 0", "--with", f"domains --set prose={text}")
+    words += ("--with", f"zeroshot --data-dir {sets} --sets ptb,lambada")
     done = process("eval", "card", *words, "--out", folder, "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout)
     states = {part["name"]: part["is_measured"] for part in found["sections"]}
-    assert states == {
-        "ppl": True, "samples": True, "frontier": True, "anchors": True, "examples": True,
-        "zeroshot": False, "domains": False, "code": False,
-    }  # fmt: skip
+    assert len(states) == 8 and all(states.values())
     for name in FILES:
         assert str(tmp_path) not in (folder / name).read_text("utf-8")
     commands = [command for part in found["sections"] for command in part["commands"]]
-    assert len(commands) == 5 and all(command.startswith("adlm ") and "--json" in command for command in commands)
+    assert len(commands) == 8 and all(command.startswith("adlm ") and "--json" in command for command in commands)
     assert found["command"].startswith("adlm eval card run-adlm --data prose.txt")
     for part, kept in {"samples": "samples.jsonl", "frontier": "points.jsonl", "anchors": "models.jsonl"}.items():
         assert list(folder.glob(f"parts/{part}-*/{kept}")), part  # what goes on after a Ctrl-C
@@ -80,13 +82,40 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
     assert third.stderr.count(b"$ adlm") == 1 and json.loads(third.stdout)["metrics"] == found["metrics"]
 
 
+def test_options_for_one_command_come_before_the_cards() -> None:
+    own = own_words(["ppl --limit=7 --draws 2", "zeroshot --data-dir 'my sets'", "anchors --samples 100", "code"])
+    found = planned_words(own=own, limit=40, n=50, steps=(8,))
+    assert found["ppl"][0][2:7] == ["two", "--data", "text.txt", "--limit=7", "--draws"]
+    assert given_to(found["anchors"][0], "--samples", "--limit") == ["100", "40"] and "50" not in found["anchors"][0]
+    assert [words[2] for words in found["zeroshot"]] == ["two", "ar"]  # every model
+    assert given_to(found["zeroshot"][0], "--data-dir", "--limit") == ["my sets", "40"]
+    assert given_to(found["code"][0], "--steps") == ["8"] and "domains" not in found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([""], "it is empty"),
+        (["code 'open"], "No closing quotation"),
+        (["train --steps 1"], "'train' is not one of ppl, samples"),
+        (["code --texts 1", "code"], "names code twice"),
+        (["ppl adlm-prose"], "'adlm-prose' is no option"),
+        (["ppl --seed 3"], "--seed is the card's own"),
+        (["samples --judge=x"], "--judge=x is the card's own"),
+    ],
+)
+def test_what_is_wrong_with_such_options_is_told(given: list[str], said: str, tmp_path: Path) -> None:
+    words = [word for each in given for word in ("--with", each)]
+    assert_told(invoke("eval", "card", trained(), "--data", held_out(), "--out", tmp_path / "card", *words), said)
+
+
 def planned_words(**changes: Any) -> dict[str, list[list[str]]]:
     """The commands of a card of two models, one of them causal, by section."""
     asked = Asked(["two", "ar"], "text.txt", None, "judge", None, 0, "cpu", False)
     facts = [{"name": "two", "is_causal": False, "is_two_stage": True}]
     facts += [{"name": "ar", "is_causal": True, "is_two_stage": False}]
     found: dict[str, list[list[str]]] = {}
-    for name, words in planned(replace(asked, **changes), facts, Gathered()):
+    for name, words in planned(replace(asked, **changes), facts, set(), {}):
         found.setdefault(name, []).append(words)
     return found
 
@@ -155,6 +184,15 @@ def test_an_answer_holds_as_long_as_what_it_follows_from(tmp_path: Path, monkeyp
     run.clear()
     gathered(asked, facts, tmp_path / "card")
     assert run == every
+    (sets := tmp_path / "sets").mkdir()
+    (sets / "one").write_text("1", "utf-8")
+    wider = replace(asked, own=own_words([f"zeroshot --data-dir {sets}", f"domains --set prose={data}"]))
+    for content, expected in (("1", ["zeroshot", "domains"]), ("1", []), ("two", ["zeroshot"])):
+        if content != "1":
+            (sets / "one").write_text(content, "utf-8")
+        run.clear()
+        gathered(wider, facts, tmp_path / "card")
+        assert run == expected
 
     def interrupted(words: list[str]) -> dict[str, Any]:
         raise KeyboardInterrupt
