@@ -131,8 +131,9 @@ def samples(answers: Sequence[Answer]) -> dict[str, Any]:
         found, data = each["samples"], str(settings["reference"]["name"])
         kept = {"gen_ppl": f"Gen-PPL ({judge})", "mauve": "MAUVE", "entropy": "Unigram entropy"}
         for kind, name in kept.items():
-            error, digits = found[kind].get("stderr"), 1 if kind == "gen_ppl" else 3
-            metrics.append(metric(model, kind, name, figure(found[kind]["value"], error, digits), data))
+            error = None if kind == "mauve" else found[kind]["stderr"]  # it has an interval, below
+            shown = figure(found[kind]["value"], error, 1 if kind == "gen_ppl" else 3)
+            metrics.append(metric(model, kind, name, shown, data))
         warnings += each.get("warnings", [])
     return section(
         "samples",
@@ -258,20 +259,19 @@ def domains(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def code(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Python that parses, and problems that are solved."""
-    tables = []
+    """Python that parses, and problems that are solved, a share's models below each other."""
+    rows: dict[str, list[list[Cell]]] = {}
     for each in answers:
         shares = {f"written: {name}": one for name, one in (each.get("written") or {}).items()}
         for kind, filled in (each.get("filled_in") or {}).items():
             shares |= {f"filled in, {kind}: {name}": one for name, one in filled["shares"].items()}
-        shares |= each.get("pass") or {}
-        rows: list[list[Cell]] = [
-            [name, *(figure(one[key]) for key in ("value", "low", "high")), figure(one["count"], digits=0)]
-            for name, one in shares.items()
-        ]
-        tables.append(table(["what", "share", "from", "to", "of"], rows, str(each["settings"]["model"] or "")))
+        for name, one in (shares | (each.get("pass") or {})).items():
+            known = [figure(one[key]) for key in ("value", "low", "high")]
+            line = [name, str(each["settings"]["model"] or ""), *known, figure(one["count"], digits=0)]
+            rows.setdefault(name, []).append(line)
+    lines = [line for each in rows.values() for line in each]
     read = "Shares with 95% intervals; docs/code.md says what they count."
-    return section("code", "Python", tables=tables, read=read)
+    return section("code", "Python", tables=[table(["what", "model", "share", "from", "to", "of"], lines)], read=read)
 
 
 def examples(answers: Sequence[Answer]) -> dict[str, Any]:
