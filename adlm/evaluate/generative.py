@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from adlm.evaluate.judges import Judge, Piece
 from adlm.evaluate.tallies import ratio
-from adlm.evaluate.verdicts import Told, judged
+from adlm.evaluate.verdicts import BATCH, Told, judged
 
 Nats = Sequence[NDArray[np.float64]]
 Counted = Sequence[NDArray[np.bool_]]
@@ -95,7 +95,7 @@ def generative_perplexity(
     *,
     until_eos: bool = False,
     window: int | None = None,
-    batch: int = 16,
+    batch: int = BATCH,
     on_texts: Told | None = None,
 ) -> GenPpl:
     """Gen-PPL of texts by a judge. Never report it alone: repeated text has a low one (see `quality`)."""

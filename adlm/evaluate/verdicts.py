@@ -7,8 +7,12 @@ each half a window further on: every token is then judged once, in the first win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +23,8 @@ from torch import Tensor
 
 from adlm.evaluate.judges import Judge, Piece
 
+FORMAT = 1  # of a reading: another number where its arithmetic changes, so that kept ones are not taken for it
+BATCH = 32  # rows read at once, if they are short
 AT_ONCE = 4096  # tokens of a batch, padding among them: what bounds the memory of its logits
 Told = Callable[[int, int], None]  # texts done, texts in all
 LIMITS = "cut the texts (--length), take a judge that reads more, or judge in windows of fewer tokens (--window)"
@@ -63,7 +69,55 @@ def windows(lengths: Sequence[int], most: int, window: int | None) -> list[Windo
     return found
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Reading:
+    """What was found in one text: the nats of its tokens, its features; what was not asked for is empty."""
+
+    nats: NDArray[np.float64]
+    features: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Texts, who is to judge them, and what is asked."""
+
+    judge: Judge
+    pieces: Sequence[Piece]
+    with_nats: bool = True
+    with_features: bool = False
+    window: int | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be judged."""
+        if self.with_nats:
+            self.judge.require_causal()
+        if empty := [number for number, piece in enumerate(self.pieces) if len(piece) == 0]:
+            raise ValueError(
+                f"{len(empty)} of {len(self.pieces)} texts are empty, text {empty[0]} among them: leave them out"
+            )
+        self.parts()
+
+    def parts(self) -> list[Window]:
+        """How the texts are read."""
+        room = self.judge.context - sum(map(len, self.judge.ends))
+        return windows([len(piece) for piece in self.pieces], room, self.window)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """For each text a hash of all that its reading follows from.
+
+        The batch, the device and versions of libraries are not in it: they change a figure by rounding only.
+        """
+        asked = {"format": FORMAT, "nats": self.with_nats, "features": self.with_features, "window": self.window}
+        about = hashlib.sha256(json.dumps({"judge": self.judge.identity, **asked}, sort_keys=True).encode())
+        found = []
+        for piece in self.pieces:
+            digest = about.copy()
+            digest.update(np.asarray(piece.ids, dtype="<i8").tobytes())
+            found.append(digest.hexdigest())
+        return found
+
+
 def judged(
     judge: Judge,
     pieces: Sequence[Piece],
@@ -71,7 +125,7 @@ def judged(
     with_nats: bool = True,
     with_features: bool = False,
     window: int | None = None,
-    batch: int = 16,
+    batch: int = BATCH,
     on_texts: Told | None = None,
 ) -> Verdict:
     """Read texts; of a causal LM the nats of their tokens are to be had, of every judge the features.
@@ -79,43 +133,63 @@ def judged(
     Features of a causal LM are its last layer's state at a text's last token (MAUVE's own, of GPT-2), of an encoder
     the mean of its last layer over the tokens and what stands around them (as sentence encoders are trained).
     """
-    if with_nats:
-        judge.require_causal()
+    request = Request(judge, pieces, with_nats, with_features, window)
+    require_batch(batch)
+    request.check()
+    found: dict[int, Reading] = {}
+    for some in readings(request, range(len(pieces)), batch=batch):
+        found |= some
+        if on_texts:
+            on_texts(len(found), len(pieces))
+    return verdict_of(request, [found[number] for number in range(len(pieces))])
+
+
+def require_batch(batch: int) -> None:
+    """Refuse a batch of nothing."""
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
-    if empty := [number for number, piece in enumerate(pieces) if len(piece) == 0]:
-        raise ValueError(f"{len(empty)} of {len(pieces)} texts are empty, text {empty[0]} among them: leave them out")
-    lengths = [len(piece) for piece in pieces]
+
+
+def verdict_of(request: Request, found: Sequence[Reading]) -> Verdict:
+    """The readings of all texts of a request together."""
+    features = np.stack([each.features for each in found]) if request.with_features else None
+    return Verdict([each.nats for each in found] if request.with_nats else [], features)
+
+
+@torch.no_grad()
+def readings(request: Request, numbers: Sequence[int], *, batch: int = BATCH) -> Iterator[dict[int, Reading]]:
+    """Read the texts of these numbers; after every batch, those that are finished by it."""
+    judge, pieces = request.judge, request.pieces
     before, after = judge.ends
-    parts = windows(lengths, judge.context - len(before) - len(after), window)
-    nats = [np.full(length, np.nan) for length in lengths]
-    sums: list[Any] = [0.0] * len(pieces)
-    read, left, done = np.zeros(len(pieces)), [part.text for part in parts], 0
+    is_asked = set(numbers)
+    parts = [part for part in request.parts() if part.text in is_asked]
+    left = Counter(part.text for part in parts)  # parts that are not read yet
+    nats = {number: np.full(len(pieces[number]), np.nan) for number in is_asked if request.with_nats}
+    sums: dict[int, Any] = dict.fromkeys(is_asked, 0.0)
+    counts = dict.fromkeys(is_asked, 0)
     for group in batches(parts, batch, len(before) + len(after)):
         rows = [[*before, *pieces[part.text].ids[part.start : part.end], *after] for part in group]
-        found, states = passed(judge, rows, with_nats, with_features)
+        scored, states = passed(judge, rows, request.with_nats, request.with_features)
+        finished = {}
         for row, part in enumerate(group):
-            fresh = part.fresh - part.start
-            if with_nats:
-                own = found[row, : len(rows[row]) - 1].numpy()  # own[i] is of token i + 1 of the row
+            text, fresh = part.text, part.fresh - part.start
+            if request.with_nats:
+                own = scored[row, : len(rows[row]) - 1].numpy()  # own[i] is of token i + 1 of the row
                 first = max(fresh, 1 - len(before))
-                nats[part.text][part.start + first : part.end] = own[len(before) + first - 1 :]
-            if with_features and judge.is_causal and part.end == lengths[part.text]:
-                sums[part.text], read[part.text] = states[row, len(rows[row]) - 1], 1
-            elif with_features and not judge.is_causal:
+                nats[text][part.start + first : part.end] = own[len(before) + first - 1 :]
+            if request.with_features and judge.is_causal and part.end == len(pieces[text]):
+                sums[text], counts[text] = states[row, len(rows[row]) - 1], 1
+            elif request.with_features and not judge.is_causal:
                 is_counted = np.ones(len(rows[row]), dtype=bool)
                 is_counted[len(before) : len(before) + fresh] = False
-                sums[part.text] = sums[part.text] + states[row, : len(is_counted)][is_counted].sum(0, dtype=np.float64)
-                read[part.text] += is_counted.sum()
-            left.remove(part.text)
-        if on_texts:
-            done = len(pieces) - len(set(left))
-            on_texts(done, len(pieces))
-    features = None
-    if with_features:
-        features = np.stack([total / count for total, count in zip(sums, read)]).astype(np.float32)
-    require_finite(nats, features, with_nats, judge)
-    return Verdict(nats if with_nats else [], features)
+                sums[text] = sums[text] + states[row, : len(is_counted)][is_counted].sum(0, dtype=np.float64)
+                counts[text] += int(is_counted.sum())
+            left[text] -= 1
+            if left[text] == 0:
+                whole = sums.pop(text) / counts[text] if request.with_features else np.zeros(0)
+                finished[text] = Reading(nats.pop(text, np.zeros(0)), np.asarray(whole, dtype=np.float32))
+        require_finite(finished, judge)
+        yield finished
 
 
 def batches(parts: Sequence[Window], most: int, around: int) -> Iterator[list[Window]]:
@@ -127,7 +201,8 @@ def batches(parts: Sequence[Window], most: int, around: int) -> Iterator[list[Wi
             yield group
             group = []
         group.append(part)
-    yield group
+    if group:
+        yield group
 
 
 def passed(judge: Judge, rows: Sequence[Sequence[int]], with_nats: bool, with_states: bool) -> tuple[Tensor, Any]:
@@ -152,17 +227,15 @@ def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.stack(found).double()
 
 
-def require_finite(
-    nats: Sequence[NDArray[np.float64]], features: NDArray[np.float32] | None, with_nats: bool, judge: Judge
-) -> None:
+def require_finite(found: Mapping[int, Reading], judge: Judge) -> None:
     """A figure that is not one must not vanish in a mean."""
-    if with_nats:
-        first = 1 - len(judge.ends[0])
-        if wrong := [number for number, each in enumerate(nats) if not np.isfinite(each[first:]).all()]:
+    first = 1 - len(judge.ends[0])
+    for what, wrong in (
+        ("nats", [number for number, each in found.items() if not np.isfinite(each.nats[first:]).all()]),
+        ("features", [number for number, each in found.items() if not np.isfinite(each.features).all()]),
+    ):
+        if wrong:
             raise FloatingPointError(
-                f"{judge.name} gives nats that are not finite in {len(wrong)} of {len(nats)} texts, text {wrong[0]} "
-                "among them: its weights or its precision are broken"
+                f"{judge.name} gives {what} that are not finite in {len(wrong)} of {len(found)} texts, text "
+                f"{min(wrong)} among them: its weights or its precision are broken"
             )
-    if features is not None and not np.isfinite(features).all():
-        count = int((~np.isfinite(features)).any(1).sum())
-        raise FloatingPointError(f"{judge.name} gives features that are not finite in {count} of {len(features)} texts")

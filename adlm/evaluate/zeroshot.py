@@ -18,7 +18,7 @@ from adlm.data.prepare import Progress
 from adlm.data.sources import open_source
 from adlm.data.splits import split_in
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from adlm.evaluate.likelihood import Told, held_out_bound
+from adlm.evaluate.lines import Line, OnRows, Subject, lines
 from adlm.evaluate.reading import Reading, read
 from adlm.models.language_model import LanguageModel
 
@@ -137,7 +137,7 @@ def locate(name: str, *, folder: Path | None = None, given: Mapping[str, Path] |
             return f"{found.corpus}:{places[0]}"
     raise Missing(
         f"{name} is not in {folder}: put its files there as {' or '.join(found.places)}, give --set {name}=PATH, or "
-        "leave --data-dir out to have it from the Hub; --skip-missing goes on without"
+        "leave --data-dir out to have it from the Hub"
     )
 
 
@@ -151,7 +151,7 @@ def located(
             found[name] = locate(name, folder=folder, given=given)
         except Missing as error:
             if not skip_missing:
-                raise
+                raise Missing(f"{error}; --skip-missing goes on without") from error
             missing[name] = str(error)
     return found, missing
 
@@ -208,22 +208,6 @@ def differences(name: str, reading: Reading) -> list[str]:
     return reasons
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a figure depends on beside its rows."""
-
-    model: str
-    method: str
-    weights: str  # hash of the model's tensors
-    draws: int
-    seed: int
-    schedule: str = "log-linear, continuous time"
-    counted: str = "every token of a row, BOS and EOS too, as in the lineage"
-
-    def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
 def weights_hash(model: LanguageModel) -> str:
     """sha256 over the model's tensors: name, type, shape and bytes of each, in the order of their names."""
     digest = hashlib.sha256()
@@ -234,92 +218,44 @@ def weights_hash(model: LanguageModel) -> str:
     return digest.hexdigest()
 
 
-def measure(
-    model: LanguageModel,
-    name: str,
-    reading: Reading,
-    settings: Settings,
-    *,
-    batch: int = 32,
-    score_entropy: bool = False,
-    on_rows: Told | None = None,
-) -> dict[str, Any]:
-    """A line of the table, as plain data."""
-    # One long document is no sample of documents: its rows are what there is.
-    documents = len(reading.documents.unique())
-    is_many = documents > 1
-    bound = held_out_bound(
-        model,
-        reading.rows,
-        batch=batch,
-        draws=settings.draws,
-        seed=settings.seed,
-        score_entropy=score_entropy,
-        documents=reading.documents if is_many else None,
-        on_rows=on_rows,
-    )
+def against_paper(name: str, reading: Reading) -> dict[str, Any]:
+    """What there is to say of a set's rows whatever the model: the paper's figures, and whether ours compare."""
     label, reasons = reading.settings["stand_in"], differences(name, reading)
     return {
-        "set": name,
-        "nll": bound.nll,
-        "se": bound.stderr,
-        "error_over": "documents" if is_many else "rows",
-        "error_units": documents if is_many else len(reading.rows),
-        "se_noise": bound.noise_stderr,
-        "ppl": bound.ppl,
-        "bits_per_byte": bound.bits_per_byte(reading.bytes),
-        "tokens": bound.tokens,
-        "rows": len(reading.rows),
-        "bytes": reading.bytes,
-        "is_bound": not model.config.is_causal,
-        "rows_hash": reading.rows_hash,
         "label": f"stand-in: {label}" if label else None,
         "paper": None if label else dict(zip(PAPER, SETS[name].paper, strict=True)),
         "differs": reasons,
         "is_comparable": not reasons,
         "note": SETS[name].note,
-        "settings": settings.as_dict() | reading.settings,
     }
 
 
-def is_same(row: Mapping[str, Any], settings: Settings, reading: Reading) -> bool:
-    """Whether a line of an earlier run is what `measure` would find; names and places do not matter."""
-    known, wanted = row["settings"], settings.as_dict() | reading.settings
-    if row["rows_hash"] != reading.rows_hash:
-        return False
-    return all(known.get(key) == value for key, value in wanted.items() if key not in ("model", "source", "identity"))
-
-
 def zeroshot(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    subjects: Sequence[Subject],
     specs: Mapping[str, str],
-    settings: Settings,
     *,
-    length: int,
     rows: Literal["wrapped", "documents"] | None = None,
     limit: int | None = None,
-    batch: int = 32,
     workers: int = 1,
-    score_entropy: bool = False,
     stand_ins: Mapping[str, str] | None = None,
-    known: Mapping[str, Mapping[str, Any]] | None = None,
-    on_set: Callable[[str, str], None] | None = None,
-    on_rows: Told | None = None,
-) -> Iterator[tuple[dict[str, Any], bool]]:
-    """A line for every set, and whether it was computed now; one that is `known` with the same settings is not.
+    **how: Any,
+) -> Iterator[tuple[Line, bool]]:
+    """Set by set a line for each model, and whether it was measured now.
 
-    `stand_ins` labels sets whose files are something else. `on_set` is called with a set and what is done with it.
+    `stand_ins` labels sets whose files are something else. `how`: `known`, `walk` and `on_rows`, as `lines` has them.
     """
-    tell = on_set or (lambda name, what: None)
-    for name, spec in specs.items():
-        tell(name, "reading")
-        reading = read_set(name, spec, tokenizer, length, rows=rows, limit=limit, workers=workers)
-        reading = labelled(reading, (stand_ins or {}).get(name))
-        old = (known or {}).get(name)
-        if old is not None and is_same(old, settings, reading):
-            yield dict(old), False
-            continue
-        tell(name, f"{len(reading.rows):,} rows")
-        how: dict[str, Any] = {"batch": batch, "score_entropy": score_entropy, "on_rows": on_rows}
-        yield measure(model, name, reading, settings, **how), True
+
+    def read_rows(name: str, subject: Subject, on_rows: OnRows) -> Reading:
+        reading = read_set(
+            name,
+            specs[name],
+            subject.tokenizer,
+            subject.length,
+            rows=rows,
+            limit=limit,
+            workers=workers,
+            on_progress=lambda progress: on_rows(f"{name}: reading", progress.consumed, progress.total or 0),
+        )
+        return labelled(reading, (stand_ins or {}).get(name))
+
+    return lines(subjects, specs, read_rows, kind="set", about=against_paper, **how)

@@ -231,7 +231,7 @@ def zeroshot(answers: Sequence[Answer]) -> dict[str, Any]:
     metrics, reasons = [], dict[str, None]()
     for each in answers:
         for row in each["sets"]:
-            model, said = str(row.get("model") or each["model"]), f" ({row['label']})" if row["label"] else ""
+            model, said = str(row["model"]), f" ({row['label']})" if row["label"] else ""
             figures = _figures(row, "≤ " if row["is_bound"] else "")
             rows.setdefault(row["set"], []).append([row["set"] + said, model, *figures, row["rows_hash"][:8]])
             metrics.append(metric(model, "perplexity", "Perplexity", figures[1], row["set"]))
@@ -249,7 +249,7 @@ def domains(answers: Sequence[Answer]) -> dict[str, Any]:
     for each in answers:
         for row in each["domains"]:
             bits = figure(row["bits_per_byte"], row["bits_per_byte_se"], 4, sign := "≤ " if row["is_bound"] else "")
-            line = [row["domain"], str(row.get("model") or each["settings"]["model"]), bits]
+            line = [row["domain"], str(row["model"]), bits]
             line += [figure(row["nll"], row["se"], 4, sign), figure(row["tokens"], digits=0), row["rows_hash"][:8]]
             rows.setdefault(row["domain"], []).append(line)
     columns = ["domain", "model", "bits/byte", "nats/token", "tokens", "rows"]

@@ -47,6 +47,7 @@ def collect(
     said = settings_of(lm, job)
     world.agreed(lambda: prepared(folder, said))
     there = {sample.number for sample in read(folder / SAMPLES)}
+    world.wait()  # all must see the same before the first one writes into that file
     missing = [number for number in range(job.n) if number not in there]
     done = job.n - len(missing)
     if on_texts:

@@ -16,6 +16,7 @@ from adlm.evaluate.diversity import distinct, entropy, repetition
 from adlm.evaluate.generative import generative_perplexity
 from adlm.evaluate.judges import load_judge
 from adlm.evaluate.reading import read
+from adlm.evaluate.verdicts import windows
 from adlm.methods import SAMPLERS, named
 
 DISTINCT, REPETITION = 2, 4  # the n of their n-grams
@@ -92,19 +93,32 @@ class Assessor:
 
 
 def load_assessor(
-    tokenizer: Tokenizer, judge: str | Path | None = None, *, device: torch.device | str = "cpu", batch: int = 16
+    tokenizer: Tokenizer,
+    judge: str | Path | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    window: int | None = None,
+    batch: int = 16,
 ) -> Assessor:
-    """An assessor with a judge by name (see `load_judge`), or without one: entropy and repetition alone."""
+    """An assessor with a judge by name (see `load_judge`), or without one: entropy and repetition alone.
+
+    The judge reads `batch` texts at a time, and with `window` long ones in windows of so many tokens (see `judged`).
+    """
     if judge is None:
+        if window is not None:
+            raise ValueError(f"--window {window} says how a judge reads long texts, and there is none: give --judge")
         return Assessor(tokenizer)
     reader = load_judge(judge, device=device)
     reader.require_causal()
+    windows([], reader.context - sum(map(len, reader.ends)), window)  # one that cannot be is told before any writing
 
     def ask(texts: Sequence[str]) -> tuple[float, float]:
-        found = generative_perplexity(reader, texts, batch=batch)
+        found = generative_perplexity(reader, texts, window=window, batch=batch)
         return found.value, found.stderr
 
-    return Assessor(tokenizer, ask, reader.settings | {"counts": "every token, of end-of-text tokens the first"})
+    said = reader.settings | {"counts": "every token, of end-of-text tokens the first"}
+    # Without a window nothing is said of one: what a folder keeps is known by these words.
+    return Assessor(tokenizer, ask, said if window is None else said | {"window": window, "stride": window // 2})
 
 
 def held_out_texts(source: str | Path, tokenizer: Tokenizer, length: int, n: int) -> tuple[list[str], dict[str, Any]]:

@@ -13,14 +13,11 @@ from adlm.data.packing import end_documents, wrap_rows
 from adlm.evaluate import zeroshot as suite
 from adlm.evaluate.likelihood import held_out_bound
 from adlm.evaluate.reading import Reading
-from adlm.evaluate.zeroshot import PAPER, SETS, Missing, Settings, differences, find_set, locate, measure, read_set
-from adlm.models.language_model import LanguageModel
+from adlm.evaluate.zeroshot import PAPER, SETS, Missing, against_paper, differences, find_set, locate, read_set
 from tests.data.test_corpora import hub, write_parquet  # noqa: F401
 from tests.data.test_sources import FIXTURES
-from tests.text.models import lm, tokenizer
-
-SETTINGS = Settings("small", "adlm", "0", draws=2, seed=3)
-
+from tests.evaluate.test_lines import small
+from tests.text.models import tokenizer
 
 # Sentences of our own in the form of each set; only WikiText's are real (see tests/data/fixtures).
 
@@ -249,75 +246,36 @@ def test_plain_text_in_place_of_articles_is_a_stand_in(tmp_path: Path) -> None:
 # Figures.
 
 
-def small(method: str = "adlm") -> LanguageModel:
-    return lm(method, dim=16, length=32).model
+def test_a_line_is_the_held_out_bound_with_the_papers_beside_it(tmp_path: Path) -> None:
+    root, found = write_sets(tmp_path), small()
+    specs = {name: locate(name, folder=root) for name in ("ptb", "pubmed")}
+    ptb, pubmed = (line for line, _ in suite.zeroshot([found], specs))
+    reading = read_set("ptb", specs["ptb"], tokenizer("bytes"), 32)
+    bound = held_out_bound(found.network, reading.rows, draws=2, seed=3, documents=reading.documents)
+    assert ptb["nll"] == pytest.approx(bound.nll, abs=1e-5) and ptb["tokens"] == bound.tokens
+    assert ptb["set"] == "ptb" and ptb["rows_hash"] == reading.rows_hash and ptb["model"] == "small"
+    assert ptb["paper"] == {"ADLM": 95.37, "MDLM": 95.26, "AR": 82.05} and not ptb["is_comparable"]
+    assert ptb["differs"] == differences("ptb", reading)
+    assert pubmed["paper"] is None and pubmed["label"] == "stand-in: abstracts, in place of full articles"
+    assert json.loads(json.dumps([ptb, pubmed])) == [ptb, pubmed]
 
 
-@pytest.mark.parametrize("method", ["adlm", "ar"])
-def test_a_line_is_the_held_out_bound(tmp_path: Path, method: str) -> None:
-    root, model = write_sets(tmp_path), small(method)
-    reading = read_set("ptb", locate("ptb", folder=root), tokenizer("bytes"), 32)
-    row = measure(model, "ptb", reading, SETTINGS, batch=7)
-    bound = held_out_bound(model, reading.rows, draws=2, seed=3, documents=reading.documents)
-    assert row["nll"] == pytest.approx(bound.nll, abs=1e-5) and row["se"] == pytest.approx(bound.stderr, abs=1e-5)
-    assert row["ppl"] == pytest.approx(bound.ppl, rel=1e-4) and row["tokens"] == bound.tokens
-    assert row["bits_per_byte"] == pytest.approx(bound.bits_per_byte(reading.bytes), rel=1e-5)
-    assert row["is_bound"] == (method == "adlm") and row["error_over"] == "documents"
-    assert row["rows_hash"] == reading.rows_hash and row["rows"] == len(reading.rows)
-    assert row["paper"] == {"ADLM": 95.37, "MDLM": 95.26, "AR": 82.05} and not row["is_comparable"]
-    assert json.loads(json.dumps(row)) == row
+def test_the_lineages_rows_compare_with_the_papers() -> None:
+    reading = Reading(None, torch.arange(80), 1, "", PAPERS)  # type: ignore[arg-type]
+    assert against_paper("ptb", reading)["is_comparable"] is True
 
 
-def test_a_stand_in_has_no_figure_of_the_paper_beside_it(tmp_path: Path) -> None:
-    reading = read_set("pubmed", locate("pubmed", folder=write_sets(tmp_path)), tokenizer("bytes"), 32)
-    row = measure(small(), "pubmed", reading, SETTINGS)
-    assert row["paper"] is None and row["label"] == "stand-in: abstracts, in place of full articles"
-
-
-def test_one_document_has_an_error_over_its_rows(tmp_path: Path) -> None:
-    (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": "on and on it went " * 20}) + "\n")
-    reading = read_set("lambada", f"lambada:{tmp_path}", tokenizer("bytes"), 32)
-    row = measure(small(), "lambada", reading, SETTINGS)
-    assert row["error_over"] == "rows" and row["se"] > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "limit"),
-    [({}, None), ({"seed": 4}, None), ({"draws": 3}, None), ({"weights": "1"}, None), ({}, 3)],
-)
-def test_a_known_line_is_done_again_only_if_it_would_be_another(
-    tmp_path: Path, change: dict[str, Any], limit: int | None
-) -> None:
-    root, model = write_sets(tmp_path), small()
-    specs = {name: locate(name, folder=root) for name in ("ptb", "ag_news")}
-    first = list(suite.zeroshot(model, tokenizer("bytes"), specs, SETTINGS, length=32))
-    assert [(row["set"], is_new) for row, is_new in first] == [("ptb", True), ("ag_news", True)]
-    known = {row["set"]: row | {"nll": -1.0} for row, _ in first}
-    known["ag_news"]["rows_hash"] = "other rows"
-    told: list[str] = []
-    settings = Settings(**(SETTINGS.as_dict() | {"model": "under another name"} | change))
-    again = suite.zeroshot(
-        model,
-        tokenizer("bytes"),
-        specs,
-        settings,
-        length=32,
-        limit=limit,
-        workers=2,
-        batch=5,
-        known=known,
-        on_set=lambda name, what: told.append(f"{name} {what}"),
-    )
-    is_same = not change and limit is None
-    assert [(row["set"], row["nll"] == -1, is_new) for row, is_new in again] == [
-        ("ptb", is_same, not is_same),
-        ("ag_news", False, True),
-    ]
-    assert told[0] == "ptb reading" and told[-1].startswith("ag_news ") and told[-1].endswith(" rows")
+def test_a_label_is_part_of_what_is_known(tmp_path: Path) -> None:
+    specs = {"arxiv": locate("arxiv", folder=write_sets(tmp_path))}
+    ((line, _),) = suite.zeroshot([small()], specs)
+    ((again, is_new),) = suite.zeroshot([small()], specs, known=[line], workers=2)
+    assert again == line and not is_new
+    ((other, is_new),) = suite.zeroshot([small()], specs, known=[line], stand_ins={"arxiv": "novels"})
+    assert is_new and other["label"] == "stand-in: novels" and other["nll"] == line["nll"]
 
 
 def test_weights_are_known_by_their_hash() -> None:
-    model = small()
+    model = small().network
     before = suite.weights_hash(model)
     assert before == suite.weights_hash(model)
     with torch.no_grad():

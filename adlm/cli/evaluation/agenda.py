@@ -140,9 +140,13 @@ def planned(
         else:
             missing["anchors"] = "none of the models has two stages"
     for name, why in NAMED.items():
-        if name in asked.own and name not in taken:
-            yield from (words(name, model, is_causal=model in causal) for model in asked.models)
-        elif name not in taken:
+        if name in taken:
+            continue
+        if name not in asked.own:
             missing[name] = why
+        elif name == "code":
+            yield from (words(name, model, is_causal=model in causal) for model in asked.models)
+        else:
+            yield words(name, *asked.models)
     if "examples" not in taken:
         yield from (words("examples", model, is_causal=model in causal) for model in asked.models)

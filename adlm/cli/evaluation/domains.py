@@ -1,69 +1,71 @@
-"""`adlm eval domains`: one model on several kinds of text."""
+"""`adlm eval domains`: models on several kinds of text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json
+from adlm.cli.answers import answering, check_files, notes, print_json
 from adlm.cli.errors import told
-from adlm.cli.evaluation.lists import bar
+from adlm.cli.evaluation.table import Models, measured, name_of, remarks, screen, subjects_of, wanted_rows
 
 
 def domains(
-    model: options.ModelArgument = None,
+    models: Models = None,
     given: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=DATA", help="A kind of text and what `adlm prepare` reads; repeatable."),
     ] = None,
     rows: Annotated[str | None, typer.Option(help="wrapped, documents (one a row, cut). (wrapped)")] = None,
+    length: Annotated[int | None, typer.Option(min=3, help="Tokens in a row. (the model's)")] = None,
     draws: Annotated[int, typer.Option(min=1, help="Noises a row. (a causal model: none)")] = 4,
     limit: Annotated[int | None, typer.Option(min=2, help="Only so many rows of each.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time; it changes nothing but speed.")] = 32,
-    seed: options.Seed = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same figures.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise; they change nothing but speed.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="A JSON file, written after every line; lines that it holds are not done again.")
+    ] = None,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
-    """Measure one model on several kinds of text, such as prose, science, news and code, in one table."""
-    with told():
-        sources = named_sources(given or [])
-        if rows not in (None, "wrapped", "documents"):
-            raise ValueError(f"--rows is wrapped or documents, got {rows!r}")
-        manner: Any = rows
-        with answering(is_json):
-            from adlm.bundled import DEFAULT
-            from adlm.evaluate.provenance import provenance
-            from adlm.evaluate.zeroshot import weights_hash
-            from adlm.studies.domains import domain_bounds
-            from adlm.text.lm import load
+    """Measure models on several kinds of text, such as prose, science, news and code, in one table.
 
-            lm = load(model or DEFAULT, device=device)
-            with bar("reading") as tell:
-                found = list(
-                    domain_bounds(
-                        lm,
-                        sources,
-                        draws=draws,
-                        seed=seed,
-                        rows=manner,
-                        limit=limit,
-                        batch=batch,
-                        on_rows=lambda name, done, total: tell(description=name, completed=done, total=total),
-                    )
+    Give several models to compare them. Under torchrun the rows are shared out.
+    """
+    with told():
+        check_files({"--out": out})
+        sources = named_sources(given or [])
+        manner = wanted_rows(rows)
+        with answering(is_json):
+            from adlm.studies.domains import domain_bounds
+            from adlm.train.distributed import joined
+
+            with joined(device) as world:
+                subjects = subjects_of(models, world, draws=draws, seed=seed, length=length)
+                how = {"rows": manner, "limit": limit}
+                answer = measured(
+                    partial(domain_bounds, subjects, sources, **how, workers=workers),
+                    subjects,
+                    world,
+                    kind="domain",
+                    batch=batch,
+                    out=out,
+                    settings={"draws": draws, "seed": seed, "length": length, **how},
                 )
-            settings: dict[str, Any] = {"model": lm.name, "method": lm.method, "step": lm.step, "seed": seed}
-            settings |= {"weights_sha256": weights_hash(lm.model)}
-            settings |= {"draws": 1 if lm.form.is_causal else draws, "limit": limit, "rows": rows}
-            answer = {"domains": found, "settings": settings, "provenance": provenance(lm.device)}
+                if not world.is_first:  # of many processes, one answers
+                    return
         if is_json:
             print_json(answer)
             return
-        show(found)
+        show(answer)
 
 
 def named_sources(given: list[str]) -> dict[str, str]:
@@ -81,20 +83,24 @@ def named_sources(given: list[str]) -> dict[str, str]:
     return found
 
 
-def show(found: list[dict[str, Any]]) -> None:
-    """A line for each domain, and how to read it."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("domain", no_wrap=True)
-    for name in ("bits/byte", "nats/token", "perplexity", "tokens", "rows' hash"):
+def show(answer: Mapping[str, Any]) -> None:
+    """A line for each domain and model, and how to read it."""
+    console, lines, has_models = screen(), answer["domains"], len(answer["models"]) > 1
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("domain", "model") if has_models else ("domain",):
+        table.add_column(name, no_wrap=True)
+    for name in ("bits/byte", "nats/token", "ppl", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in found:
-        sign = "≤ " if row["is_bound"] else ""
-        bits = f"{sign}{row['bits_per_byte']:.4f} ± {row['bits_per_byte_se']:.4f}"
-        nll = f"{sign}{row['nll']:.4f} ± {row['se']:.4f}"
-        table.add_row(
-            Text(row["domain"]), bits, nll, f"{sign}{row['ppl']:,.2f}", f"{row['tokens']:,}", row["rows_hash"][:8]
-        )
-    Console(highlight=False, width=110).print(table)
+    table.add_column("rows' hash", justify="right", overflow="fold", min_width=4)  # folded in a narrow terminal
+    for line in lines:
+        sign = "≤ " if line["is_bound"] else ""
+        title = [Text(line["domain"]), *([Text(name_of(line))] if has_models else [])]
+        bits = f"{sign}{line['bits_per_byte']:.4f} ± {line['bits_per_byte_se']:.4f}"
+        nll = f"{sign}{line['nll']:.4f} ± {line['se']:.4f}"
+        table.add_row(*title, bits, nll, f"{sign}{line['ppl']:,.2f}", f"{line['tokens']:,}", line["rows_hash"][:8])
+    console.print(table)
+    for said in remarks(lines, "domain"):
+        console.print(said, style="dim", markup=False, soft_wrap=True)
     notes().print(
         "Bits per byte compare between domains: nats per token do not, a token is more or less text in each. ± is a "
         "standard error; ≤ is a bound from above.",

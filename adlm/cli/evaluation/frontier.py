@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from adlm.studies.frontier import Point
     from adlm.studies.writing import TextFigures
 
-WIDTH = 140  # of a table that no terminal shows
+WIDEST = 1000  # of a table, and of one that no terminal shows
+EXPENDABLE = ("distinct-2", "repeated-4", "tokens", "s/text")  # what a narrow terminal goes without, one after another
 READ = (
     "★: no other point has as few evaluations (NFE), as low a Gen-PPL and as high an entropy (up to the held-out "
     "text's) and is better in one of them. A low Gen-PPL at a low entropy is repetition, no quality. ± is a standard "
@@ -49,6 +50,8 @@ def frontier(
     seed: options.Seed = 0,
     batch: Annotated[int, typer.Option(min=1, help="Texts at a time: time depends on it, texts do not.")] = 16,
     repeats: Annotated[int, typer.Option(min=2, help="Timings of a point at least.")] = 3,
+    window: Annotated[int | None, typer.Option(min=2, help="Judge long texts in windows of so many tokens.")] = None,
+    judge_batch: Annotated[int, typer.Option(min=1, help="Texts judged at once, at most; changes no figure.")] = 32,
     device: options.Device = "auto",
     out: Annotated[
         Path | None, typer.Option(help="A folder: every point as it is done, figure, JSON. The same command goes on.")
@@ -84,7 +87,7 @@ def frontier(
             tokenizer = study.counted_by(writers)
             texts, said = held_out_texts(reference, tokenizer, length, n) if reference else (None, None)
             with notes().status("loading the judge …"):
-                assess = load_assessor(tokenizer, judge, device=writers[0].device)
+                assess = load_assessor(tokenizer, judge, device=writers[0].device, window=window, batch=judge_batch)
             held_out = assess(texts) if texts else None
             ledger = Ledger(out / "points.jsonl" if out else None)
             points: list[Point] = []
@@ -99,7 +102,7 @@ def frontier(
             answer: dict[str, Any] = {
                 "points": [point.as_dict() for point in points],
                 "reference": held_out.as_dict() if held_out else None,
-                "settings": study.settings_of(writers, amount, assess) | asked | {"reference": said},
+                "settings": study.settings_of(writers, amount, assess) | asked | {"reference": said, "window": window},
                 "provenance": provenance(writers[0].device),
             }
             answer["files"] = kept(out, points, held_out, answer) if out else []
@@ -109,7 +112,7 @@ def frontier(
         show(
             points,
             held_out,
-            f"{batch} texts at a time on {writers[0].device}, threads: {answer['settings']['threads']}.",
+            f"{min(batch, n)} texts at a time on {writers[0].device}, threads: {answer['settings']['threads']}.",
         )
         for path in answer["files"]:
             notes().print(f"→ {path}", style="dim", markup=False)
@@ -127,41 +130,57 @@ def show(points: Sequence[Point], reference: TextFigures | None, timed: str) -> 
     """The table, and how to read it."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
-    console.print(tabled(points, reference))
+        console = Console(highlight=False, width=WIDEST)
+    table, missing = fitted(points, reference, console)
+    console.print(table)
+    room = f" For want of room not shown: {', '.join(missing)}; --json has them." if missing else ""
     first = points[0]
     judged = "" if first.quality.gen_ppl is not None else " No judge was asked: --judge NAME adds Gen-PPL."
-    notes().print(f"{READ} {timed}{judged}", style="dim", markup=False)
+    notes().print(f"{READ} {timed}{judged}{room}", style="dim", markup=False)
     if short := sum(point.quality.short for point in points):
         said = f"{short} of {short + sum(point.quality.texts for point in points)} texts have fewer than four tokens"
         notes().print(f"{said}: they are in NFE and time, and in no other figure.", style="yellow", markup=False)
 
 
-def tabled(points: Sequence[Point], reference: TextFigures | None) -> Table:
+def fitted(points: Sequence[Point], reference: TextFigures | None, console: Console) -> tuple[Table, Sequence[str]]:
+    """The table with the columns that there is room for, and which were left out so that no figure is cut."""
+    for count in range(len(EXPENDABLE) + 1):
+        table = tabled(points, reference, without=EXPENDABLE[:count])
+        if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum <= console.width:
+            break
+    return table, EXPENDABLE[:count]
+
+
+def tabled(points: Sequence[Point], reference: TextFigures | None, *, without: Sequence[str] = ()) -> Table:
     """A line for each point, the held-out text's last."""
     from adlm.studies.pictures import short
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in ("model", "sampler"):
-        table.add_column(name, no_wrap=True)
     names = ("steps", "T", "p", "NFE", "s/text", "tokens", "Gen-PPL", "entropy", "distinct-2", "repeated-4")
-    for name in names:
+    shown = [name for name in names if name not in without]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "model", "sampler"):
+        table.add_column(name, no_wrap=True)
+    for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
-        mark = "★" if point.is_pareto else ""
         steps = "" if point.steps is None else str(point.steps)
-        cells = [steps, f"{point.temperature:g}", f"{point.top_p:g}", f"{point.nfe:.1f}"]
-        cells += [f"{point.seconds:.3g} ± {point.seconds_sd:.1g}", *cells_of(point.quality)]
-        table.add_row(mark, Text(short(point.model)), point.sampler, *cells)
+        cells = {"steps": steps, "T": f"{point.temperature:g}", "p": f"{point.top_p:g}", "NFE": f"{point.nfe:.1f}"}
+        cells |= {"s/text": f"{point.seconds:.3g} ± {point.seconds_sd:.1g}", **cells_of(point.quality)}
+        title = ("★" if point.is_pareto else "", Text(short(point.model)), point.sampler)
+        table.add_row(*title, *(cells[name] for name in shown))
     if reference is not None:
-        table.add_row("", "held-out text", "", "", "", "", "", "", *cells_of(reference))
+        cells = cells_of(reference)
+        table.add_row("", "held-out text", "", *(cells.get(name, "") for name in shown))
     return table
 
 
-def cells_of(quality: TextFigures) -> list[str]:
-    """Its figures with their errors."""
+def cells_of(quality: TextFigures) -> dict[str, str]:
+    """Its figures with their errors, by their columns."""
     judged = "–" if quality.gen_ppl is None else f"{quality.gen_ppl:.1f} ± {quality.gen_ppl_se:.1f}"
-    figures = [f"{quality.tokens:.1f}", judged, f"{quality.entropy:.3f} ± {quality.entropy_se:.3f}"]
-    figures += [f"{quality.distinct_2:.3f} ± {quality.distinct_2_se:.3f}"]
-    return [*figures, f"{quality.repetition_4:.3f} ± {quality.repetition_4_se:.3f}"]
+    return {
+        "tokens": f"{quality.tokens:.1f}",
+        "Gen-PPL": judged,
+        "entropy": f"{quality.entropy:.3f} ± {quality.entropy_se:.3f}",
+        "distinct-2": f"{quality.distinct_2:.3f} ± {quality.distinct_2_se:.3f}",
+        "repeated-4": f"{quality.repetition_4:.3f} ± {quality.repetition_4_se:.3f}",
+    }

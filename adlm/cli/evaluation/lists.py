@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from adlm.cli.answers import notes
@@ -52,11 +53,30 @@ def save_json(path: Path, answer: Any) -> Path:
     return path
 
 
+def progress(console: Console, *, is_shown: bool = True) -> Progress:
+    """Bars on a terminal, gone when they are done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal))
+
+
 @contextmanager
 def bar(first: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """A bar on a terminal's stderr: called with what `Progress.update` takes."""
-    console = notes()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(first, total=total)
-        yield lambda **changes: progress.update(task, **changes)
+    with progress(notes()) as bars:
+        task = bars.add_task(first, total=total)
+        yield lambda **changes: bars.update(task, **changes)
+
+
+@contextmanager
+def bar_of_many(*, is_shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for one thing after another: called with what is done, how far it is, and the whole (0: not known)."""
+    with progress(notes(), is_shown=is_shown) as bars:
+
+        def on_rows(what: str, done: int, total: int) -> None:
+            if not bars.tasks or bars.tasks[0].description != what:
+                for task in bars.task_ids:
+                    bars.remove_task(task)
+                bars.add_task(what, total=None)
+            bars.update(bars.task_ids[0], completed=done, total=total or None)
+
+        yield on_rows

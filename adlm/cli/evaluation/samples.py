@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,9 +23,10 @@ from adlm.cli.writing import sampler_options
 
 if TYPE_CHECKING:
     from adlm.evaluate.judges import Judge
-    from adlm.evaluate.quality import Figures, Quality
+    from adlm.evaluate.quality import Figures, Plan, Quality
+    from adlm.train.distributed import World
 
-FOUND = "quality.json"
+FOUND, VERDICTS = "quality.json", "verdicts"
 MANY = 200  # texts that are written unless told
 ROOM = 6  # characters of reference for every token of the longest text: real text has fewer, so there is enough to cut
 JUDGING = "How it is judged"
@@ -71,15 +73,19 @@ def samples(
         int | None, typer.Option(min=2, help="MAUVE's. (a tenth of the texts)", rich_help_panel=JUDGING)
     ] = None,
     mauve_seeds: Annotated[int, typer.Option(min=1, help="Seeds of MAUVE's k-means.", rich_help_panel=JUDGING)] = 5,
+    judge_batch: Annotated[
+        int, typer.Option(min=1, help="Texts judged at once, at most; changes no figure.", rich_help_panel=JUDGING)
+    ] = 32,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for the texts, as they come, and the figures; goes on after a kill.")
+        Path | None,
+        typer.Option(help="A folder for texts and verdicts, as they come, and the figures; goes on after a kill."),
     ] = None,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
     """Write texts and measure them: Gen-PPL, MAUVE, entropy, n-grams; the same of as much real text beside them.
 
-    With torchrun the processes share the writing. The figures depend on the judge: compare those of one judge only.
+    With torchrun the processes share all of it. Figures depend on the judge: compare those of one judge only.
     """
     with told():
         if judge is None:
@@ -96,39 +102,34 @@ def samples(
         with answering(is_json):
             from adlm.data.sources import open_source
             from adlm.evaluate.provenance import provenance
-            from adlm.generate import pick_device
+            from adlm.evaluate.quality import figures_of
+            from adlm.studies.judging import judge_together
+            from adlm.train.distributed import joined
 
             source = open_source(reference)
             source_said = {"name": source.name, "identity": source.identity}
-            place = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
-            read_by = hired(judge, features, place, is_first=int(os.environ.get("RANK", 0)) == 0)
             how: dict[str, Any] = {"length": length, "n": n or MANY, "seed": seed, "steps": steps, "sampler": sampler}
             how |= {"block": block}
             how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "batch": batch}
             how |= sampler_options(option or [])
-            if texts is not None:
-                given, said = chosen(texts, n)
-            else:
-                with bar("writing") as tell:
-                    given, said = written(model, out, how, device, deterministic, progress(tell))
-            if read_by is None:
-                return  # another process of torchrun's: the first one judges
-            documents = (text for text, _ in source.read())
-            with bar("judging") as tell:
-                found = measured(
-                    given,
-                    documents,
-                    read_by,
-                    seed=seed,
-                    until_eos=until_eos,
-                    window=window,
-                    seeds=range(mauve_seeds),
-                    buckets=buckets,
-                    on_texts=progress(tell),
-                )
+            with joined(device) as world:
+                read_by = hired(judge, features, world)
+                if texts is not None:
+                    given, said = chosen(texts, n)
+                else:
+                    with telling("writing", world) as on_texts:
+                        given, said = written(model, out, how, world, deterministic, on_texts)
+                plan = asked_about(given, (text for text, _ in source.read()), read_by, seed=seed, window=window)
+                kept = None if out is None else out / VERDICTS
+                with telling("judging", world) as on_texts:
+                    archive = judge_together(plan.requests, world, kept, batch=judge_batch, on_texts=on_texts)
+            if not world.is_first:
+                return  # the first process has all verdicts, and makes the figures of them
+            with notes().status("comparing …"):
+                found = figures_of(plan, archive, until_eos=until_eos, seeds=range(mauve_seeds), buckets=buckets)
             answer = found.as_dict()
             answer["settings"] |= {"reference": source_said, "reference_seed": seed, "samples": said}
-            answer["provenance"] = provenance(place)
+            answer["provenance"] = provenance(world.device)
             if out is not None:
                 save_json(out / FOUND, answer)
         if is_json:
@@ -142,42 +143,38 @@ def check(model: str | None, texts: Path | None, out: Path | None) -> None:
     if texts is not None and model is not None:
         raise ValueError(f"--texts {texts} is what to judge, and MODEL {model} would write others: give one of them")
     check_folder("--out", out)
-    if out is None and texts is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("several processes write into one folder that all of them see: give --out FOLDER")
+    if out is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("several processes share their work in a folder that all of them see: give --out FOLDER")
     if find_spec("mauve") is None:
         raise ImportError("MAUVE stands beside the other figures, and needs mauve-text: pip install 'adlm[mauve]'")
 
 
-def hired(judge: str, features: str | None, device: Any, *, is_first: bool) -> tuple[Judge, Judge] | None:
+def hired(judge: str, features: str | None, world: World) -> tuple[Judge, Judge]:
     """The judge and what gives features, before anything is written: a name that is wrong is told at once."""
     from adlm.evaluate.judges import find_judge, load_judge
 
     for name in (judge, features or judge):
         find_judge(name)
-    if not is_first:
-        return None
-    with notes().status("loading the judge …"):
-        first = load_judge(judge, device=device)
+    with notes().status("loading the judge …") if world.is_first else nullcontext():
+        first = load_judge(judge, device=world.device)
         first.require_causal()
-        return first, first if features in (None, judge) else load_judge(features or judge, device=device)
+        return first, first if features in (None, judge) else load_judge(features or judge, device=world.device)
 
 
 def written(
-    model: str | None, out: Path | None, how: dict[str, Any], device: str, deterministic: bool, on_texts: Told
+    model: str | None, out: Path | None, how: dict[str, Any], world: World, deterministic: bool, on_texts: Told | None
 ) -> tuple[list[str], dict[str, Any]]:
     """Texts of a model, and what they follow from."""
     from adlm.bundled import DEFAULT
     from adlm.studies.collection import collect, settings_of
     from adlm.text.lm import load
-    from adlm.train.distributed import joined
 
-    with joined(device) as world, TemporaryDirectory() as passing:
+    with TemporaryDirectory() as passing:
         lm = load(model or DEFAULT, device=str(world.device), deterministic=deterministic)
         job = lm.job(**how)
         if job.n < 2:
             raise ValueError(f"the figures of a set need at least 2 texts, got --n {job.n}: a hundred say something")
-        tell = on_texts if world.is_first else None
-        collected = collect(lm, out or Path(passing), job, world=world, on_texts=tell)
+        collected = collect(lm, out or Path(passing), job, world=world, on_texts=on_texts)
         said = {"model": lm.name, "n": job.n, **settings_of(lm, job)}
         said["nfe"] = sum(each.nfe for each in collected) / len(collected)
         return [each.text for each in collected], said
@@ -208,24 +205,29 @@ def read_texts(path: Path) -> list[str]:
     return found
 
 
-def measured(
-    given: list[str], documents: Iterator[str], read_by: tuple[Judge, Judge], *, seed: int, **how: Any
-) -> Quality:
-    """The figures of texts beside those of passages of the reference."""
+def asked_about(
+    given: list[str], documents: Iterator[str], read_by: tuple[Judge, Judge], *, seed: int, window: int | None
+) -> Plan:
+    """What is to be judged: texts, and passages of the reference."""
     from adlm.evaluate.passages import passages
-    from adlm.evaluate.quality import quality
+    from adlm.evaluate.quality import planned
 
     judge, features = read_by
     if len(given) < 2:
         raise ValueError(f"the figures of a set need at least 2 texts, got {len(given)}: a hundred say something")
     longest = max(len(piece) for piece in judge.encode(given))
     beside = passages(documents, 2 * len(given), ROOM * max(longest, 1), seed=seed)
-    return quality(given, beside, judge, features, **how)
+    return planned(given, beside, judge, features, window=window)
 
 
-def progress(tell: Callable[..., None]) -> Told:
-    """Texts done and in all, on a bar."""
-    return lambda done, total: tell(completed=done, total=total)
+@contextmanager
+def telling(what: str, world: World) -> Iterator[Told | None]:
+    """Texts done and in all, on the first process's bar."""
+    if not world.is_first:
+        yield None
+        return
+    with bar(what) as tell:
+        yield lambda done, total: tell(completed=done, total=total)
 
 
 def publish(found: Quality, out: Path | None) -> None:

@@ -87,7 +87,7 @@ def test_options_for_one_command_come_before_the_cards() -> None:
     found = planned_words(own=own, limit=40, n=50, steps=(8,))
     assert found["ppl"][0][2:7] == ["two", "--data", "text.txt", "--limit=7", "--draws"]
     assert given_to(found["anchors"][0], "--samples", "--limit") == ["100", "40"] and "50" not in found["anchors"][0]
-    assert [words[2] for words in found["zeroshot"]] == ["two", "ar"]  # every model
+    assert [words[2:4] for words in found["zeroshot"]] == [["two", "ar"]]  # together
     assert given_to(found["zeroshot"][0], "--data-dir", "--limit") == ["my sets", "40"]
     assert given_to(found["code"][0], "--steps") == ["8"] and "domains" not in found
 

@@ -1,9 +1,8 @@
 """`adlm eval frontier`: a table, a JSON and a picture of the same points; the same command goes on."""
 
 import json
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,29 +10,16 @@ import adlm
 from adlm.checkpoint import Loaded, export
 from adlm.evaluate.generative import generative_perplexity
 from adlm.evaluate.judges import load_judge
-from tests.cli.terminal import assert_told, invoke, trained
+from tests.cli.evaluation import answers
+from tests.cli.evaluation.answers import text
+from tests.cli.terminal import assert_told, invoke, screen, trained, without_escapes
 from tests.evaluate.small_judges import causal_folder, needs
 from tests.studies.drawn import pixels, with_matplotlib
 from tests.text.models import lm, rigged
-from tests.train.runs import TEXT, shelf
 
 FEW = ("--steps", "2,4", "--samplers", "ancestral,confidence", "--top-p", "1.0", "--n", 3, "--length", 12, "--batch", 2)
 FEW = (*FEW, "--repeats", 2, "--device", "cpu")
-
-
-@cache
-def text() -> str:
-    path = shelf() / "held-out.txt"
-    path.write_text(TEXT[:4000], "utf-8")
-    return str(path)
-
-
-def answered(*words: object) -> dict[str, Any]:
-    result = invoke("eval", "frontier", *words, "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("\n") == 1
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+answered = partial(answers.answered, "frontier")
 
 
 @with_matplotlib
@@ -73,6 +59,29 @@ def test_a_judge_reads_samples_and_held_out_text_alike() -> None:
     assert "held-out text" in shown.stdout and f"{found['points'][0]['gen_ppl']:.1f} ±" in shown.stdout
 
 
+def test_a_window_lets_a_judge_read_longer_texts_than_it_can(tmp_path: Path) -> None:
+    """The figures are those of windows, of samples and of held-out text; without one it is an error that names it."""
+    needs("transformers")
+    folder = causal_folder(positions=24)
+    words = (trained(), *FEW, "--steps", "2", "--samplers", "ancestral", "--judge", folder, "--length", 30)
+    judge = load_judge(folder)
+    most = judge.context - sum(map(len, judge.ends))
+    texts = adlm.load(trained(), device="cpu").generate(length=30, n=3, sampler="ancestral", steps=2, top_p=1.0).texts
+    assert max(map(len, judge.encode(texts))) > most
+    assert_told(invoke("eval", "frontier", *words), "longer than", "--window")
+    words = (*words, "--reference", text(), "--out", tmp_path)
+    small, large = (answered(*words, "--window", window, "--judge-batch", 2) for window in (4, most))
+    for window, found in ((4, small), (most, large)):
+        (point,) = found["points"]
+        expected = generative_perplexity(judge, texts, window=window)
+        assert (point["gen_ppl"], point["gen_ppl_se"]) == pytest.approx((expected.value, expected.stderr), rel=1e-4)
+        assert found["settings"]["window"] == window == found["settings"]["judge"]["window"]
+    assert small["reference"]["gen_ppl"] != large["reference"]["gen_ppl"]
+    assert len((tmp_path / "points.jsonl").read_text("utf-8").splitlines()) == 2  # another window, another point
+    again = answered(*words, "--window", 4, "--judge-batch", 16)
+    assert again["points"] == small["points"]  # another batch of the judge's, the same point
+
+
 def test_texts_that_are_left_out_are_told(tmp_path: Path) -> None:
     """A causal model that ends its texts at once, most of the time."""
     model = rigged("ar", {lm("ar").tokenizer.eos_id: 5.0})
@@ -98,6 +107,17 @@ def test_the_table_says_what_json_says() -> None:
     assert "--judge NAME adds Gen-PPL" in result.stderr.replace("\n", " ")
 
 
+def test_a_narrow_terminal_loses_columns_and_cuts_no_figure() -> None:
+    shown, code = screen("eval", "frontier", trained(), *FEW, columns=70)
+    assert code == 0, shown
+    lines = without_escapes(shown).splitlines()
+    (header,) = (line for line in lines if "sampler" in line and "NFE" in line)
+    rows = lines[lines.index(header) + 1 :][:4]
+    assert "entropy" in header and "distinct-2" not in header and all("±" in row and "…" not in row for row in rows)
+    assert all(len(line) <= 70 for line in (header, *rows))
+    assert "For want of room not shown: distinct-2, repeated-4" in shown.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -110,10 +130,18 @@ def test_the_table_says_what_json_says() -> None:
         (("--reference", "nowhere.txt"), "nowhere.txt"),
         (("--judge", "nobody-at-all.gguf"), "nobody-at-all.gguf is not there"),
         (("--device", "abacus"), "device 'abacus'"),
+        (("--window", 8), "--window 8 says how a judge reads long texts, and there is none: give --judge"),
     ],
 )
 def test_mistakes_are_told_in_a_line(words: tuple[object, ...], said: str) -> None:
     assert_told(invoke("eval", "frontier", trained(), *FEW, *words, "--json"), said)
+
+
+def test_a_window_that_cannot_be_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    needs("transformers")
+    words = (trained(), *FEW, "--judge", causal_folder(), "--window", 10**6, "--out", tmp_path)
+    assert_told(invoke("eval", "frontier", *words), "window=1000000", "at most the")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_out_that_is_a_file(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def words(*more: object) -> tuple[object, ...]:
     return ("eval", "samples", *more, "--judge", causal_folder(positions=256))
 
 
-def answered(*more: object) -> dict[str, Any]:
-    result = invoke(*words(*more), "--mauve-seeds", 2, "--json")
+def answered(*more: object, last: tuple[object, ...] = ()) -> dict[str, Any]:
+    result = invoke(*words(*more), "--mauve-seeds", 2, "--json", *last)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") == 1
     found: dict[str, Any] = json.loads(result.stdout)
@@ -115,6 +115,55 @@ def test_an_encoder_gives_the_features(tmp_path: Path) -> None:
     assert found["settings"]["features"]["kind"] == "encoder" and found["settings"]["judge"]["kind"] == "causal LM"
 
 
+def figures_of(found: dict[str, Any]) -> dict[str, float]:
+    """Every number of every figure, of samples and of real text."""
+    return {
+        f"{side} {name} {key}": value
+        for side in ("samples", "reference")
+        for name, figure in found[side].items()
+        for key, value in figure.items()
+        if isinstance(value, int | float)
+    }
+
+
+def given_texts(folder: Path, count: int = 12) -> tuple[object, ...]:
+    texts = passages(documents(), count, 90, seed=9)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    return ("--texts", folder / "texts.jsonl", "--reference", PROSE, "--device", "cpu", "--seed", 3)
+
+
+def test_the_judges_batch_changes_no_figure(tmp_path: Path) -> None:
+    given = given_texts(tmp_path)
+    one, *others = (figures_of(answered(*given, "--judge-batch", size)) for size in (1, 7, 32))
+    for other in others:
+        assert other == pytest.approx(one, abs=1e-5, rel=1e-6)
+
+
+def test_verdicts_are_kept_and_only_what_is_missing_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from adlm.evaluate import verdicts
+
+    read: list[int] = []
+
+    def counting(judge: Any, rows: Any, *what: Any) -> Any:
+        read.append(len(rows))
+        return passed(judge, rows, *what)
+
+    passed = verdicts.passed
+    monkeypatch.setattr(verdicts, "passed", counting)
+    given, out = given_texts(tmp_path), tmp_path / "out"
+    alone = answered(*given)
+    first = answered(*given, "--out", out)
+    assert sum(read) == 2 * 36 and figures_of(first) == figures_of(alone)
+    assert sorted(path.name for path in out.iterdir()) == ["quality.json", "verdicts"]
+    (out / "quality.json").unlink()
+    assert figures_of(answered(*given, "--out", out)) == figures_of(first)
+    assert sum(read) == 2 * 36, "a text was judged again"
+    other = ("--judge", causal_folder(bos=False, positions=256))
+    changed = answered(*given, "--out", out, last=other)  # the last --judge counts
+    assert sum(read) == 3 * 36 and figures_of(changed) == figures_of(answered(*given, last=other))
+    assert figures_of(changed)["samples gen_ppl nll"] != figures_of(first)["samples gen_ppl nll"]
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_figures_of_one(tmp_path: Path) -> None:
     one = answered(DEFAULT, *HOW, "--out", tmp_path / "one")
@@ -123,8 +172,11 @@ def test_two_processes_give_the_figures_of_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     two = json.loads(done.stdout)
     assert texts_of(tmp_path / "two") == texts_of(tmp_path / "one")
-    assert two["samples"]["gen_ppl"]["nll"] == pytest.approx(one["samples"]["gen_ppl"]["nll"], abs=1e-5)
-    assert two["samples"]["entropy"] == one["samples"]["entropy"]
+    assert figures_of(two) == pytest.approx(figures_of(one), abs=1e-5, rel=1e-6)
+    assert [path.name for path in (tmp_path / "two" / "verdicts").iterdir()] == ["all.safetensors"]
+    given = given_texts(tmp_path)
+    done = torchrun(2, "-m", "adlm", *map(str, words(*given, "--json")))
+    assert done.returncode != 0 and "give --out FOLDER" in done.stderr
 
 
 @pytest.mark.slow

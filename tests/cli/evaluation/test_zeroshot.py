@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from adlm.evaluate.zeroshot import SETS
+from tests.cli.evaluation import answers
+from tests.cli.evaluation.test_domains import assert_same
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.test_zeroshot import write_sets
+from tests.train.runs import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answered(*words: object) -> dict[str, Any]:
-    result = invoke("eval", "zeroshot", trained(), *words, "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("\n") == 1
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return answers.answered("zeroshot", trained(), *words)
 
 
 def test_one_object_with_every_set(folder: Path) -> None:
@@ -41,10 +40,37 @@ def test_one_object_with_every_set(folder: Path) -> None:
 def test_figures_do_not_depend_on_batch_and_workers(folder: Path) -> None:
     words = ("--data-dir", folder, "--sets", "ptb,ag_news")
     one, other = answered(*words, "--batch", 1), answered(*words, "--batch", 7, "--workers", 4)
-    for mine, theirs in zip(one["sets"], other["sets"], strict=True):
-        assert mine["rows_hash"] == theirs["rows_hash"]
-        assert mine["nll"] == pytest.approx(theirs["nll"], abs=1e-5)
-        assert mine["se"] == pytest.approx(theirs["se"], abs=1e-5)
+    assert_same(one["sets"], other["sets"])
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(folder: Path, tmp_path: Path) -> None:
+    words = (trained("ar"), "--data-dir", folder, "--sets", "ptb,pubmed", "--batch", 3, "--skip-missing")
+    expected = answered(*words, "--device", "cpu")
+    out = tmp_path / "figures.json"
+    given = [trained(), *map(str, words), "--device", "cpu", "--out", str(out), "--json"]
+    done = torchrun(2, "-m", "adlm", "eval", "zeroshot", *given)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["provenance"]["processes"] == 2 and done.stderr.count(": measured") == 4
+    assert_same(found["sets"], expected["sets"])
+    assert json.loads(out.read_text("utf-8")) == found
+
+
+def test_several_models_are_each_alone(folder: Path) -> None:
+    words, models = ("--data-dir", folder, "--sets", "ptb,ag_news"), [trained(), trained("ar")]
+    found = answered(models[1], *words)
+    assert [(line["set"], line["model"]) for line in found["sets"]] == [
+        (s, m) for s in ("ptb", "ag_news") for m in models
+    ]
+    assert [each["model"] for each in found["models"]] == models and "model" not in found
+    for model in models:
+        alone = answers.answered("zeroshot", model, *words)
+        assert [line for line in found["sets"] if line["model"] == model] == alone["sets"]
+        assert alone["model"] == model and alone["method"] == alone["models"][0]["method"]
+    header, *rows = invoke("eval", "zeroshot", *models, *words).stdout.splitlines()
+    assert header.split()[:2] == ["set", "model"] and [row.split()[1] for row in rows[:4]] == ["run-adlm", "run-ar"] * 2
+    assert ["≤" in row for row in rows[:4]] == [True, False] * 2 and rows[0].index("(95.37") == rows[1].index("(95.37")
 
 
 def test_the_table_says_what_json_says(folder: Path) -> None:
@@ -90,11 +116,12 @@ def test_finished_sets_are_not_done_again(folder: Path, tmp_path: Path) -> None:
     assert row["nll"] > 0 and [row["set"] for row in json.loads(out.read_text())["sets"]] == ["ptb", "ag_news"]
     # Another seed, another file.
     result = invoke("eval", "zeroshot", trained(), *words, "--sets", "ptb", "--seed", 1)
-    assert_told(result, "holds figures with seed 0, and 1 is asked for: give another name")
+    assert_told(result, f"holds figures of {trained()} with seed 0, and 1 is asked for: give another name")
 
 
 @pytest.mark.parametrize(
-    "content", ["not JSON", "[]", '{"sets": 1}', '{"format": 1, "sets": [1]}', '{"format": 1, "sets": []}']
+    "content",
+    ["not JSON", "[]", '{"sets": 1}', '{"format": 2, "models": [], "sets": [1]}', '{"format": 2, "sets": []}'],
 )
 def test_a_file_of_something_else_is_not_written_over(folder: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "mine.json").write_text(content)
@@ -103,14 +130,25 @@ def test_a_file_of_something_else_is_not_written_over(folder: Path, tmp_path: Pa
     assert (tmp_path / "mine.json").read_text() == content
 
 
+def test_a_file_of_an_older_form_is_not_written_over(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"format": 1, "sets": []}')
+    words = ("--data-dir", folder, "--sets", "ptb", "--out", tmp_path / "old.json")
+    assert_told(invoke("eval", "zeroshot", trained(), *words), "has format 1, this version writes 2: give another name")
+
+
 def test_missing_sets_are_told_and_listed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "ptb").symlink_to(folder / "ptb")
     words = ("--data-dir", tmp_path, "--sets", "ptb,lm1b")
-    assert_told(invoke("eval", "zeroshot", trained(), *words), "lm1b is not in", "put its files there as lm1b or")
+    assert_told(
+        invoke("eval", "zeroshot", trained(), *words),
+        "lm1b is not in",
+        "put its files there as lm1b or",
+        "--skip-missing",
+    )
     found = answered(*words, "--skip-missing")
     assert [row["set"] for row in found["sets"]] == ["ptb"] and list(found["missing"]) == ["lm1b"]
     result = invoke("eval", "zeroshot", trained(), *words, "--skip-missing")
-    assert "missing: lm1b is not in" in result.stdout
+    assert "missing: lm1b is not in" in result.stdout and "--skip-missing" not in result.stdout
     none = invoke("eval", "zeroshot", trained(), "--data-dir", tmp_path, "--sets", "lm1b", "--skip-missing")
     assert_told(none, "none of the sets is there")
 
