@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import Draw, Limits
-from adlm.diffusion.denoise import Frame, denoise
+from adlm.diffusion.denoise import Frame, OnRows, denoise
 from adlm.diffusion.next_token import continue_tokens
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
@@ -110,6 +110,7 @@ class Predictor:
         self.final = torch.compile(self._final) if self.is_compiled else self._final
         self.graphs: dict[tuple[int, ...], Graph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.is_compiled else None
+        self.on_rows: OnRows | None = None  # hears which rows of a batch `predict` is asked for next
 
     def _final(self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
         return self.model(tokens, noise_level, valid=valid).final
@@ -227,6 +228,7 @@ def stream_tokens(
         valid=valid,
         limits=limits,
         block=block,
+        on_rows=predictor.on_rows,
     )
 
 

@@ -21,6 +21,8 @@ from adlm.diffusion.rng import CounterRng, Purpose
 Predict = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # features (N, dim) -> logits (N, V) with the mask token ruled out
 LogitsAt = Callable[[Tensor], Tensor]
+# numbers (n,) on the host, in the batch, of the rows that `predict` is asked for next
+OnRows = Callable[[Tensor], None]
 
 POSITIONS_AT_ONCE = {"cuda": 4096, "cpu": 256}  # rows of logits that exist at a time
 NUMBERS_AT_ONCE = 65536  # random numbers made in one go
@@ -56,6 +58,7 @@ class State:
     how: Draw
     valid: Tensor | None = None
     limits: Limits | None = None
+    on_rows: OnRows | None = None
     step: int = 0  # frames so far
     clock: int = 0  # which random numbers are next: not the frames', because how many a block takes depends on all rows
     nfe: Tensor = field(init=False)
@@ -78,6 +81,8 @@ class State:
         if rows.numel() == 0:
             return torch.empty(0, 0)
         self.nfe[rows] += 1
+        if self.on_rows is not None:
+            self.on_rows(rows)
         level = noise_level.float().reshape(-1).expand(self.xt.shape[0])
         if rows.numel() == self.xt.shape[0]:
             features = self.predict(self.xt, level, self.valid)
@@ -133,12 +138,14 @@ def denoise(
     valid: Tensor | None = None,
     limits: Limits | None = None,
     block: int | None = None,
+    on_rows: OnRows | None = None,
 ) -> Iterator[Frame]:
     """Fill the mask tokens of xt (B, L) and yield a frame per step; `limits` say which tokens may not stand where.
 
     Tokens that are visible in xt may be hidden again by a remasking plan unless `is_fixed`, which by default is
     everything that is visible at the start. `block` fills windows of that many positions from left to right, each with
-    all of the sampler's steps. At least one frame comes, even where nothing is hidden.
+    all of the sampler's steps. At least one frame comes, even where nothing is hidden. `on_rows` hears, before every
+    evaluation, which rows it is for.
     """
     xt = xt.to(torch.int64).clone(memory_format=torch.contiguous_format)
     for name, mask in (("is_fixed", is_fixed), ("valid", valid)):
@@ -152,7 +159,7 @@ def denoise(
         row, position = (fixed & is_hidden).nonzero()[0].tolist()
         raise ValueError(f"row {row}, position {position} is fixed but holds the mask token: fixed tokens must be text")
     is_free = ~fixed if valid is None else ~fixed & valid.cpu()
-    state = State(xt, is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid, limits)
+    state = State(xt, is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid, limits, on_rows)
     for number, window in _windows(is_free, block):
         state.is_free, state.clock = window, number * STEPS_OF_A_BLOCK
         yield from _run_plan(state, sampler) if isinstance(sampler, Plan) else _run_order(state, sampler)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ from adlm.config import load_config
 from adlm.data.batches import Fetch
 from adlm.diffusion.anchors import AnchorRule
 from adlm.methods import ANCHOR_RULES, build_anchor_rule, named
-from adlm.studies.correlation import Correlation, correlate
-from adlm.studies.guesses import Guess, measure_guesses
+from adlm.studies.guesses import Guess, Tally
 from adlm.studies.perturbation import LEVELS, NONE, Change, Loss, changed_texts, perturbed_losses
-from adlm.studies.reveals import Reveals, measure_reveals
+from adlm.studies.reveals import Reveals, measure_reveals, reveals_of, watched
 from adlm.studies.stages import require_two_stages
 from adlm.studies.writing import Assessor, TextFigures, takes_steps
-from adlm.text.lm import LM
+from adlm.text.lm import LM, Row
 from adlm.text.templates import classes_of
 
 MAX_COUNT = 5  # the paper's tau, where a checkpoint does not say
 RANDOM, SUREST = "ancestral", "confidence"
+EVERY_TURN = Change("stale", 1)  # in sampling: features that are used once, as the model uses them
 OnStage = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
@@ -58,11 +58,22 @@ class Extent:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.changes()  # what is wrong with them is said before anything runs
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether models are only measured as they are: what a correlation over them takes."""
+        return not self.noise and not self.stale
+
     def changes(self) -> list[Change]:
-        """What is done to the anchor features, the model as it is first."""
+        """What is done to the anchor features, the model as it is first; without any noise or delay nothing else."""
+        if self.is_bare:
+            return [NONE]
         blurred = [Change("noise", scale) for scale in self.noise]
         late = [Change("stale", steps) for steps in self.stale]
         return [NONE, *blurred, Change("permuted"), Change("other_row"), *late]
+
+    def orders(self) -> list[str]:
+        """The samplers whose order of reveals is looked at."""
+        return [self.sampler] if self.is_bare else list(dict.fromkeys([self.sampler, SUREST, RANDOM]))
 
     def job(self, sampler: str) -> dict[str, Any]:
         """What `LM.job` is asked for."""
@@ -81,6 +92,12 @@ class Sample:
     nfe: float
     quality: TextFigures
 
+    @classmethod
+    def of(cls, change: Change, rows: Sequence[Row], assess: Assessor) -> Sample:
+        """The figures of written rows."""
+        nfe = float(np.mean([row.nfe for row in rows]))
+        return cls(change.name, change.kind, change.amount, nfe, assess([row.text for row in rows]))
+
     def as_dict(self) -> dict[str, Any]:
         """Flat, for JSON."""
         found = asdict(self)
@@ -98,6 +115,12 @@ class Study:
     losses: list[Loss]  # the first: as it is
     samples: list[Sample]  # likewise; empty where none was asked for
     reveals: list[Reveals]
+
+    @property
+    def run(self) -> str:
+        """The run that a checkpoint is of; what is no checkpoint of a run's folder is one by itself."""
+        path = Path(self.model)
+        return str(path.parent.parent) if path.parent.name == "checkpoints" else self.model
 
     def guess(self, head: str = "anchor", state: str = "hidden", kind: str = "anchors") -> Guess:
         """A head's figures over all mask rates."""
@@ -138,41 +161,44 @@ def study_anchors(
     if extent.samples and assess is None:
         raise ValueError("samples need an assessor: Assessor(lm.tokenizer) measures entropy, with a judge Gen-PPL too")
     model = lm.model.to(lm.device)
-    how: dict[str, Any] = {"draws": extent.draws, "seed": extent.seed, "batch": extent.batch}
     special = classes_of(lm.tokenizer).special
     left_out = torch.ones(model.config.vocab_size, dtype=torch.bool)
     left_out[: len(special)] = special
-    guesses = measure_guesses(
-        model, rows, rule, left_out=left_out, on_rows=lambda done, total: on_stage("guesses", done, total), **how
-    )
+    tally = Tally(model, rule, len(rows), left_out=left_out)
     losses = perturbed_losses(
-        model, rows, extent.changes(), on_rows=lambda done, total: on_stage("changes", done, total), **how
+        model,
+        rows,
+        extent.changes(),
+        draws=extent.draws,
+        seed=extent.seed,
+        batch=extent.batch,
+        on_turn=lambda turn: tally.add(turn.piece.number, turn.noised, turn.own, turn.final),
+        on_rows=lambda done, total: on_stage("rows", done, total),
     )
-    samples, reveals = [], []
-    if extent.samples:
-        assert assess is not None
-        job, written = lm.job(**extent.job(extent.sampler)), [c for c in extent.changes() if c.kind != "other_row"]
-        for number, change in enumerate(written):
-            texts = list(changed_texts(lm, job, change))
-            nfe = float(np.mean([row.nfe for row in texts]))
-            samples.append(Sample(change.name, change.kind, change.amount, nfe, assess([row.text for row in texts])))
-            on_stage("texts", number + 1, len(written))
-        for number, sampler in enumerate(orders := list(dict.fromkeys([extent.sampler, SUREST, RANDOM]))):
-            reveals.append(measure_reveals(lm, lm.job(**extent.job(sampler)), rule))
-            on_stage("orders", number + 1, len(orders))
-    return Study(lm.name, lm.method, lm.step, guesses, losses, samples, reveals)
+    samples, reveals = _texts(lm, rule, extent, assess, on_stage) if assess and extent.samples else ([], [])
+    return Study(lm.name, lm.method, lm.step, tally.guesses(extent.seed), losses, samples, reveals)
 
 
-def correlations(studies: Sequence[Study]) -> list[Correlation]:
-    """How anchor accuracy goes together with the bound, and with sample quality where texts were judged."""
-    accuracy = [study.guess().accuracy for study in studies]
-    found = [correlate(accuracy, [study.losses[0].nll for study in studies], ("anchor accuracy", "nll"))]
-    for name in ("gen_ppl", "entropy"):
-        values = [getattr(study.samples[0].quality, name) for study in studies if study.samples]
-        known = [float(value) for value in values if value is not None]
-        if len(known) == len(studies):
-            found.append(correlate(accuracy, known, ("anchor accuracy", name)))
-    return found
+def _texts(
+    lm: LM, rule: AnchorRule, extent: Extent, assess: Assessor, on_stage: OnStage
+) -> tuple[list[Sample], list[Reveals]]:
+    """Texts with every change, and orders of reveals; the model's own texts are written once for both."""
+    job, changes = lm.job(**extent.job(extent.sampler)), [c for c in extent.changes() if c.kind != "other_row"]
+    own = watched(lm, job)
+    samples = [Sample.of(NONE, [text.row for text in own], assess)]
+    on_stage("texts", 1, len(changes))
+    for change in changes[1:]:
+        if change == EVERY_TURN:
+            samples.append(replace(samples[0], change=change.name, kind=change.kind, amount=change.amount))
+        else:
+            samples.append(Sample.of(change, list(changed_texts(lm, job, change)), assess))
+        on_stage("texts", len(samples), len(changes))
+    reveals = [reveals_of(extent.sampler, own, rule)]
+    for sampler in (orders := extent.orders())[1:]:
+        on_stage("orders", len(reveals), len(orders))
+        reveals.append(measure_reveals(lm, lm.job(**extent.job(sampler)), rule))
+    on_stage("orders", len(orders), len(orders))
+    return samples, reveals
 
 
 def checkpoints_of(model: str) -> list[str]:

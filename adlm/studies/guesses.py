@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,17 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adlm.data.batches import Fetch, is_valid
+from adlm.data.batches import Fetch
 from adlm.diffusion.anchors import AnchorRule
+from adlm.diffusion.masking import Noised
 from adlm.evaluate.tallies import calibration_error, ratio
 from adlm.models.language_model import LanguageModel
-from adlm.studies.noising import noised_rows
+from adlm.studies.noising import noised_rows, pieces
 
 AT_ONCE = 1024  # positions whose logits exist at a time
 RELIABILITY = 10  # bins of probability
 RESAMPLES = 200  # of rows, for the error of the calibration error
 HEADS = ("anchor", "final")
-Told = Callable[[int, int], None]  # rows done, rows in all
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,44 @@ class Guess:
         return asdict(self)
 
 
+class Tally:
+    """Both heads' guesses of hidden tokens, the anchor network's of visible ones too; anchors and others by the rule.
+
+    Tokens of `left_out` (V,) are not counted (what begins and ends a text). The denoiser is not asked for visible
+    tokens: they are copied.
+    """
+
+    def __init__(
+        self, model: LanguageModel, rule: AnchorRule, rows: int, *, left_out: Tensor | None = None, bins: int = 5
+    ) -> None:
+        if model.anchor is None or model.anchor_head is None or model.config.mask_id is None:
+            raise ValueError("guesses of anchors take a masked two-stage model")
+        self.rule, self.left_out, self.bins, self.mask_id = rule, left_out, bins, model.config.mask_id
+        self.heads = (model.anchor_head, None), (model.head, self.mask_id)  # and the token that each may not name
+        # (row, bin of the mask rate, hidden or visible, anchor or other, head, bin of probability) -> 4 sums
+        self.sums = np.zeros((rows, bins, 2, 2, 2, RELIABILITY, 4))
+
+    @torch.no_grad()
+    def add(self, number: Tensor, noised: Noised, anchor: Tensor, final: Tensor) -> None:
+        """Count rows by their numbers (n,), under a noise on the host, with both stages' features of them."""
+        x0, is_hidden = noised.x0, noised.xt == self.mask_id
+        counted = torch.ones_like(is_hidden) if noised.valid is None else noised.valid
+        if self.left_out is not None:
+            counted = counted & ~self.left_out[x0]
+        time = (noised.t.double() * self.bins).long().clamp(max=self.bins - 1)
+        is_anchor = self.rule(x0, noised.valid)
+        places = (number[:, None], time[:, None], (~is_hidden).long(), (~is_anchor).long())
+        asked = (anchor, counted), (final, counted & is_hidden)
+        for head, ((found, where), (linear, without)) in enumerate(zip(asked, self.heads, strict=True)):
+            index = where.flatten().nonzero()[:, 0]
+            keys = [place.expand(x0.shape).flatten()[index].numpy() for place in places]
+            _add(self.sums, keys, head, *_asked(found, linear, x0, index, without))
+
+    def guesses(self, seed: int = 0) -> list[Guess]:
+        """What was found; rows are resampled by the seed."""
+        return _told(self.sums, self.bins, seed)
+
+
 @torch.no_grad()
 def measure_guesses(
     model: LanguageModel,
@@ -57,45 +94,20 @@ def measure_guesses(
     seed: int = 0,
     batch: int = 32,
     bins: int = 5,
-    on_rows: Told | None = None,
 ) -> list[Guess]:
-    """Both heads at hidden tokens, the anchor network's at visible ones too; anchors and others by the rule.
-
-    The noise is the held-out bound's. Tokens of `left_out` (V,) are not counted (what begins and ends a text). The
-    denoiser is not asked for visible tokens: they are copied.
-    """
-    if model.anchor is None or model.anchor_head is None or model.config.mask_id is None:
-        raise ValueError("guesses of anchors take a masked two-stage model")
+    """The guesses of rows under the held-out bound's noise (see `Tally`)."""
     count, device, mask_id = len(rows), model.embed.weight.device, model.config.mask_id
-    # (row, bin of the mask rate, hidden or visible, anchor or other, head, bin of probability) -> 4 sums
-    sums = np.zeros((count, bins, 2, 2, 2, RELIABILITY, 4))
-    for number in torch.arange(count).split(batch):
-        x0, lengths = rows.fetch(number)
-        valid = None if lengths is None else is_valid(lengths, x0.shape[1])
-        is_anchor = rule(x0, valid)
-        counted = torch.ones_like(is_anchor) if valid is None else valid
-        if left_out is not None:
-            counted = counted & ~left_out[x0]
+    tally = Tally(model, rule, count, left_out=left_out, bins=bins)
+    assert mask_id is not None
+    for piece in pieces(rows, batch, device):
         for draw in range(draws):
-            noised = noised_rows(x0, number, valid, mask_id=mask_id, draw=draw, draws=draws, seed=seed, total=count)
+            how: dict[str, Any] = {"draw": draw, "draws": draws, "seed": seed, "total": count}
+            noised = noised_rows(piece.x0, piece.number, piece.valid, mask_id=mask_id, **how)
             at = noised.to(device)
             features = model(at.xt, at.noise_level, valid=at.valid)
             assert features.anchor is not None
-            is_hidden = noised.xt == mask_id
-            time = (noised.t.double() * bins).long().clamp(max=bins - 1)
-            places = (number[:, None], time[:, None], (~is_hidden).long(), (~is_anchor).long())
-            for head, (found, linear, without, where) in enumerate(
-                (
-                    (features.anchor, model.anchor_head, None, counted),
-                    (features.final, model.head, mask_id, counted & is_hidden),
-                )
-            ):
-                index = where.flatten().nonzero()[:, 0]
-                keys = [place.expand(x0.shape).flatten()[index].numpy() for place in places]
-                _add(sums, keys, head, *_asked(found, linear, x0, index, without))
-        if on_rows:
-            on_rows(int(number[-1]) + 1, count)
-    return _told(sums, bins, seed)
+            tally.add(piece.number, noised, features.anchor, features.final)
+    return tally.guesses(seed)
 
 
 def _asked(

@@ -7,23 +7,23 @@ differences have small errors although the figures themselves have not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.data.batches import Fetch, is_valid
+from adlm.data.batches import Fetch
 from adlm.diffusion.masking import Noised, mask_tokens
 from adlm.diffusion.objectives import diffusion_loss
-from adlm.diffusion.orders import Order
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import noise_level
 from adlm.evaluate.tallies import ratio
 from adlm.generate import ready
 from adlm.models.language_model import LanguageModel
-from adlm.studies.noising import SCHEDULE, noised_rows
+from adlm.studies.noising import SCHEDULE, Piece, noised_rows, pieces
 from adlm.studies.stages import first_stage, require_two_stages, second_stage
 from adlm.text.jobs import Job
 from adlm.text.lm import LM, Row, frames
@@ -85,16 +85,20 @@ def blur(anchor: Tensor, scale: float, noise: Tensor) -> Tensor:
     return (anchor.float() + scale * size * noise.to(anchor.device)).to(anchor.dtype)
 
 
-def gaussian(seed: int, rows: Sequence[int], turn: int, shape: tuple[int, int]) -> Tensor:
-    """Standard normal (n, *shape): a function of the seed, each row's own number and the turn."""
-    made = [np.random.default_rng([seed, row, turn]).standard_normal(shape, dtype=np.float32) for row in rows]
+def gaussian(seed: int, rows: Sequence[int], turns: Sequence[int], shape: tuple[int, int]) -> Tensor:
+    """Standard normal (n, *shape): a function of the seed, each row's own number and its turn; fewer positions have the
+    first of more."""
+    made = [
+        np.random.default_rng([seed, row, turn]).standard_normal(shape, dtype=np.float32)
+        for row, turn in zip(rows, turns, strict=True)
+    ]
     return torch.from_numpy(np.stack(made))
 
 
-def shuffles(seed: int, rows: Sequence[int], turn: int, lengths: Sequence[int], width: int) -> Tensor:
+def shuffles(seed: int, rows: Sequence[int], turns: Sequence[int], lengths: Sequence[int], width: int) -> Tensor:
     """A permutation (n, width) of each row's first `length` positions; padding stays where it is."""
     found = np.tile(np.arange(width), (len(rows), 1))
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+    for i, (row, turn, length) in enumerate(zip(rows, turns, lengths, strict=True)):
         found[i, :length] = np.random.default_rng([seed, row, turn]).permutation(length)
     return torch.from_numpy(found)
 
@@ -113,28 +117,31 @@ def perturbed_losses(
     draws: int = 1,
     seed: int = 0,
     batch: int = 32,
+    on_turn: Callable[[Turn], None] | None = None,
     on_rows: Told | None = None,
 ) -> list[Loss]:
-    """The NELBO of held-out rows under each change; the first is the model as it is, equal to `held_out_bound`."""
+    """The NELBO of held-out rows under each change; the first is the model as it is, equal to `held_out_bound`.
+
+    `on_turn` sees every batch under every noise, for what else there is to measure of it.
+    """
     require_two_stages(model, "this model")
-    changes, count = [NONE, *(change for change in changes if change != NONE)], len(rows)
+    changes, count, done = [NONE, *(change for change in changes if change != NONE)], len(rows), 0
     if count < 2:
         raise ValueError(f"a standard error needs at least 2 rows, got {count}")
+    folded = model.fold()  # the bridge is multiplied out once, and no head has a gradient to compute
     nats, tokens = np.zeros((len(changes), count)), np.zeros(count)
-    for number in torch.arange(count).split(batch):
-        x0, lengths = rows.fetch(number)
-        kept = torch.full((len(x0),), x0.shape[1]) if lengths is None else lengths
-        other, other_lengths = rows.fetch((number + 1) % count)
-        if other_lengths is not None:  # a shorter row goes round and round
-            other = other.gather(1, torch.arange(other.shape[1]) % other_lengths[:, None])
-        tokens[number.numpy()] = kept.numpy()
+    for piece in pieces(rows, batch, model.embed.weight.device):
+        number = piece.number.numpy()
+        tokens[number] = piece.lengths.numpy()
         for draw in range(draws):
-            turn = Turn(model, x0, lengths, other, number, (draw, draws), seed, count)
+            turn = Turn(folded, rows, piece, draw, draws, seed)
             for place, change in enumerate(changes):
-                loss = turn.loss(change)
-                nats[place, number.numpy()] += loss.double().cpu().numpy() / draws
+                nats[place, number] += turn.loss(change).double().cpu().numpy() / draws
+            if on_turn:
+                on_turn(turn)
+        done += len(number)
         if on_rows:
-            on_rows(int(number[-1]) + 1, count)
+            on_rows(done, count)
     return [
         Loss(
             change.name,
@@ -151,107 +158,120 @@ def perturbed_losses(
 class Turn:
     """A batch under one noise, and the loss of it under every change."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        x0: Tensor,
-        lengths: Tensor | None,
-        other: Tensor,
-        number: Tensor,
-        draw: tuple[int, int],  # number and of how many
-        seed: int,
-        total: int,
-    ) -> None:
+    def __init__(self, model: LanguageModel, rows: Fetch, piece: Piece, draw: int, draws: int, seed: int) -> None:
         assert model.config.mask_id is not None
-        self.model, self.x0, self.other, self.number = model, x0, other, number.tolist()
-        self.draw, self.seed, self.mask_id = draw[0], seed, model.config.mask_id
-        self.lengths = [x0.shape[1]] * len(x0) if lengths is None else lengths.tolist()
-        valid = None if lengths is None else is_valid(lengths, x0.shape[1])
-        self.rng = CounterRng.of(seed, number)
+        self.model, self.rows, self.piece, self.draw, self.seed = model, rows, piece, draw, seed
+        self.mask_id, self.width = model.config.mask_id, piece.x0.shape[1]
         self.noised: Noised = noised_rows(
-            x0, number, valid, mask_id=self.mask_id, draw=draw[0], draws=draw[1], seed=seed, total=total
-        )
+            piece.x0, piece.number, piece.valid, mask_id=self.mask_id, draw=draw, draws=draws, seed=seed,
+            total=len(rows),
+        )  # fmt: skip
         self.at = self.noised.to(model.embed.weight.device)
         self.own = self._first(self.at.xt, self.at.noise_level)
+
+    @cached_property
+    def final(self) -> Tensor:
+        """The denoiser's features without a change."""
+        return self._second(self.own)
+
+    @cached_property
+    def gaussian(self) -> Tensor:
+        """The noise of every amount."""
+        return gaussian(self.seed, *self._known, (self.width, self.own.shape[2])).to(self.own.device)
+
+    @property
+    def _known(self) -> tuple[list[int], list[int]]:
+        """What random numbers follow from, beside the seed."""
+        return self.piece.number.tolist(), [self.draw] * len(self.piece.number)
 
     def _first(self, tokens: Tensor, level: Tensor) -> Tensor:
         device = self.at.xt.device
         return first_stage(self.model, tokens.to(device), level.to(device), self.at.valid)
 
+    def _second(self, anchor: Tensor) -> Tensor:
+        return second_stage(self.model, anchor, self.at.noise_level, self.at.valid)
+
     def features(self, change: Change) -> Tensor:
         """What the bridge is given."""
         if change.kind == "noise":
-            noise = gaussian(self.seed, self.number, self.draw, (self.own.shape[1], self.own.shape[2]))
-            return blur(self.own, change.amount, noise)
+            return blur(self.own, change.amount, self.gaussian)
         if change.kind == "permuted":
-            return taken(self.own, shuffles(self.seed, self.number, self.draw, self.lengths, self.own.shape[1]))
+            return taken(self.own, shuffles(self.seed, *self._known, self.piece.lengths.tolist(), self.width))
         if change.kind == "other_row":
-            hidden = torch.where(self.noised.xt == self.mask_id, self.mask_id, self.other)
-            return self._first(hidden, self.noised.noise_level)
+            other, lengths = self.rows.fetch((self.piece.number + 1) % len(self.rows))
+            round_it = torch.full((len(other),), other.shape[1]) if lengths is None else lengths
+            other = other.gather(1, torch.arange(self.width) % round_it[:, None])  # a shorter row goes round and round
+            return self._first(torch.where(self.noised.xt == self.mask_id, self.mask_id, other), self.at.noise_level)
         if change.kind == "stale":
             earlier = (self.noised.t + change.amount / LEVELS).clamp(max=1.0)
             # The same random numbers: what is hidden now was hidden then.
-            u = self.rng.uniform(self.draw, self.x0.shape[1], Purpose.MASK)
+            u = CounterRng.of(self.seed, self.piece.number).uniform(self.draw, self.width, Purpose.MASK)
             padding = None if self.noised.valid is None else ~self.noised.valid
-            xt = mask_tokens(self.x0, 1 - SCHEDULE.alpha(earlier.double()), u, self.mask_id, padding)
+            xt = mask_tokens(self.piece.x0, 1 - SCHEDULE.alpha(earlier.double()), u, self.mask_id, padding)
             return self._first(xt, noise_level(SCHEDULE, earlier))
         return self.own
 
     def loss(self, change: Change) -> Tensor:
         """Each row's nats (B,)."""
-        final = second_stage(self.model, self.features(change), self.at.noise_level, self.at.valid)
+        final = self.final if change == NONE else self._second(self.features(change))
         return diffusion_loss(final, self.model.head, self.at, mask_id=self.mask_id).row_nll
 
 
-@dataclass
 class ChangedNetwork:
-    """The network of a predictor with the features between its stages changed; made anew for every batch."""
+    """The network of a predictor with the features between its stages changed; made anew for every batch.
 
-    model: LanguageModel
-    change: Change
-    rows: Sequence[int]
-    seed: int
-    calls: int = 0
-    kept: Tensor | None = field(default=None, repr=False)
+    A row's turn is its own count of evaluations, and what is kept for later ones is its own: rows may pause.
+    """
+
+    def __init__(self, model: LanguageModel, change: Change, numbers: Sequence[int], seed: int) -> None:
+        if change.kind == "other_row":
+            raise ValueError("a text that is being written has no other row: use permuted, noise or stale")
+        self.model, self.change, self.seed = model, change, seed
+        self.numbers, self.turns = torch.tensor(numbers), torch.zeros(len(numbers), dtype=torch.int64)
+        self.asked = torch.arange(len(numbers))  # the rows of the next evaluation
+        self.kept: Tensor | None = None  # (B, L, dim)
+
+    def on_rows(self, rows: Tensor) -> None:
+        """Hear which rows of the batch come next."""
+        self.asked = rows
 
     def final(self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
-        """The denoiser's features of these rows, one call for every evaluation."""
-        if len(tokens) != len(self.rows):
-            raise ValueError(f"{len(tokens)} of {len(self.rows)} rows were asked: rows that pause go one at a time")
-        change, turn = self.change, self.calls
-        self.calls += 1
-        if change.kind == "stale" and self.kept is not None and turn % int(change.amount):
-            return second_stage(self.model, self.kept, noise_level, valid)
-        anchor = first_stage(self.model, tokens, noise_level, valid)
+        """The denoiser's features of these rows."""
+        turns, change = self.turns[self.asked], self.change
+        self.turns[self.asked] += 1
         if change.kind == "stale":
-            self.kept = anchor
-        elif change.kind == "noise":
-            anchor = blur(
-                anchor, change.amount, gaussian(self.seed, self.rows, turn, (anchor.shape[1], anchor.shape[2]))
-            )
+            anchor = self._late(turns % int(change.amount) == 0, tokens, noise_level, valid)
+        else:
+            anchor = first_stage(self.model, tokens, noise_level, valid)
+        known = self.numbers[self.asked].tolist(), turns.tolist()
+        if change.kind == "noise":
+            anchor = blur(anchor, change.amount, gaussian(self.seed, *known, (anchor.shape[1], anchor.shape[2])))
         elif change.kind == "permuted":
             lengths = [anchor.shape[1]] * len(tokens) if valid is None else valid.sum(-1).tolist()
-            anchor = taken(anchor, shuffles(self.seed, self.rows, turn, lengths, anchor.shape[1]))
-        elif change.kind == "other_row":
-            raise ValueError("a text that is being written has no other row: use permuted, noise or stale")
+            anchor = taken(anchor, shuffles(self.seed, *known, lengths, anchor.shape[1]))
         return second_stage(self.model, anchor, noise_level, valid)
+
+    def _late(self, is_due: Tensor, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
+        """Anchor features, computed anew for the rows whose turn it is, for others those that were kept."""
+        rows, due = self.asked.to(tokens.device), is_due.nonzero()[:, 0].to(tokens.device)
+        if len(due):
+            level, seen = (None if each is None else each[due] for each in (noise_level, valid))
+            fresh = first_stage(self.model, tokens[due], level, seen)
+            if self.kept is None:
+                self.kept = fresh.new_zeros(len(self.numbers), *fresh.shape[1:])
+            self.kept[rows[due]] = fresh
+        assert self.kept is not None  # a row's first turn is due
+        return self.kept[rows]
 
 
 def changed_texts(lm: LM, job: Job, change: Change) -> Iterator[Row]:
-    """A job's texts, written with a change of the anchor features; without one, the texts of `lm.rows(job)`.
-
-    Where rows pause in steps that reveal nothing in them, they are written one at a time: what is kept for later steps
-    is a row's own.
-    """
+    """A job's texts, written with a change of the anchor features; without one, the texts of `lm.rows(job)`."""
     require_two_stages(lm.model, lm.name)
-    together = isinstance(job.sampler, Order) and job.sampler.entropy_bound is None and len(job.layouts) == 1
-    size = job.batch if together else 1
     predictor = ready(lm.model, lm.device, is_compiled=False)
-    for first in range(0, len(job.rows), size):
-        part = job.rows[first : first + size]
-        numbers = [number for _, number in part]
-        predictor.final = ChangedNetwork(predictor.model, change, numbers, job.seed).final
-        with torch.no_grad():
-            *_, frame = frames(predictor, job, part)
+    for first in range(0, len(job.rows), job.batch):
+        part = job.rows[first : first + job.batch]
+        network = ChangedNetwork(predictor.model, change, [number for _, number in part], job.seed)
+        predictor.final, predictor.on_rows = network.final, network.on_rows
+        *_, frame = frames(predictor, job, part)
         for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
             yield Row(layout, ids[: len(layout)], nfe)

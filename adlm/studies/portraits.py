@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from adlm.studies.anchors import Study
-from adlm.studies.correlation import Correlation
+from adlm.studies.comparison import ACCURACY, FIGURES, figure, run_names
+from adlm.studies.correlation import EQUAL, Correlation, shared_steps
 from adlm.studies.guesses import Guess
-from adlm.studies.pictures import NAMES, drawing, few_ticks, figure_of, plain_number, short
+from adlm.studies.pictures import LINES, MARKERS, drawing, few_ticks, figure_of, plain_number, short
 from adlm.view.look import COLOURS, GREY
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ SERIES = (
     ("final", "anchors", COLOURS[1], "-", "o"),
     ("final", "others", COLOURS[1], (0, (3, 2)), "s"),
 )
+EDGE: Any = {"markeredgecolor": "white", "markeredgewidth": 0.6, "markersize": 6, "zorder": 4}
 HEADS = {"anchor": "anchor network", "final": "denoiser"}
 
 
@@ -165,24 +169,87 @@ def _reveals(axes: Axes, study: Study) -> None:
 
 
 def draw_correlation(studies: Sequence[Study], found: Sequence[Correlation], path: Path) -> Path:
-    """The bound, and what else there is, over anchor accuracy: a point a model."""
-    values: dict[str, Callable[[Study], tuple[float, float]]] = {
-        "nll": lambda study: (study.losses[0].nll, study.losses[0].nll_se),
-        "gen_ppl": lambda study: figure_of(study.samples[0].quality, "gen_ppl"),
-        "entropy": lambda study: figure_of(study.samples[0].quality, "entropy"),
+    """The bound, and what else there is, over anchor accuracy: a point a model, a line a run, a marker a step.
+
+    Below, where there are runs at equal steps, the same with each step's mean taken out.
+    """
+    names, figures = run_names(studies), list(dict.fromkeys(each.y for each in found))
+    steps = sorted({study.step for study in studies})
+    markers = {step: MARKERS[place] if len(steps) <= len(MARKERS) else "o" for place, step in enumerate(steps)}
+    looks = {
+        run: {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS) % len(LINES)]}
+        for place, run in enumerate(names)
     }
-    with drawing(path, 3.6 * len(found) + 0.4, 3.6) as figure:
-        for place, each in enumerate(found):
-            axes = figure.add_subplot(1, len(found), place + 1)
-            for number, study in enumerate(studies):
-                x, (y, error), guess = study.guess().accuracy, values[each.y](study), study.guess()
-                look: dict[str, Any] = {"color": COLOURS[0], "marker": "o", "markersize": 5, "elinewidth": 0.8}
-                axes.errorbar([x], [y], [error], [guess.accuracy_se], **look)
-                axes.annotate(
-                    str(number + 1), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=GREY
-                )
+    has_equal = any(each.among == EQUAL for each in found)
+    with drawing(path, 3.6 * len(figures) + 1.9, 7.4 if has_equal else 4.0) as page:
+        for place, name in enumerate(figures):
+            said = {each.among: _words_of(each) for each in found if each.y == name}
+            equal = said.pop(EQUAL, None)
+            axes = page.add_subplot(1 + has_equal, len(figures), place + 1)
+            for run in names:
+                _course(axes, [study for study in studies if study.run == run], name, looks[run], markers)
             axes.set_xlabel("accuracy on hidden anchors")
-            axes.set_ylabel({"nll": "nll (nats per token)"}.get(each.y, NAMES.get(each.y, each.y)))
-            axes.set_title(f"ρ = {each.rho:.2f} [{each.low:.2f}, {each.high:.2f}], {each.points} models", fontsize=8)
-            axes.margins(0.15)
+            axes.set_ylabel(FIGURES[name])
+            axes.set_title("\n".join(said.values()), fontsize=7)
+            axes.margins(0.1)
+            if name == "gen_ppl":
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(plain_number)
+                few_ticks(axes.yaxis)
+            if equal is not None:
+                below = page.add_subplot(2, len(figures), len(figures) + place + 1)
+                _beside_each_other(below, studies, name, looks, markers)
+                below.set_title(equal, fontsize=7)
+        page.legend(handles=_keys(names, looks, markers), frameon=False, loc="outside right upper", labelspacing=0.55)
     return path
+
+
+def _words_of(each: Correlation) -> str:
+    spearman = f"ρ = {each.rho:.2f} [{each.low:.2f}, {each.high:.2f}]"
+    return f"{each.among}: {spearman}, r = {each.r:.2f} [{each.r_low:.2f}, {each.r_high:.2f}]"
+
+
+def _course(axes: Axes, own: Sequence[Study], name: str, look: dict[str, Any], markers: dict[int, str]) -> None:
+    """A run's checkpoints in their order."""
+    own = sorted(own, key=lambda study: study.step)
+    across, up = ([figure(study, each) for study in own] for each in (ACCURACY, name))
+    axes.errorbar(
+        [value for value, _ in across],
+        [value for value, _ in up],
+        [error for _, error in up],
+        [error for _, error in across],
+        linewidth=1.2,
+        elinewidth=0.6,
+        alpha=0.8,
+        **look,
+    )
+    for study, (x, _), (y, _) in zip(own, across, up, strict=True):
+        axes.plot([x], [y], marker=markers[study.step], color=look["color"], **EDGE)
+
+
+def _beside_each_other(
+    axes: Axes, studies: Sequence[Study], name: str, looks: dict[str, dict[str, Any]], markers: dict[int, str]
+) -> None:
+    """Runs at equal steps: what is left of both figures without the step's mean."""
+    for step in shared_steps([study.run for study in studies], [study.step for study in studies]):
+        here = [study for study in studies if study.step == step]
+        x, y = (np.array([figure(study, each)[0] for study in here]) for each in (ACCURACY, name))
+        y = np.log(y) if name == "gen_ppl" else y
+        for study, across, up in zip(here, x - x.mean(), y - y.mean(), strict=True):
+            axes.plot([across], [up], marker=markers[step], color=looks[study.run]["color"], **EDGE)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_xlabel("accuracy less the step's mean")
+    axes.set_ylabel(f"{'log Gen-PPL' if name == 'gen_ppl' else FIGURES[name]} less the step's mean")
+    axes.margins(0.1)
+
+
+def _keys(names: dict[str, str], looks: dict[str, dict[str, Any]], markers: dict[int, str]) -> list[Any]:
+    """What colours and markers stand for; of very many steps nothing is said."""
+    from matplotlib.lines import Line2D
+
+    found = [Line2D([], [], linewidth=2, label=name, **looks[run]) for run, name in names.items()]
+    if len(markers) > len(MARKERS):
+        return found
+    look: dict[str, Any] = {"color": GREY, "linestyle": "none", "markersize": 6}
+    return found + [Line2D([], [], marker=marker, label=f"step {step:,}", **look) for step, marker in markers.items()]

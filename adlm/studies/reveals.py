@@ -14,7 +14,7 @@ from torch import Tensor
 from adlm.diffusion.anchors import AnchorRule
 from adlm.evaluate.tallies import ratio, ratio_gap
 from adlm.text.jobs import Job
-from adlm.text.lm import LM, frames
+from adlm.text.lm import LM, Row, frames
 from adlm.text.templates import Layout
 
 
@@ -45,27 +45,35 @@ def ranks(steps: NDArray[np.int64]) -> NDArray[np.float64]:
     return np.asarray((before + through) / (2 * len(steps)), dtype=np.float64)
 
 
-def reveal_steps(lm: LM, job: Job) -> tuple[list[list[int]], list[NDArray[np.int64]], list[NDArray[np.bool_]]]:
-    """Of every row: its tokens, the step in which each was last revealed, and which of them are text that was written.
+@dataclass(frozen=True)
+class Watched:
+    """A text, and the step in which each of its tokens was revealed for good."""
 
-    What stands behind the end of a text that ended early is no part of it.
-    """
-    tokens, steps, written = [], [], []
+    row: Row
+    steps: NDArray[np.int64]
+
+    @property
+    def is_written(self) -> NDArray[np.bool_]:
+        """Which of its tokens are text that was written; what stands behind an early end is no part of it."""
+        return ~np.array(self.row.layout.is_fixed) & is_text(self.row.layout, self.row.ids)
+
+
+def watched(lm: LM, job: Job) -> list[Watched]:
+    """The texts of `lm.rows(job)`, with the order in which they were revealed."""
+    found = []
     for first in range(0, len(job.rows), job.batch):
         part = job.rows[first : first + job.batch]
         last: Tensor | None = None
-        final: Tensor | None = None
         for frame in frames(lm.predictor, job, part):
             revealed = (frame.changed & ~frame.is_masked).cpu()
             last = torch.zeros(revealed.shape, dtype=torch.int64) if last is None else last
             last[revealed] = frame.step
-            final = frame.tokens
-        assert last is not None and final is not None
-        for (layout, _), ids, when in zip(part, final.tolist(), last.numpy(), strict=True):
-            tokens.append(ids[: len(layout)])
-            steps.append(when[: len(layout)])
-            written.append(~np.array(layout.is_fixed) & is_text(layout, tokens[-1]))
-    return tokens, steps, written
+        assert last is not None  # at least one frame comes
+        for (layout, _), ids, nfe, when in zip(
+            part, frame.tokens.tolist(), frame.nfe.tolist(), last.numpy(), strict=True
+        ):
+            found.append(Watched(Row(layout, ids[: len(layout)], nfe), when[: len(layout)]))
+    return found
 
 
 def is_text(layout: Layout, ids: Sequence[int]) -> NDArray[np.bool_]:
@@ -85,16 +93,22 @@ def measure_reveals(lm: LM, job: Job, rule: AnchorRule) -> Reveals:
         raise ValueError("a causal model reveals from left to right: the order of reveals is a masked model's")
     if len(job.rows) < 2:
         raise ValueError(f"a standard error needs at least 2 texts, got {len(job.rows)}")
-    sums = np.zeros((len(job.rows), 4))  # rank and count of anchors, of others
+    return reveals_of(str(job.settings["sampler"]), watched(lm, job), rule)
+
+
+def reveals_of(sampler: str, texts: Sequence[Watched], rule: AnchorRule) -> Reveals:
+    """The order in which texts were revealed that somebody watched."""
+    sums = np.zeros((len(texts), 4))  # rank and count of anchors, of others
     different = []
-    for row, (ids, when, is_written) in enumerate(zip(*reveal_steps(lm, job), strict=True)):
-        is_anchor = rule(torch.tensor([ids]), None)[0].numpy()[is_written]
-        rank = ranks(when[is_written])
-        different.append(len(np.unique(when[is_written])))
-        sums[row] = rank[is_anchor].sum(), is_anchor.sum(), rank[~is_anchor].sum(), (~is_anchor).sum()
+    for number, text in enumerate(texts):
+        is_anchor = rule(torch.tensor([text.row.ids]), None)[0].numpy()[text.is_written]
+        when = text.steps[text.is_written]
+        rank = ranks(when)
+        different.append(len(np.unique(when)))
+        sums[number] = rank[is_anchor].sum(), is_anchor.sum(), rank[~is_anchor].sum(), (~is_anchor).sum()
     own, own_count, rest, rest_count = sums.T
     return Reveals(
-        str(job.settings["sampler"]),
+        sampler,
         len(sums),
         *ratio(own, own_count),
         *ratio(rest, rest_count),

@@ -11,6 +11,10 @@ from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
+from adlm.studies.anchors import Extent, Study, study_anchors
+from adlm.studies.writing import Assessor
+from adlm.text.lm import LM
+from tests.text.models import lm
 from tests.world import random_model
 
 VOCAB, LENGTH = 30, 12
@@ -35,3 +39,16 @@ def trained() -> LanguageModel:
         training_loss(model, batch, anchor_weight=0.1).total.backward()
         optimiser.step()
     return model.eval()
+
+
+def held_out(writer: LM) -> TensorRows:
+    """Random rows to be measured on."""
+    rng = torch.Generator().manual_seed(2)
+    return TensorRows(torch.randint(1, 200, (6, writer.model.config.length), generator=rng))
+
+
+def studied(**changes: Any) -> Study:
+    """A study of a small model with all of its parts."""
+    writer = lm("adlm", **changes)
+    extent = Extent((0.5,), (2,), draws=2, samples=4, length=16, steps=4, batch=4)
+    return study_anchors(writer, held_out(writer), RULE, extent, Assessor(writer.tokenizer, lambda texts: (9.0, 1.0)))

@@ -15,15 +15,15 @@ from adlm.data.batches import TensorRows
 from adlm.diffusion.anchors import every_token, rare_in_sequence
 from adlm.evaluate.tallies import calibration_error, ratio, ratio_gap
 from adlm.models.language_model import Features, LanguageModel
-from adlm.studies.anchors import Extent, Study, correlations, study_anchors
-from adlm.studies.correlation import correlate, midranks
+from adlm.studies.anchors import Extent, Study, study_anchors
 from adlm.studies.guesses import Guess, measure_guesses
-from adlm.studies.portraits import draw_anchors, draw_correlation
-from adlm.studies.reveals import measure_reveals, ranks, reveal_steps
+from adlm.studies.perturbation import Change, changed_texts
+from adlm.studies.portraits import draw_anchors
+from adlm.studies.reveals import measure_reveals, ranks, watched
 from adlm.studies.writing import Assessor
-from adlm.text.lm import LM
+from adlm.text.templates import classes_of
 from tests.studies.drawn import pixels, with_matplotlib
-from tests.studies.small import LENGTHS, PADDED, ROWS, RULE, VOCAB, small
+from tests.studies.small import LENGTHS, PADDED, ROWS, RULE, VOCAB, held_out, small, studied
 from tests.text.models import lm, rigged
 
 # Guesses.
@@ -33,6 +33,7 @@ class Oracle(LanguageModel):
     """An anchor network that knows every row, and a denoiser that knows nothing."""
 
     def forward(self, tokens: Tensor, noise_level: Tensor | None = None, **_: Any) -> Features:
+        assert len(tokens) == len(TRUTH)
         known = nn.functional.one_hot(TRUTH, VOCAB).float() * 60
         return Features(known, torch.zeros_like(known))
 
@@ -179,15 +180,22 @@ def test_what_stands_behind_the_end_of_a_text_is_no_part_of_it() -> None:
     job = writer.job(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
     eos_id = writer.tokenizer.eos_id
     ended = []
-    for ids, _, is_written in zip(*reveal_steps(writer, job), strict=True):
+    for text in watched(writer, job):
+        ids = text.row.ids
         end = ids.index(eos_id, 1) if eos_id in ids[1:] else len(ids)  # the first is what begins a text
-        assert is_written.tolist() == [1 <= place < end for place in range(len(ids))]
+        assert text.is_written.tolist() == [1 <= place < end for place in range(len(ids))]
         ended.append(end)
     assert min(ended) < len(ids)
     counted = sum(end - 1 for end in ended)
     found = measure_reveals(writer, job, lambda tokens, valid: torch.arange(tokens.shape[1])[None] == 1)
     with_first = sum(end > 1 for end in ended)
     assert found.anchor_share == pytest.approx(with_first / counted)
+
+
+def test_who_is_watched_writes_the_same() -> None:
+    writer = lm("adlm")
+    job = writer.job(n=5, length=20, batch=3, seed=2, sampler="remask_loop", steps=6)
+    assert [text.row for text in watched(writer, job)] == list(writer.rows(job))
 
 
 def test_reveals_need_two_texts_and_a_sampler() -> None:
@@ -197,44 +205,7 @@ def test_reveals_need_two_texts_and_a_sampler() -> None:
         measure_reveals(lm("ar"), lm("ar").job(length=4, n=2), RULE)
 
 
-# Correlation.
-
-
-def test_correlations_of_known_points() -> None:
-    up = correlate([1, 2, 3, 4, 5], [2, 4, 8, 16, 32])
-    assert (up.rho, up.high) == (1, 1) and 0 < up.low < 0.9 and up.p_value == pytest.approx(2 / 120)
-    down = correlate([1, 2, 3, 4, 5], [5, 4, 3, 2, 1])
-    assert down.rho == -1 and down.high == pytest.approx(-up.low)
-    three = correlate([1, 2, 3], [1, 3, 2])
-    assert (three.rho, three.low, three.high) == (pytest.approx(0.5), -1, 1)
-    assert midranks(np.array([5.0, 1.0, 5.0])).tolist() == [2.5, 1, 2.5]
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=200)
-    many = correlate(x, x + rng.normal(size=200))
-    assert many.low < 0.69 < many.high and many.p_value < 0.01
-
-
-def test_correlations_that_say_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 3 models"):
-        correlate([1, 2], [1, 2])
-    with pytest.raises(ValueError, match="accuracy is the same for all 3"):
-        correlate([1, 1, 1], [1, 2, 3], ("accuracy", "nll"))
-    with pytest.raises(ValueError, match="nll is not finite"):
-        correlate([1, 2, 3], [1, math.nan, 3], ("accuracy", "nll"))
-
-
 # The whole study.
-
-
-def held_out(writer: LM) -> TensorRows:
-    rng = torch.Generator().manual_seed(2)
-    return TensorRows(torch.randint(1, 200, (6, writer.model.config.length), generator=rng))
-
-
-def studied(**changes: Any) -> Study:
-    writer = lm("adlm", **changes)
-    extent = Extent((0.5,), (2,), draws=2, samples=4, length=16, steps=4, batch=4)
-    return study_anchors(writer, held_out(writer), RULE, extent, Assessor(writer.tokenizer, lambda texts: (9.0, 1.0)))
 
 
 def test_a_study_has_all_parts_and_can_be_kept() -> None:
@@ -243,33 +214,42 @@ def test_a_study_has_all_parts_and_can_be_kept() -> None:
     extent = Extent((0.5,), (2,), draws=2, samples=4, length=16, steps=4, batch=4, sampler="remask_loop")
     assess = Assessor(writer.tokenizer)
     found = study_anchors(writer, held_out(writer), RULE, extent, assess, lambda what, *_: stages.append(what))
-    assert list(dict.fromkeys(stages)) == ["guesses", "changes", "texts", "orders"]
+    assert list(dict.fromkeys(stages)) == ["rows", "texts", "orders"]
     assert [loss.change for loss in found.losses] == ["none", "noise 0.5", "permuted", "other_row", "stale 2"]
     assert [sample.change for sample in found.samples] == ["none", "noise 0.5", "permuted", "stale 2"]
     assert [each.sampler for each in found.reveals] == ["remask_loop", "confidence", "ancestral"]
     again = Study.of(json.loads(json.dumps(asdict(found))))  # as text: NaN is not itself
     assert isinstance(again.guesses[0], Guess) and json.dumps(asdict(again)) == json.dumps(asdict(found))
-    bare = study_anchors(writer, held_out(writer), RULE, replace(extent, samples=0))
-    assert bare.samples == bare.reveals == [] and bare.losses == found.losses
+    silent = study_anchors(writer, held_out(writer), RULE, replace(extent, samples=0))
+    assert silent.samples == silent.reveals == [] and silent.losses == found.losses
+    bare = study_anchors(writer, held_out(writer), RULE, replace(extent, noise=(), stale=()), assess)
+    for whole, part in ((found.losses, bare.losses), (found.samples, bare.samples), (found.reveals, bare.reveals)):
+        assert part == whole[:1]
     with pytest.raises(ValueError, match="samples must be 0 or at least 2"):
         replace(extent, samples=1)
     with pytest.raises(ValueError, match="samples need an assessor"):
         study_anchors(writer, held_out(writer), RULE, extent)
 
 
-def test_several_models_go_together_or_do_not() -> None:
-    one = studied()
-    with pytest.raises(ValueError, match="at least 3 models"):
-        correlations([one, one])
-    three = [replace(one, losses=[replace(one.losses[0], nll=nll)], guesses=better(one, by)) for nll, by in POINTS]
-    assert [(each.y, each.rho) for each in correlations([replace(each, samples=[]) for each in three])] == [("nll", -1)]
-
-
-POINTS = ((5.0, 0.0), (4.0, 0.1), (3.0, 0.2), (2.5, 0.3))
-
-
-def better(study: Study, by: float) -> list[Guess]:
-    return [replace(guess, accuracy=0.1 + by) for guess in study.guesses]
+def test_the_parts_of_a_study_are_what_they_are_alone() -> None:
+    """What is shared between them changes no figure."""
+    writer = lm("adlm")
+    extent = Extent((0.5,), (1, 3), draws=2, samples=4, length=16, steps=6, batch=3, sampler="remask_loop")
+    found = study_anchors(writer, held_out(writer), RULE, extent, Assessor(writer.tokenizer))
+    left_out = classes_of(writer.tokenizer).special
+    alone = measure_guesses(writer.model, held_out(writer), RULE, left_out=left_out, draws=2, batch=4)
+    for mine, theirs in zip(found.guesses, alone, strict=True):
+        assert (mine.tokens, mine.accuracy) == (theirs.tokens, theirs.accuracy)
+        assert (mine.nll, mine.calibration_error) == pytest.approx((theirs.nll, theirs.calibration_error), abs=1e-5,
+                                                                   nan_ok=True)  # fmt: skip
+    job = writer.job(**extent.job("remask_loop"))
+    assess = Assessor(writer.tokenizer)
+    for sample in found.samples:
+        rows = list(changed_texts(writer, job, Change(sample.kind, sample.amount)))
+        assert sample.quality == assess([row.text for row in rows])
+        assert sample.nfe == np.mean([row.nfe for row in rows])
+    for each in found.reveals:
+        assert each == measure_reveals(writer, writer.job(**extent.job(each.sampler)), RULE)
 
 
 @with_matplotlib
@@ -281,7 +261,3 @@ def test_portraits_show_something(tmp_path: Path) -> None:
     drawn = draw_anchors(one, tmp_path / "whole.svg").read_text("utf-8")
     for word in ("of another row", "stale 2", "Gen-PPL", "expected error", "when tokens are revealed"):
         assert word in drawn
-    several = [replace(one, losses=[replace(one.losses[0], nll=nll)], guesses=better(one, by)) for nll, by in POINTS]
-    few = [replace(each, samples=[]) for each in several]
-    picture = draw_correlation(few, correlations(few), tmp_path / "together.svg").read_text("utf-8")
-    assert "ρ = -1.00" in picture and "4 models" in picture

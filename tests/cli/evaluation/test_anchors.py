@@ -1,9 +1,7 @@
 """`adlm eval anchors`: the study of a run, of its checkpoints, and what it refuses."""
 
-import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,36 +9,30 @@ import adlm
 from adlm.evaluate.likelihood import held_out_bound
 from adlm.evaluate.reading import read
 from adlm.studies.anchors import checkpoints_of, rule_of
+from tests.cli.evaluation import answers
+from tests.cli.evaluation.answers import text
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.small_judges import causal_folder, needs
 from tests.studies.drawn import pixels, with_matplotlib
-from tests.train.runs import TEXT, run, shelf
+from tests.train.runs import run, shelf
 
 FEW = ("--limit", 8, "--draws", 2, "--perturb", "0.5", "--stale", "2", "--device", "cpu")
 TEXTS = ("--samples", 2, "--length", 12, "--steps", 3)
-
-
-@cache
-def text() -> str:
-    path = shelf() / "held-out.txt"
-    path.write_text(TEXT[:4000], "utf-8")
-    return str(path)
+answered = partial(answers.answered, "anchors")
 
 
 @cache
 def long_run() -> str:
     """A run that keeps three checkpoints."""
-    folder = shelf() / "run-long"
-    run(folder, "steps=6", "checkpoint.every=2", "checkpoint.keep=3", "objective.max_count=2")
+    return kept_run("long", "objective.max_count=2")
+
+
+@cache
+def kept_run(name: str, *settings: str) -> str:
+    """A run that keeps its checkpoints of steps 2, 4 and 6."""
+    folder = shelf() / f"run-{name}"
+    run(folder, "steps=6", "checkpoint.every=2", "checkpoint.keep=3", *settings)
     return str(folder)
-
-
-def answered(*words: object) -> dict[str, Any]:
-    result = invoke("eval", "anchors", *words, "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("\n") == 1
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 @with_matplotlib
@@ -51,7 +43,7 @@ def test_a_models_study_is_kept_and_drawn(tmp_path: Path) -> None:
     assert [loss["change"] for loss in model["losses"]] == ["none", "noise 0.5", "permuted", "other_row", "stale 2"]
     assert [sample["change"] for sample in model["samples"]] == ["none", "noise 0.5", "permuted", "stale 2"]
     assert {each["sampler"] for each in model["reveals"]} == {"ancestral", "confidence"}
-    assert found["correlations"] == [] and "at least 3 models" in found["no_correlation"]
+    assert found["correlations"] == [] and "at least 3 models" in found["no_correlation"][0]
     said = found["settings"]["models"][0]
     assert said["anchors"] == {"rule": "rare_in_sequence", "max_count": 5} and len(said["reading"]["rows_hash"]) == 64
     assert [Path(name).name for name in found["files"]] == ["anchors.json", "anchors.png"]
@@ -77,7 +69,59 @@ def test_checkpoints_of_a_run_are_correlated(tmp_path: Path) -> None:
     assert (one["points"], one["y"], one["low"], one["high"]) == (3, "nll", -1, 1)
     assert pixels(tmp_path / "correlation.png").std() > 0.03
     result = invoke("eval", "anchors", *words)
-    assert "anchor accuracy with nll over 3 models: ρ = " in result.stdout
+    assert " ".join(["nll", "all models", "3", f"{one['rho']:.2f}"]) in " ".join(result.stdout.split())
+    assert any("of one run" in why for why in found["no_correlation"]) and "of one run" in result.output
+
+
+@with_matplotlib
+def test_checkpoints_of_several_runs_are_compared_as_they_are(tmp_path: Path) -> None:
+    """Nothing is changed, texts are written and judged once, and everything is done once."""
+    needs("transformers")
+    runs = [
+        kept_run(f"seed-{seed}", f"seed={seed}", f"optimiser.lr={lr}") for seed, lr in ((1, 3e-3), (2, 1e-3), (3, 1e-2))
+    ]
+    words = (*runs, "--checkpoints", "--data", text(), "--limit", 8, "--draws", 2, "--perturb", "", "--stale", "")
+    texts = ("--samples", 6, "--length", 24, "--steps", 4, "--judge", causal_folder())
+    words = (*words, *texts, "--out", tmp_path, "--device", "cpu")
+    found = answered(*words)
+    assert [(Path(each["model"]).parent.parent.name, each["step"]) for each in found["models"]] == [
+        (f"run-seed-{seed}", step) for seed in (1, 2, 3) for step in (2, 4, 6)
+    ]
+    for model in found["models"]:
+        assert [loss["change"] for loss in model["losses"]] == ["none"]
+        assert [sample["change"] for sample in model["samples"]] == ["none"] and len(model["reveals"]) == 1
+    looks = [(each["y"], each["among"], each["points"], each["independent"]) for each in found["correlations"]]
+    every = (("all models", 9, 9), ("within runs", 9, 7), ("at equal steps", 9, 3))
+    assert looks == [(y, *look) for y in ("nll", "gen_ppl", "entropy") for look in every]
+    assert [Path(name).name for name in found["files"]] == ["anchors.json", "correlation.png", "correlation.md"]
+    assert pixels(tmp_path / "correlation.png").std() > 0.03
+    page = (tmp_path / "correlation.md").read_text("utf-8")
+    assert all(f"| run-seed-{seed} | 4 | " in page for seed in (1, 2, 3))
+    assert len((tmp_path / "models.jsonl").read_text("utf-8").splitlines()) == 9
+    again = answered(*words, "--batch", 3)  # a batch is no other study
+    assert again["models"] == found["models"] and again["correlations"] == found["correlations"]
+    assert len((tmp_path / "models.jsonl").read_text("utf-8").splitlines()) == 9
+    result = invoke("eval", "anchors", *words)
+    assert "run-seed-1" in result.stdout and "within runs" in result.stdout and "head" not in result.stdout
+
+
+def test_what_does_not_compare_is_not_correlated() -> None:
+    words = ("--data", text(), "--limit", 4, "--draws", 1, "--perturb", "", "--stale", "", "--device", "cpu")
+    models = (long_run(), trained(), kept_run("seed-1", "seed=1", "optimiser.lr=0.003"))
+    found = answered(*models, *words)
+    assert found["correlations"] == [] and "give --max-count N" in found["no_correlation"][0]
+    found = answered(*models, *words, "--max-count", 2)
+    assert found["correlations"] or "--max-count" not in found["no_correlation"][0]
+
+
+def test_long_texts_are_judged_in_windows() -> None:
+    needs("transformers")
+    words = (trained(), "--data", text(), "--limit", 4, "--draws", 1, "--perturb", "", "--stale", "", "--device", "cpu")
+    words = (*words, "--samples", 2, "--length", 28, "--steps", 3, "--judge", causal_folder())
+    whole, parts = (answered(*words, *more) for more in ((), ("--window", 8)))
+    assert parts["settings"]["models"][0]["assessor"]["judge"]["window"] == 8
+    assert parts["models"][0]["samples"][0]["gen_ppl"] != whole["models"][0]["samples"][0]["gen_ppl"]
+    assert parts["models"][0]["samples"][0]["entropy"] == whole["models"][0]["samples"][0]["entropy"]
 
 
 def test_the_rule_is_that_of_the_run() -> None:
@@ -116,6 +160,7 @@ def test_the_tables_say_what_json_says() -> None:
         (("--samples", 1), "samples must be 0 or at least 2"),
         (("--rows", "any"), "--rows is wrapped or documents"),
         (("--judge", "anyone"), "give --samples N too"),
+        (("--window", 8), "--window 8 says how a judge reads"),
         (("--checkpoints",), "takes at least 3"),
         (("--data", "nowhere.txt"), "nowhere.txt"),
         (("--samples", 2, "--sampler", "fast"), "unknown sampler 'fast'"),
