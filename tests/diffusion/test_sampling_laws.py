@@ -263,28 +263,6 @@ def test_confidence_is_the_probability_of_the_draw(monkeypatch):
     assert compared > 20
 
 
-@pytest.mark.parametrize("name", ["ancestral", "remask_loop", "confidence"])
-def test_who_listens_hears_before_every_evaluation_which_rows_it_is_for(name):
-    heard, seen = [], []
-
-    def predict(tokens, level, valid):
-        assert torch.equal(heard[-1][1], tokens)
-        seen.append(len(tokens))
-        return LEARNED.predict(tokens, level, valid)
-
-    xt = torch.full((ROWS, 10), MASK)
-    xt[0, 3:] = 1  # a row that is done early
-    state = {"xt": xt}
-    frames = denoise(
-        xt, sampler_of(name), predict, LEARNED.logits_at, mask_id=MASK, rng=CounterRng.of(0, ROWS),
-        on_rows=lambda rows: heard.append((rows, state["xt"][rows])),
-    )  # fmt: skip
-    for frame in frames:
-        state["xt"] = frame.tokens
-    assert torch.equal(torch.bincount(torch.cat([rows for rows, _ in heard]), minlength=ROWS), frame.nfe)
-    assert seen == [len(rows) for rows, _ in heard] and min(seen) < ROWS
-
-
 def levels_told(name, xt, **how):
     """The noise levels that the network is told, a row of numbers a call."""
     told = []

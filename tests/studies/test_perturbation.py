@@ -193,6 +193,25 @@ def test_changes_are_checked(kind: str, amount: float, said: str) -> None:
 # Texts written with a change.
 
 
+@pytest.mark.parametrize("sampler", ["ancestral", "remask_loop", "first_hitting"])
+def test_who_listens_hears_before_every_evaluation_which_rows_it_is_for(sampler: str) -> None:
+    writer = lm("adlm")
+    steps = {} if sampler == "first_hitting" else {"steps": 6}
+    job = writer.job(prompt=["the cat", "where did you go"], n=2, length=20, seed=2, sampler=sampler, **steps)
+    predictor, heard, state = ready(writer.model), list[Tensor](), Tensor()
+    own = predictor.final
+
+    def final(tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
+        assert torch.equal(tokens, state[heard[-1]])
+        return own(tokens, noise_level, valid)
+
+    predictor.final, predictor.on_rows = final, heard.append
+    for frame in frames(predictor, job, job.rows, with_start=True):
+        state = frame.tokens
+    assert torch.equal(torch.bincount(torch.cat(heard), minlength=4), frame.nfe)
+    assert min(map(len, heard)) < 4
+
+
 @pytest.mark.parametrize("sampler", ["ancestral", "remask_loop", "confidence", "entropy_bounded"])
 def test_without_a_change_the_texts_are_the_models_own(sampler: str) -> None:
     writer = lm("adlm")

@@ -262,7 +262,7 @@ def show(found: Sequence[Study], together: Together) -> None:
                 console.print()
     if together.found:
         notes().print(NOTE, style="dim", markup=False)
-    if any(len(study.losses) > 1 for study in found):
+    if len(found) == 1 or any(len(study.losses) > 1 for study in found):
         notes().print(
             "± is a standard error over rows or texts. A cost is against the model as it is, on the same noise. Ranks "
             "are 0 for what is revealed first and 1 for last; without any order both kinds have 0.5.",
