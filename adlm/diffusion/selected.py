@@ -142,14 +142,19 @@ def selected_loss(
     `without` is a token that the head may not name (the mask, for a denoiser).
     """
     x = features.reshape(-1, features.shape[-1])[selection.index]
-    bias: Tensor = head.bias if head.bias is not None else torch.zeros_like(head.weight[:, 0])
+    # A parameter asks for its gradient under no_grad too, and that is a product as large as the logits'.
+    matrix, bias = (
+        each if each is None or torch.is_grad_enabled() else each.detach() for each in (head.weight, head.bias)
+    )
+    if bias is None:
+        bias = torch.zeros_like(matrix[:, 0])
     if without is not None:
         bias = bias.index_fill(0, torch.tensor(without, device=bias.device), -torch.inf)
     shift = None if offset is None else torch.tensor(offset, device=x.device)
     with torch.autocast(x.device.type, enabled=False):
         total, each = _SelectedLoss.apply(
             x,
-            head.weight,
+            matrix,
             bias,
             targets.reshape(-1)[selection.index],
             selection.weight,

@@ -224,7 +224,14 @@ def _course(axes: Axes, own: Sequence[Study], name: str, look: dict[str, Any], m
         **look,
     )
     for study, (x, _), (y, _) in zip(own, across, up, strict=True):
-        axes.plot([x], [y], marker=markers[study.step], color=look["color"], **EDGE)
+        axes.plot([x], [y], marker=markers[study.step], **_inked(look))
+
+
+def _inked(look: dict[str, Any]) -> dict[str, Any]:
+    """A marker of a run: full where its line is, hollow where a colour comes the second time."""
+    if look["linestyle"] == LINES[0]:
+        return {"color": look["color"], **EDGE}
+    return {"color": look["color"], **EDGE, "markerfacecolor": "white", "markeredgecolor": look["color"]}
 
 
 def _beside_each_other(
@@ -236,7 +243,7 @@ def _beside_each_other(
         x, y = (np.array([figure(study, each)[0] for study in here]) for each in (ACCURACY, name))
         y = np.log(y) if name == "gen_ppl" else y
         for study, across, up in zip(here, x - x.mean(), y - y.mean(), strict=True):
-            axes.plot([across], [up], marker=markers[step], color=looks[study.run]["color"], **EDGE)
+            axes.plot([across], [up], marker=markers[step], **_inked(looks[study.run]))
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set_xlabel("accuracy less the step's mean")
@@ -248,7 +255,10 @@ def _keys(names: dict[str, str], looks: dict[str, dict[str, Any]], markers: dict
     """What colours and markers stand for; of very many steps nothing is said."""
     from matplotlib.lines import Line2D
 
-    found = [Line2D([], [], linewidth=2, label=name, **looks[run]) for run, name in names.items()]
+    found = [
+        Line2D([], [], linewidth=2, label=name, marker="o", **(_inked(looks[run]) | looks[run]))
+        for run, name in names.items()
+    ]
     if len(markers) > len(MARKERS):
         return found
     look: dict[str, Any] = {"color": GREY, "linestyle": "none", "markersize": 6}

@@ -252,3 +252,17 @@ def test_a_graph_that_is_kept_gives_its_gradients_again():
     total.backward()
     for t, grad in zip(tensors, first, strict=True):
         assert torch.equal(t.grad, grad)
+
+
+def test_measuring_is_training_without_the_gradients_product(monkeypatch):
+    """The same losses under no_grad, and no product for the head's gradient, which its weights would ask for."""
+    head, rng = linear(), torch.Generator().manual_seed(1)
+    features, targets = torch.randn(2, 5, 6, generator=rng, dtype=torch.float64), torch.tensor([[1, 2, 3, 4, 5]] * 2)
+    selection = Selection(torch.arange(10), torch.ones(10, dtype=torch.float64))
+    trained = selected_loss(features, head, targets, selection, without=0)
+    monkeypatch.setattr(selected, "_sum", None)  # who adds to the head's gradient fails
+    with torch.no_grad():
+        measured = selected_loss(features, head, targets, selection, without=0)
+    assert torch.equal(measured.total, trained.total) and torch.equal(measured.each, trained.each)
+    with pytest.raises(TypeError):
+        selected_loss(features, head, targets, selection, without=0)
