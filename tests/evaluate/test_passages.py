@@ -33,6 +33,15 @@ def test_a_short_document_is_one_passage() -> None:
     assert list(cut_up(" \n", SIZE)) == []
 
 
+def test_headings_are_no_passages() -> None:
+    """A document of two words would cut a sample to two words, which n-grams cannot be counted in."""
+    long = "A sentence that is long enough to be a passage of its own."
+    assert passages(["CHAPTER I.", long, "* * *", " \n"], 1, SIZE) == [long]
+    with pytest.raises(ValueError, match="has 1 passages of 32 to 200 characters, and 2 are needed"):
+        passages(["CHAPTER I.", long], 2, SIZE)
+    assert sorted(passages(["Short.", "Texts."], 2, 6)) == ["Short.", "Texts."]  # where little is asked for
+
+
 def test_the_seed_says_which() -> None:
     one, again, other = (passages(documents(), 50, SIZE, seed=seed) for seed in (0, 0, 1))
     assert one == again != other
@@ -41,7 +50,7 @@ def test_the_seed_says_which() -> None:
 
 
 def test_errors_teach() -> None:
-    with pytest.raises(ValueError, match="has 2 passages of up to 10 characters, and 4 are needed, two for"):
+    with pytest.raises(ValueError, match="has 2 passages of 32 to 10 characters, and 4 are needed, two for"):
         passages(["short", "also\n"], 4, 10)
     with pytest.raises(ValueError, match="from 1 on"):
         passages(["short"], 1, 0)

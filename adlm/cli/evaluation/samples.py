@@ -101,13 +101,14 @@ def samples(
         check(model, texts, out)
         with answering(is_json):
             from adlm.data.sources import open_source
+            from adlm.evaluate.passages import SHORTEST
             from adlm.evaluate.provenance import provenance
             from adlm.evaluate.quality import figures_of
             from adlm.studies.judging import judge_together
             from adlm.train.distributed import joined
 
             source = open_source(reference)
-            source_said = {"name": source.name, "identity": source.identity}
+            source_said = {"name": source.name, "identity": source.identity, "shortest": f"{SHORTEST} characters"}
             how: dict[str, Any] = {"length": length, "n": n or MANY, "seed": seed, "steps": steps, "sampler": sampler}
             how |= {"block": block}
             how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "batch": batch}
