@@ -16,18 +16,18 @@ def passages(documents: Iterable[str], count: int, characters: int, *, seed: int
     """So many passages of at most so many characters, drawn from the documents without overlap; the seed's order.
 
     A passage begins where a paragraph does (behind a blank line; in a document without any, at a line) and goes on over
-    the next ones; a document that is shorter is one passage, if it has SHORTEST characters. A rest of a document that
-    is shorter than a passage is left out.
+    the next ones; a document that is shorter is one passage, if it has SHORTEST characters or a quarter of what is
+    asked for. A rest of a document that is shorter than a passage is left out.
     """
     if characters < 1 or count < 1:
         raise ValueError(f"{count} passages of {characters} characters: give numbers from 1 on")
-    least = min(SHORTEST, characters)
+    least = min(SHORTEST, characters // 4)
     found = [passage for each in documents for passage in cut_up(each, characters) if len(passage) >= least]
     if len(found) < count:
         raise ValueError(
-            f"the reference has {len(found)} passages of {least} to {characters:,} characters, and {count} are needed, two "
-            "for every text that is judged (one set to compare with, one to stand beside): give more reference text, "
-            "or judge fewer or shorter texts"
+            f"the reference has {len(found)} passages of {least} to {characters:,} characters, and {count} are needed, "
+            "two for every text that is judged (one set to compare with, one to stand beside): give more reference "
+            "text, or judge fewer or shorter texts"
         )
     chosen = np.random.default_rng(seed).permutation(len(found))[:count]
     return [found[number] for number in chosen]

@@ -50,7 +50,7 @@ def test_the_seed_says_which() -> None:
 
 
 def test_errors_teach() -> None:
-    with pytest.raises(ValueError, match="has 2 passages of 32 to 10 characters, and 4 are needed, two for"):
+    with pytest.raises(ValueError, match="has 2 passages of 2 to 10 characters, and 4 are needed, two for"):
         passages(["short", "also\n"], 4, 10)
     with pytest.raises(ValueError, match="from 1 on"):
         passages(["short"], 1, 0)
