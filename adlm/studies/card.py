@@ -354,12 +354,17 @@ def make_card(
         else:
             part = section(name, title, why=missing.get(name, "nobody asked for it"))
         told = [each["provenance"] for each in given if "provenance" in each]
-        origins = dict.fromkeys(f"commit {each['commit']}, {each['device']}" for each in told)
+        origins = dict.fromkeys(origin(each) for each in told)
         parts.append(part | {"commands": list(commands.get(name, ())), "origins": list(origins), "answers": given})
     first = summary(models, [each for part in parts if part["name"] in FIRST for each in part["metrics"]])
     metrics = [each for part in parts for each in part.pop("metrics")]
     found = {"format": FORMAT, "models": list(models), "summary": first, "sections": parts, "metrics": metrics}
     return found | about
+
+
+def origin(found: Mapping[str, Any]) -> str:
+    """What computed a figure: commit, hardware and torch."""
+    return f"commit {found['commit']}, {found['device']}, torch {found['versions']['torch']}"
 
 
 def scrubbed(value: Any, names: Mapping[str, str]) -> Any:

@@ -71,7 +71,10 @@ def origin_table(card: Card) -> dict[str, Any]:
     """Where the figures come from."""
     found = card["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    rows = [[str(key), str(value)] for key, value in found.items() if key != "versions"] + [["versions", versions]]
+    computed = dict.fromkeys(origin for part in card["sections"] for origin in part["origins"])
+    rows = [["figures computed by", origin] for origin in computed]
+    rows += [[f"page: {key}", str(value)] for key, value in found.items() if key != "versions"]
+    rows += [["page: versions", versions]]
     rows += [["data", f"{name}, sha256 {digest}"] for name, digest in card["data"].items()]
     return {"caption": "", "columns": ["what", "which"], "rows": rows}
 
