@@ -170,7 +170,9 @@ def measure_points(
         depends = depends_on(lm, setting, amount, assess, weights)
         kept = ledger.get(depends)
         if kept is None:
-            if not is_warm:  # the first texts of a process take longer, whatever they are
+            # The first texts of a process take longer, whatever they are; on a GPU the first of every setting, which
+            # may have batch sizes that no graph was captured of.
+            if not is_warm or lm.device.type == "cuda":
                 _write(lm, setting, amount, min(amount.batch, amount.n), seed=amount.seed)
                 is_warm = True
             kept = asdict(_measured(lm, setting, amount, assess, on_texts))
@@ -201,7 +203,7 @@ def settings_of(models: Sequence[LM], amount: Amount, assess: Assessor) -> dict[
         | {"parameters": sum(p.numel() for p in lm.model.parameters())}
         for lm in models
     ]
-    timing = "whole batches, after one that is not counted; a causal model with a key-value cache"
+    timing = "whole batches, after one that is not counted (on a GPU: of every setting); causal: a key-value cache"
     here = {"device": str(models[0].device), "threads": torch.get_num_threads(), "timing": timing}
     return {"models": told, **asdict(amount), **assess.settings, **here}
 
