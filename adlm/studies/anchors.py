@@ -120,7 +120,7 @@ class Study:
     def run(self) -> str:
         """The run that a checkpoint is of; what is no checkpoint of a run's folder is one by itself."""
         path = Path(self.model)
-        return str(path.parent.parent) if path.parent.name == "checkpoints" else self.model
+        return str(path.parent.parent if path.parent.name == "checkpoints" else path)
 
     def guess(self, head: str = "anchor", state: str = "hidden", kind: str = "anchors") -> Guess:
         """A head's figures over all mask rates."""

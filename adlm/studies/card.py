@@ -154,7 +154,7 @@ def samples(answers: Sequence[Answer]) -> dict[str, Any]:
 def frontier(answers: Sequence[Answer]) -> dict[str, Any]:
     """Ways of writing against evaluations, time and entropy."""
     tables, pictures = [], []
-    columns = ["model", "sampler", "steps", "T", "p", "best", "NFE", "s/text"]
+    columns = ["model", "sampler", "steps", "T", "p", "best", "NFE", "ms/text"]
     columns += ["tokens", "Gen-PPL", "entropy", "repeated-4"]
     for number, each in enumerate(answers, 1):
         rows: list[list[Cell]] = []
@@ -162,7 +162,7 @@ def frontier(answers: Sequence[Answer]) -> dict[str, Any]:
             words: list[Cell] = [point["model"], point["sampler"], figure(point["steps"], digits=0)]
             words += [figure(point["temperature"], digits=2), figure(point["top_p"], digits=2)]
             words += ["★" if point["is_pareto"] else ""]
-            time = figure(point["seconds"], point["seconds_sd"], 4)
+            time = figure(1000 * point["seconds"], 1000 * point["seconds_sd"], 2)
             rows.append([*words, figure(point["nfe"], digits=1), time, *_quality(point)])
         if each.get("reference"):
             rows.append(["held-out text", *[None] * 4, "", None, None, *_quality(each["reference"])])
@@ -175,7 +175,7 @@ def frontier(answers: Sequence[Answer]) -> dict[str, Any]:
         tables=tables,
         pictures=pictures,
         read="★: no other point has as few evaluations (NFE), as low a Gen-PPL, as high an entropy, and is better in "
-        "one. A low Gen-PPL at a low entropy is repetition. ± is a standard error over texts; of seconds, the standard "
+        "one. A low Gen-PPL at a low entropy is repetition. ± is a standard error over texts; of times, the standard "
         "deviation between timings on this machine.",
     )
 

@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from adlm.studies.anchors import Study
 from adlm.studies.correlation import Correlation, at_equal_steps, correlate, require_points, within_runs
+from adlm.studies.pages import markdown_table
 
 ACCURACY = "anchor accuracy"
 FIGURES = {"nll": "nll (nats per token)", "gen_ppl": "Gen-PPL", "entropy": "entropy (nats)"}
@@ -98,7 +99,7 @@ def table_of_models(studies: Sequence[Study]) -> Table:
         for name in (ACCURACY, *known):
             value, error = figure(study, name)
             digits = 1 if name == "gen_ppl" else 3
-            cells.append(f"{value:.{digits}f} ± {error:.{digits}f}")
+            cells.append("–" if math.isnan(value) else f"{value:.{digits}f} ± {error:.{digits}f}")
         lines.append([names[study.run], f"{study.step:,}", *cells])
     return lines
 
@@ -124,6 +125,5 @@ def page_of(studies: Sequence[Study], together: Together, picture: str) -> str:
     return "\n\n".join([*parts, _markdown(table_of_models(studies))]) + "\n"
 
 
-def _markdown(table: Table) -> str:
-    first, *lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in table]
-    return "\n".join([f"| {first} |", "|" + "---|" * len(table[0]), *(f"| {line} |" for line in lines)])
+def _markdown(lines: Table) -> str:
+    return markdown_table({"caption": "", "columns": lines[0], "rows": lines[1:]})

@@ -54,8 +54,8 @@ def correlate(
     """Over all models: Spearman's rho and Pearson's r, each with an interval and a permutation test; at least three.
 
     Intervals are those of Bonett and Wright (2000) and of Fisher. Both take models for independent, which checkpoints
-    of one run are not. Where all ranks agree rho is ±1 and its interval would be a point: it is computed half a swap
-    of neighbours short of it. Three points leave intervals at [−1, 1].
+    of one run are not. Where all ranks agree rho is ±1 and its interval would be a point: it is computed half an
+    exchange of neighbours, as the test makes them, short of it. Three points leave intervals at [−1, 1].
     """
     _check(x, y, names)
     return _found(x, y, names, ALL, [range(len(x))], len(x), _orders([range(len(x))], seed))
@@ -66,7 +66,8 @@ def within_runs(
 ) -> Correlation:
     """As runs go on: every run's own mean is taken out; a test exchanges a run's checkpoints with each other.
 
-    Ranks are those within a run. The interval takes checkpoints for independent but for the means; they are less.
+    Ranks are those within a run: of few checkpoints they say less, and rho is nearer to 0 (of two, Kendall's tau). The
+    interval takes checkpoints for independent but for the means; they are less.
     """
     _check(x, y, names)
     groups = [group for group in _by(runs) if len(group) > 1]
@@ -112,7 +113,7 @@ def shared_steps(runs: Sequence[str], steps: Sequence[int]) -> list[int]:
     return [step for step in dict.fromkeys(steps) if all((run, step) in known for run in every)]
 
 
-def midranks(values: Values) -> Values:
+def midranks(values: NDArray[Any]) -> Values:
     """Ranks from 1 on; equal values share the middle of theirs."""
     ordered = np.sort(values)
     both = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
@@ -178,7 +179,9 @@ def _found(
         value = min(1.0, max(-1.0, float(mine @ theirs) / size))
         by_chance = theirs[orders] @ mine / size
         p_value = float(np.mean(np.abs(by_chance) >= abs(value) - 1e-9))
-        figures += [value, *_interval(value, independent, is_ranked), p_value]
+        # Two neighbours' ranks that change places change the sum of products by 1, and at equal steps at each of them.
+        short = (len(groups) if among == EQUAL else 1) / (2 * size) if is_ranked else 1e-12
+        figures += [value, *_interval(value, independent, is_ranked, short), p_value]
     return Correlation(*names, among, sum(map(len, groups)), len(groups), independent, *figures)
 
 
@@ -188,12 +191,11 @@ def _centred(values: Values, groups: Groups, is_ranked: bool) -> Values:
     return np.concatenate([part - part.mean() for part in parts])
 
 
-def _interval(value: float, n: int, is_ranked: bool) -> tuple[float, float]:
-    """95%, of n independent points."""
+def _interval(value: float, n: int, is_ranked: bool, short: float) -> tuple[float, float]:
+    """95%, of n independent points; its middle stays `short` of ±1."""
     if n <= LEAST:
         return -1.0, 1.0
-    most = 1 - 6 / (n * (n * n - 1)) if is_ranked else 1 - 1e-12
-    middle = max(-most, min(most, value))
+    middle = max(short - 1, min(1 - short, value))
     reach = NORMAL * math.sqrt((1 + value * value / 2 if is_ranked else 1.0) / (n - 3))
     low, high = (math.tanh(math.atanh(middle) + side) for side in (-reach, reach))
     return min(low, value), max(high, value)

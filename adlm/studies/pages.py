@@ -26,7 +26,7 @@ body { margin: 0 auto; max-width: 68rem; padding: 1rem; background: var(--paper)
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; }
 h2 { font-size: 1.2rem; margin-top: 2.2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap; }
 td.n, th.n { text-align: right; } .dim { color: var(--dim); font-size: .9rem; } .none { font-style: italic; }
@@ -154,21 +154,21 @@ def comments(part: Mapping[str, Any]) -> list[str]:
 
 def markdown_of(card: Card) -> str:
     """The card for a model page: front matter that the Hub reads, then the same tables; pictures lie beside it."""
-    parts = [front_matter(card), f"# Evaluation of {_plain(title_of(card))}", _markdown_table(models_table(card))]
-    parts += [_markdown_table(card["summary"])] if len(card["summary"]["columns"]) > 1 else []
+    parts = [front_matter(card), f"# Evaluation of {_plain(title_of(card))}", markdown_table(models_table(card))]
+    parts += [markdown_table(card["summary"])] if len(card["summary"]["columns"]) > 1 else []
     for part in card["sections"]:
         parts.append(f"## {_plain(part['title'])}")
         if not part["is_measured"]:
             parts.append(f"*Not measured: {_plain(part['why'])}.*")
         parts += [f"![{_plain(each['alt'])}]({each['name']}.svg)" for each in part["pictures"]]
-        parts += [_markdown_table(each) for each in part["tables"]]
+        parts += [markdown_table(each) for each in part["tables"]]
         for text in part["texts"]:
             parts += [f"{_plain(told(text))}:", _fenced(text["text"])]
         if part["is_measured"] and part["read"]:
             parts.append(_plain(part["read"]))
         if part["commands"]:
             parts.append(_fenced("\n".join([*part["commands"], *comments(part)])))
-    parts += ["## Where this comes from", _markdown_table(origin_table(card)), _fenced(card["command"])]
+    parts += ["## Where this comes from", markdown_table(origin_table(card)), _fenced(card["command"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -195,7 +195,8 @@ def front_matter(card: Card) -> str:
     return f"---\n{yaml.safe_dump(about, sort_keys=False, allow_unicode=True)}---"
 
 
-def _markdown_table(table: Mapping[str, Any]) -> str:
+def markdown_table(table: Mapping[str, Any]) -> str:
+    """A table whose cells are text, whatever stands in them."""
     lines = [f"{_plain(table['caption'])}\n"] if table["caption"] else []
     lines.append("| " + " | ".join(_plain(name) or " " for name in table["columns"]) + " |")
     lines.append("|" + "---|" * len(table["columns"]))

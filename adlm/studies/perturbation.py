@@ -6,6 +6,7 @@ differences have small errors although the figures themselves have not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -47,8 +48,8 @@ class Change:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"change {self.kind!r} is not one of {', '.join(KINDS)}")
-        if not self.amount >= 0:
-            raise ValueError(f"the amount of {self.kind} must not be negative, got {self.amount}")
+        if not 0 <= self.amount < math.inf:
+            raise ValueError(f"the amount of {self.kind} must not be negative or infinite, got {self.amount}")
         if self.kind == "stale" and (self.amount != int(self.amount) or self.amount < 1):
             raise ValueError(f"stale takes a whole number of steps from 1 on, got {self.amount}")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adlm.diffusion.anchors import AnchorRule
 from adlm.evaluate.tallies import ratio, ratio_gap
+from adlm.studies.correlation import midranks
 from adlm.text.jobs import Job
 from adlm.text.lm import LM, Row, frames
 from adlm.text.templates import Layout
@@ -40,9 +41,7 @@ class Reveals:
 
 def ranks(steps: NDArray[np.int64]) -> NDArray[np.float64]:
     """Normalised ranks of the steps of one text; equal steps share the middle, so that their mean is ½ exactly."""
-    ordered = np.sort(steps)
-    before, through = np.searchsorted(ordered, steps, "left"), np.searchsorted(ordered, steps, "right")
-    return np.asarray((before + through) / (2 * len(steps)), dtype=np.float64)
+    return (midranks(steps) - 0.5) / len(steps)
 
 
 @dataclass(frozen=True)

@@ -154,5 +154,13 @@ def test_errors_teach(tmp_path: Path) -> None:
         collect(lm(), tmp_path / "y", job)
 
 
+@pytest.mark.parametrize("content", ["", "[1]", '{"n"'])
+def test_settings_that_cannot_be_read_are_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / SETTINGS).write_text(content, "utf-8")
+    with pytest.raises(ValueError, match=r"settings\.json does not say of what the samples .*: take another folder"):
+        collected(tmp_path)
+    assert (tmp_path / SETTINGS).read_text("utf-8") == content
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

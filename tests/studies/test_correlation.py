@@ -66,6 +66,22 @@ def test_within_runs_nothing_is_left_of_what_tells_runs_apart() -> None:
         within_runs([1, 2, 3, 4], [1, 2, 3, 4], ["a", "a", "b", "c"])
 
 
+@pytest.mark.parametrize(("size", "r"), [(2, 0.9), (3, 0.97)])
+def test_the_interval_within_short_runs_holds_the_truth(size: int, r: float) -> None:
+    """Where all runs agree rho is 1, and of few checkpoints a run it often is: one exchange would change it much."""
+    rng, runs = np.random.default_rng(4), [str(place // size) for place in range(12)]
+    found = []
+    for _ in range(300):
+        x = rng.normal(size=12)
+        y = r * x + math.sqrt(1 - r * r) * rng.normal(size=12)
+        found.append(within_runs(x.tolist(), y.tolist(), runs))
+    truth = np.mean([each.rho for each in found])
+    if size == 2:
+        assert truth == pytest.approx(2 / math.pi * math.asin(r), abs=0.05)  # Kendall's tau
+    assert np.mean([each.rho == 1 for each in found]) > 0.1
+    assert np.mean([each.low <= truth <= each.high for each in found]) > 0.93
+
+
 def test_at_equal_steps_nothing_is_left_of_what_training_does() -> None:
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=24), rng.normal(size=24)
@@ -163,6 +179,14 @@ def test_a_page_says_all_of_it() -> None:
     assert table_of_models(judged)[0][-2:] == ["Gen-PPL", "entropy (nats)"]
     told = correlations(judged)
     assert {each.y for each in told.found} == {"nll"} and any("gen_ppl is the same" in why for why in told.unsaid)
+
+
+def test_a_page_holds_text_and_dashes_for_what_is_not_known() -> None:
+    studies = several(study(), RUNS)
+    unknown = [replace(guess, accuracy=math.nan) for guess in study().guesses]
+    odd = [replace(each, model=f"<b>|{number}", guesses=unknown) for number, each in enumerate(studies)]
+    page = page_of(odd, correlations(studies), "x.png")
+    assert "<b>" not in page and page.count(" | – | ") == 8
 
 
 def test_runs_are_known_by_the_ends_of_their_paths() -> None:

@@ -183,7 +183,13 @@ def test_a_shuffle_is_one_and_leaves_padding() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "amount", "said"),
-    [("louder", 1, "not one of none"), ("noise", -1, "negative"), ("stale", 1.5, "whole"), ("stale", 0, "from 1 on")],
+    [
+        ("louder", 1, "not one of none"),
+        ("noise", -1, "negative"),
+        ("noise", float("inf"), "infinite"),
+        ("stale", 1.5, "whole"),
+        ("stale", 0, "from 1 on"),
+    ],
 )
 def test_changes_are_checked(kind: str, amount: float, said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -21,7 +21,7 @@ QUICK = {
     "examples": {"--n": "1", "--steps": "8"},
 }
 POINT = 48  # texts a point of the frontier at most: there are many points
-CHANGED = 32  # texts with each change of the anchors at most: there are nine changes
+CHANGED = 32  # texts with each change of the anchors at most: they are written eight times
 FULL = {"anchors": {"--samples": str(CHANGED)}, "examples": {"--n": "2"}}
 NAMED = {  # what is measured if --with names it
     "zeroshot": '--with "zeroshot --data-dir FOLDER" adds it',
@@ -29,6 +29,7 @@ NAMED = {  # what is measured if --with names it
     "code": '--with "code" adds it',
 }
 COMMANDS = ("ppl", "samples", "frontier", "anchors", *NAMED, "examples")
+WAY = ("--sampler", "--steps")  # of writing; a causal model has none: it writes from left to right, a token a step
 OWN = ("--data", "--reference", "--judge", "--seed", "--device", "--out", "--json")  # the card's own to give
 
 
@@ -74,15 +75,25 @@ class Asked:
         found = (QUICK if self.is_quick else FULL).get(name, {}) | {
             option: value for option, value in asked[name].items() if value
         }
-        told = {word.partition("=")[0] for word in self.own.get(name, ())}
-        found = {option: value for option, value in found.items() if option not in told}
-        if is_causal:  # it writes from left to right, a token a step
-            return {option: value for option, value in found.items() if option not in ("--steps", "--sampler")}
-        if "--sampler" in found:
+        own = self.own_of(name)
+        found = {option: value for option, value in found.items() if option not in {each for each, _ in own}}
+        if is_causal:
+            return {option: value for option, value in found.items() if option not in WAY}
+        if sampler := (found | {each: words[-1] for each, words in own}).get("--sampler"):
             from adlm.studies.writing import takes_steps
 
-            if not takes_steps(found["--sampler"]):
+            if not takes_steps(sampler.removeprefix("--sampler=")):
                 found.pop("--steps", None)
+        return found
+
+    def own_of(self, name: str) -> list[tuple[str, list[str]]]:
+        """The options that --with gives a command, each with its words: `--a b`, `--a=b` or a flag."""
+        found: list[tuple[str, list[str]]] = []
+        for word in self.own.get(name, ()):
+            if word.startswith("--") or not found:
+                found.append((word.partition("=")[0], [word]))
+            else:
+                found[-1][1].append(word)
         return found
 
 
@@ -120,8 +131,9 @@ def planned(
     def words(name: str, *given: str, is_causal: bool = False) -> tuple[str, list[str]]:
         start = ["sample"] if name == "examples" else ["eval", name]
         how = [word for pair in asked.extent(name, is_causal=is_causal).items() for word in pair]
+        own = [word for option, own in asked.own_of(name) if not (is_causal and option in WAY) for word in own]
         common = ["--seed", str(asked.seed), "--device", asked.device, "--json"]
-        return name, [*start, *given, *how, *asked.own.get(name, ()), *common]
+        return name, [*start, *given, *how, *own, *common]
 
     if "ppl" not in taken:
         yield from (words("ppl", model, "--data", asked.data, *rows) for model in asked.models)

@@ -205,6 +205,10 @@ def related(found: Sequence[Study], told_of: Sequence[dict[str, Any]]) -> Togeth
     if len({str(said["anchors"]) for said in told_of}) > 1:
         return Together([], ["anchors are found by a rule of each run's own, so that accuracies do not compare: give "
                              "--max-count N, one rule for all"])  # fmt: skip
+    first: dict[str, str] = {}
+    for said in told_of:
+        if (other := first.setdefault(said["weights_sha256"], said["model"])) != said["model"]:
+            return Together([], [f"{said['model']} has the weights of {other}, and a model counts once: leave one out"])
     try:
         return correlations(found)
     except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def card(
         str, typer.Option(help="With commas: the frontier has all, other texts the first.", rich_help_panel=MUCH)
     ] = "",
     limit: Annotated[
-        int | None, typer.Option(min=2, help="Rows for likelihood and anchors. (all; 256)", rich_help_panel=MUCH)
+        int | None, typer.Option(min=2, help="Rows for likelihood and anchors. (all; 64)", rich_help_panel=MUCH)
     ] = None,
     own: Annotated[
         list[str] | None,
@@ -184,7 +185,8 @@ def gathered(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gat
             check_weights(path, answer, {str(each["name"]): str(each["weights_sha256"]) for each in facts})
         found.commands[name] = [f"taken from {path.name}" for path in given]
     read = [each for each in (asked.data, asked.reference) if each]
-    for name, words in planned(asked, facts, set(found.answers), found.missing):
+    # All of them before the first one runs: what is wrong with one is told at once.
+    for name, words in list(planned(asked, facts, set(found.answers), found.missing)):
         number = len(found.answers.setdefault(name, [])) + 1
         path = out / f"{name}-{number}.json"
         shown = shlex.join(["adlm", *words])
@@ -281,7 +283,16 @@ def short_names(given: Sequence[str]) -> dict[str, str]:
             if used.setdefault(name, path.resolve()) != path.resolve():  # two runs' checkpoints may be named alike
                 name = "-".join(path.resolve().parts[-3:])
             found |= {each: name, str(path.absolute()): name, str(path.resolve()): name}
-    return {path: name for path, name in found.items() if os.sep in path}
+    paths = {path: name for path, name in found.items() if os.sep in path}
+    return {way: said for each in paths.items() for way, said in zip(*map(spellings, each), strict=True)}
+
+
+def spellings(path: str) -> list[str]:
+    """How a command may write a path: as it is or with backslashes, bare, in quotes, and in quotes in quotes."""
+    found = [path, re.sub(r"(?=[^\w@%+=:,./-])", r"\\", path)]
+    for _ in range(2):
+        found += [each.replace("'", "'\"'\"'") for each in found]
+    return found
 
 
 def hashes(given: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
@@ -302,10 +313,11 @@ def stamps(given: Sequence[str]) -> dict[str, str]:
 
 
 def files_in(own: Mapping[str, Sequence[str]]) -> list[str]:
-    """Files and folders that --with names, alone or as NAME=PATH."""
-    words = [word for each in own.values() for word in each]
-    given = [part for word in words for part in (word, word.partition("=")[2]) if not part.startswith("-")]
-    return [each for each in dict.fromkeys(given) if each and Path(each).exists()]
+    """Files and folders that --with names: PATH, --option=PATH, NAME=PATH or --option=NAME=PATH."""
+    parts = [word.split("=") for each in own.values() for word in each]
+    given = ["=".join(part[start:]) for part in parts for start in range(len(part))]
+    # Not `Path.exists`, which stumbles over words, such as prompts, that are too long for a name.
+    return [each for each in dict.fromkeys(given) if os.path.exists(each) and not each.startswith("-")]
 
 
 def written(made: Mapping[str, Any], out: Path) -> list[Path]:

@@ -114,6 +114,13 @@ def test_what_does_not_compare_is_not_correlated() -> None:
     assert found["correlations"] or "--max-count" not in found["no_correlation"][0]
 
 
+def test_a_model_counts_once() -> None:
+    words = ("--data", text(), "--limit", 4, "--draws", 1, "--perturb", "", "--stale", "", "--device", "cpu")
+    run, *checkpoints = long_run(), *checkpoints_of(long_run())
+    found = answered(run, *checkpoints, *words)
+    assert found["correlations"] == [] and f"{checkpoints[-1]} has the weights of {run}" in found["no_correlation"][0]
+
+
 def test_long_texts_are_judged_in_windows() -> None:
     needs("transformers")
     words = (trained(), "--data", text(), "--limit", 4, "--draws", 1, "--perturb", "", "--stale", "", "--device", "cpu")

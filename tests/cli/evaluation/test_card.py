@@ -1,6 +1,7 @@
 """`adlm eval card`: one command, one folder, every figure from a command that the card names."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from adlm.cli.evaluation.agenda import Asked, own_words, planned
-from adlm.cli.evaluation.card import gathered, hashes, short_names
+from adlm.cli.evaluation.card import files_in, gathered, hashes, short_names
+from adlm.studies.card import scrubbed
 from tests.cli.terminal import assert_told, invoke, process, trained
 from tests.evaluate.small_judges import causal_folder, documents, needs
 from tests.evaluate.test_zeroshot import write_sets
@@ -92,6 +94,42 @@ def test_options_for_one_command_come_before_the_cards() -> None:
     assert given_to(found["code"][0], "--steps") == ["8"] and "domains" not in found
 
 
+def test_a_way_of_writing_of_ones_own_goes_only_to_who_can_write_so() -> None:
+    needs("mauve")
+    both = ("--sampler", "--steps")
+    for own in ("--sampler first_hitting", "--sampler=first_hitting"):  # it has no steps
+        two, causal = planned_words(own=own_words([f"samples {own} --n 9"]), steps=(8,))["samples"]
+        assert "--steps" not in two and two[-7:-5] == ["--n", "9"] and "first_hitting" in " ".join(two)
+        assert "first_hitting" not in " ".join(causal) and given_to(causal, *both, "--n") == [None, None, "9"]
+    two, causal = planned_words(own=own_words(["code --steps=4 --texts 3"]))["code"]
+    assert "--steps=4" in two and "--steps=4" not in causal and given_to(causal, "--texts") == ["3"]
+    (points,) = planned_words(own=own_words(["frontier --steps 4"]))["frontier"]
+    assert given_to(points, "--steps") == ["4"]
+
+
+def test_files_that_such_options_name_are_found(tmp_path: Path) -> None:
+    spaced, other = tmp_path / "a b.txt", tmp_path / "c=d.txt"
+    for path in (spaced, other):
+        path.write_text("x", "utf-8")
+    own = own_words([f"domains '--set=prose={spaced}' --set code={other}", f"examples --prompt {'x' * 300}"])
+    assert files_in(own) == [str(spaced), str(other)]
+    assert files_in(own_words([f"zeroshot --data-dir={tmp_path}"])) == [str(tmp_path)]
+
+
+def test_a_path_is_known_however_a_command_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "it's a folder" / "it's text.txt"
+    path.parent.mkdir()
+    path.write_text("x", "utf-8")
+    names = short_names([str(path)])
+    slashed = str(path).replace(" ", "\\ ").replace("'", "\\'")
+    inner = [shlex.join(["eval", "--set", f"prose={path}"]), f"eval --set prose={slashed}"]
+    for command in (*inner, *(shlex.join(["adlm", "--with", each]) for each in inner)):
+        shown = scrubbed(command, names)
+        assert "folder" not in shown and tmp_path.name not in shown
+        words = shlex.split(shown)
+        assert (shlex.split(words[-1]) if words[0] == "adlm" else words)[-1] == "prose=it's text.txt"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -156,6 +194,7 @@ def test_what_cannot_be_asked_for_is_told_before_anything_runs(tmp_path: Path) -
     assert_told(invoke(*words, "--samplers", "fast"), "unknown sampler 'fast'")
     assert_told(invoke(*words, "--length", 500), "length must be a whole number between 1 and 31")
     assert_told(invoke(*words, "--steps", "many"), "--steps 'many': 'many' is not a whole number")
+    assert_told(invoke(*words, "--with", "code --sampler fast"), "unknown sampler 'fast'")
     assert not (tmp_path / "card").exists()
 
 
