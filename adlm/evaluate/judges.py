@@ -114,9 +114,11 @@ class Judge:
         """Texts in its tokens, nothing before or after them; the name of a special token in a text is that token."""
         if not texts:
             return []
+        # Half a surrogate pair, which JSON may hold, is no text: a mark in its place, as for the model's own tokens.
+        texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
         # Texts may be longer than the judge reads at once: that is said where it matters, not here.
         found = self.tokenizer(
-            list(texts), add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+            texts, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
         )
         return [
             Piece(text, tuple(ids), tuple(end for _, end in offsets))

@@ -19,7 +19,7 @@ from adlm.models.language_model import LanguageModel
 
 SCHEDULE = "log-linear, continuous time"
 COUNTED = "every token of a row, BOS and EOS too, as in the lineage"
-ELSEWHERE = ("model", "source", "identity")  # what something is called and where it lies changes no figure
+ELSEWHERE = ("model", "source", "identity", "tokenizer")  # what something is called, where it lies: no figure's matter
 Line = dict[str, Any]  # as JSON has it
 OnRows = Callable[[str, int, int], None]  # what is done, how far it is, and the whole (0: not known)
 
@@ -118,21 +118,24 @@ def lines(
     """Text by text a line for each model, and whether it was measured now; what is `known` is not measured again.
 
     `read` makes the rows of a text for a model: those of one tokenizer and length are the same, and made once. `kind`
-    is what a text is called in its line, `about` what is said of it whatever the model.
+    is what a text is called in its line, `about` what is said of it whatever the model. A known line is what it would
+    be if it were measured now: names and places are those of today.
     """
     for name in names:
-        readings: dict[tuple[str, int], Reading] = {}
+        readings: dict[tuple[Any, ...], Reading] = {}
         for subject in subjects:
-            settings, same = subject.settings, (subject.tokenizer.sha256, subject.length)
+            settings, same = subject.settings, (*identity_of(subject.tokenizer), subject.length)
             if same not in readings:
                 on_rows(f"{name}: reading", 0, 0)
                 readings[same] = read(name, subject, on_rows)
                 require_rows(name, readings[same])
             reading = readings[same]
+            reading = replace(reading, settings=reading.settings | {"tokenizer": subject.tokenizer.name})
+            told = about(name, reading) | {"settings": settings.as_dict() | reading.settings}
             head = {kind: name, "model": settings.model}
             old = next((line for line in known if line[kind] == name and is_same(line, settings, reading)), None)
             if old is not None:
-                yield {**old, **head, "settings": {**old["settings"], "model": settings.model}}, False
+                yield {**old, **head, **told}, False
                 continue
             tell = partial(on_rows, f"{name}: {settings.model}")
             tell(0, len(reading.rows))
@@ -140,13 +143,20 @@ def lines(
                 found = figures(subject, reading, replace(walk or Walk(), on_rows=tell))
             except FloatingPointError as error:
                 raise FloatingPointError(f"{settings.model} has no figure on {name}: {error}") from error
-            yield head | found | about(name, reading) | {"settings": settings.as_dict() | reading.settings}, True
+            yield head | found | told, True
+
+
+def identity_of(tokenizer: Tokenizer) -> tuple[Any, ...]:
+    """What rows follow from: its vocabulary, and what it puts around texts, which its file need not say."""
+    return tokenizer.sha256, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
 
 
 def require_rows(name: str, reading: Reading) -> None:
-    """Refuse a text that no error can be had from."""
+    """Refuse a text that no error, or no bits per byte can be had from."""
+    said = reading.settings
+    if reading.bytes < 1:
+        raise ValueError(f"{name} ({said['source']}) has {len(reading.rows)} rows without any text: give another text")
     if len(reading.rows) < 2:
-        said = reading.settings
         remedy = "a smaller --length" if said["rows"] == "wrapped" else "leave --rows documents out"
         raise ValueError(
             f"{name} ({said['source']}) makes one row of {said['length']} tokens, and an error takes at least 2: give "

@@ -17,11 +17,11 @@ def passages(documents: Iterable[str], count: int, characters: int, *, seed: int
 
     A passage begins where a paragraph does (behind a blank line; in a document without any, at a line) and goes on over
     the next ones; a document that is shorter is one passage, if it has SHORTEST characters or a quarter of what is
-    asked for. A rest of a document that is shorter than a passage is left out.
+    asked for (`shortest`). A rest of a document that is shorter than a passage is left out.
     """
     if characters < 1 or count < 1:
         raise ValueError(f"{count} passages of {characters} characters: give numbers from 1 on")
-    least = min(SHORTEST, characters // 4)
+    least = shortest(characters)
     found = [passage for each in documents for passage in cut_up(each, characters) if len(passage) >= least]
     if len(found) < count:
         raise ValueError(
@@ -31,6 +31,11 @@ def passages(documents: Iterable[str], count: int, characters: int, *, seed: int
         )
     chosen = np.random.default_rng(seed).permutation(len(found))[:count]
     return [found[number] for number in chosen]
+
+
+def shortest(characters: int) -> int:
+    """How many characters a passage has at least, where so many are asked for."""
+    return min(SHORTEST, characters // 4)
 
 
 def cut_up(document: str, characters: int) -> Iterator[str]:

@@ -79,7 +79,12 @@ def prepared(folder: Path, said: dict[str, Any]) -> None:
     """A folder for these settings: new, or one that was begun with the same."""
     path = folder / SETTINGS
     if path.exists():
-        known = json.loads(path.read_text("utf-8"))
+        try:
+            known = dict(json.loads(path.read_text("utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path} does not say of what the samples in its folder are ({error}): take another folder"
+            ) from error
         names = [name for name in {**known, **said} if known.get(name) != said.get(name)]
         if names:
             shown = ", ".join(f"{name} {brief(known.get(name))}, now {brief(said.get(name))}" for name in sorted(names))

@@ -57,6 +57,12 @@ def test_an_end_of_text_in_a_text_is_that_token() -> None:
     assert judge.encode([f"a{END}b"])[0].ids.count(judge.tokenizer.eos_token_id) == 1
 
 
+def test_half_a_surrogate_pair_is_a_mark() -> None:
+    """JSON may hold one, and it is no text; the model's own tokenizer is given the same mark."""
+    (piece,) = causal().encode(["half \ud83d of a face"])
+    assert piece.text == "half ? of a face" and piece == causal().encode([piece.text])[0]
+
+
 def test_an_encoder_does_not_say_how_likely_a_text_is() -> None:
     assert not encoder().is_causal
     with pytest.raises(ValueError, match=r"is an encoder \(BertModel\).*judge with a causal LM"):

@@ -113,6 +113,33 @@ def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path]) -> None:
     assert alone[0]["rows_hash"] == alone[1]["rows_hash"] != alone[2]["rows_hash"]
 
 
+def test_rows_are_shared_by_models_whose_texts_begin_and_end_alike(texts: dict[str, Path]) -> None:
+    """One tokenizer.json, and what begins and ends a text said beside it: other rows."""
+    one = small(words="characters")
+    marks = (one.tokenizer.bos_id, one.tokenizer.eos_id)
+    ways = (("usual", *marks), ("turned round", *reversed(marks)), ("again", *marks))
+    tokenizers = [replace(one.tokenizer, name=name, bos_id=bos, eos_id=eos) for name, bos, eos in ways]
+    subjects = [replace(one, tokenizer=each, settings=replace(one.settings, model=each.name)) for each in tokenizers]
+    assert len({each.sha256 for each in tokenizers}) == 1
+    found = [line for line, _ in table(subjects, texts, "first")]
+    assert found == [line for subject in subjects for line, _ in table([subject], texts, "first")]
+    assert found[0]["rows_hash"] == found[2]["rows_hash"] != found[1]["rows_hash"]
+    assert [line["settings"]["tokenizer"] for line in found] == ["usual", "turned round", "again"]
+
+
+def test_a_known_line_has_todays_names(texts: dict[str, Path], tmp_path: Path) -> None:
+    """A model that was moved has a tokenizer of another name, and a text another place: neither changes a figure."""
+    ((line, _),) = table([small()], texts, "first")
+    moved = tmp_path / "elsewhere.txt"
+    moved.write_bytes(texts["first"].read_bytes())
+    subject = replace(small(), tokenizer=replace(small().tokenizer, name="of the moved"))
+    how: dict[str, Any] = {"about": lambda name, reading: {"said": reading.settings["tokenizer"]}}
+    ((again, is_new),) = table([subject], {"first": moved}, "first", known=[line | {"nll": -1.0}], **how)
+    ((fresh, _),) = table([subject], {"first": moved}, "first", **how)
+    assert not is_new and again == fresh | {"nll": -1.0}
+    assert again["said"] == "of the moved" and again["settings"]["source"] == str(moved)
+
+
 @pytest.mark.parametrize(
     ("change", "limit"),
     [({}, None), ({"seed": 4}, None), ({"draws": 3}, None), ({"weights_sha256": "1"}, None), ({}, 3)],
@@ -137,9 +164,12 @@ def test_a_known_line_is_done_again_only_if_it_would_be_another(
     assert {line["model"] for line, _ in again} == {"under another name"}
 
 
-def test_what_is_wrong_names_model_and_text(texts: dict[str, Path]) -> None:
+def test_what_is_wrong_names_model_and_text(texts: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"first \(.*first\.txt\) makes one row of 32 tokens.*a smaller --length"):
         table([small()], texts, "first", limit=1)
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 100, "utf-8")
+    with pytest.raises(ValueError, match=r"blank \(.*blank\.jsonl\) has 3 rows without any text: give another text"):
+        table([small()], {"blank": tmp_path / "blank.jsonl"}, "blank")
     broken = replace(small(), network=deepcopy(small().network))
     with torch.no_grad():
         broken.network.head.bias[0] = math.nan

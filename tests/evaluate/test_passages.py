@@ -2,7 +2,7 @@
 
 import pytest
 
-from adlm.evaluate.passages import cut_up, passages
+from adlm.evaluate.passages import cut_up, passages, shortest
 from tests.evaluate.small_judges import documents
 
 SIZE = 200
@@ -40,6 +40,14 @@ def test_headings_are_no_passages() -> None:
     with pytest.raises(ValueError, match="has 1 passages of 32 to 200 characters, and 2 are needed"):
         passages(["CHAPTER I.", long], 2, SIZE)
     assert sorted(passages(["Short.", "Texts."], 2, 6)) == ["Short.", "Texts."]  # where little is asked for
+
+
+@pytest.mark.parametrize("characters", [5, 40, 127, 128, 900])
+def test_the_shortest_is_said(characters: int) -> None:
+    least = shortest(characters)
+    documents = ["x" * size for size in range(1, characters + 1)]
+    assert min(map(len, passages(documents, characters - least + 1, characters))) == least
+    assert least == (32 if characters >= 128 else characters // 4)
 
 
 def test_the_seed_says_which() -> None:

@@ -184,7 +184,7 @@ def gathered(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gat
         for path, answer in zip(given, found.answers[name], strict=True):
             check_weights(path, answer, {str(each["name"]): str(each["weights_sha256"]) for each in facts})
         found.commands[name] = [f"taken from {path.name}" for path in given]
-    read = [each for each in (asked.data, asked.reference) if each]
+    read = [each for each in (asked.data, asked.reference, asked.judge) if each]
     # All of them before the first one runs: what is wrong with one is told at once.
     for name, words in list(planned(asked, facts, set(found.answers), found.missing)):
         number = len(found.answers.setdefault(name, [])) + 1
@@ -192,7 +192,7 @@ def gathered(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gat
         shown = shlex.join(["adlm", *words])
         # An answer holds as long as its command, the weights and the files that it read are the same.
         weights = {each["name"]: each["weights_sha256"] for each in facts if each["name"] in words}
-        same = stamps([*read, *files_in({name: asked.own.get(name, ())})])
+        same = stamps([*(each for each in read if each in words), *files_in({name: asked.own.get(name, ())})])
         follows = {"words": words, "weights": weights, "files": same}
         if not path.is_file() or known.get(path.name) != follows:
             notes().print(f"$ {shown}", style="dim", markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,6 +65,8 @@ def frontier(
     """
     with told():
         check_folder("--out", out)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("time is that of one process on one machine: start `adlm eval frontier` without torchrun")
         asked: dict[str, Any] = {
             "samplers": values_of("--samplers", samplers, str),
             "steps": values_of("--steps", steps, int),

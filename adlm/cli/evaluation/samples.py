@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,20 +100,19 @@ def samples(
                 "the kind that the model was trained on"
             )
         check(model, texts, out)
+        how: dict[str, Any] = {"length": length, "steps": steps, "sampler": sampler, "block": block}
+        how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        if texts is not None:
+            check_idle(texts, how | {"option": option, "deterministic": deterministic})
         with answering(is_json):
             from adlm.data.sources import open_source
-            from adlm.evaluate.passages import SHORTEST
             from adlm.evaluate.provenance import provenance
             from adlm.evaluate.quality import figures_of
             from adlm.studies.judging import judge_together
             from adlm.train.distributed import joined
 
             source = open_source(reference)
-            source_said = {"name": source.name, "identity": source.identity, "shortest": f"{SHORTEST} characters"}
-            how: dict[str, Any] = {"length": length, "n": n or MANY, "seed": seed, "steps": steps, "sampler": sampler}
-            how |= {"block": block}
-            how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k, "batch": batch}
-            how |= sampler_options(option or [])
+            how |= {"n": n or MANY, "seed": seed, "batch": batch, **sampler_options(option or [])}
             with joined(device) as world:
                 read_by = hired(judge, features, world)
                 if texts is not None:
@@ -120,7 +120,8 @@ def samples(
                 else:
                     with telling("writing", world) as on_texts:
                         given, said = written(model, out, how, world, deterministic, on_texts)
-                plan = asked_about(given, (text for text, _ in source.read()), read_by, seed=seed, window=window)
+                documents = (text for text, _ in source.read())
+                plan, cut = asked_about(given, documents, read_by, seed=seed, window=window)
                 kept = None if out is None else out / VERDICTS
                 with telling("judging", world) as on_texts:
                     archive = judge_together(plan.requests, world, kept, batch=judge_batch, on_texts=on_texts)
@@ -129,6 +130,7 @@ def samples(
             with notes().status("comparing …"):
                 found = figures_of(plan, archive, until_eos=until_eos, seeds=range(mauve_seeds), buckets=buckets)
             answer = found.as_dict()
+            source_said = {"name": source.name, "identity": source.identity, **cut}
             answer["settings"] |= {"reference": source_said, "reference_seed": seed, "samples": said}
             answer["provenance"] = provenance(world.device)
             if out is not None:
@@ -148,6 +150,14 @@ def check(model: str | None, texts: Path | None, out: Path | None) -> None:
         raise ValueError("several processes share their work in a folder that all of them see: give --out FOLDER")
     if find_spec("mauve") is None:
         raise ImportError("MAUVE stands beside the other figures, and needs mauve-text: pip install 'adlm[mauve]'")
+
+
+def check_idle(texts: Path, asked: Mapping[str, Any]) -> None:
+    """Refuse options of writing where nothing is written: they would change nothing."""
+    usual = signature(samples).parameters
+    if idle := [name for name, value in asked.items() if value not in (usual[name].default, [])]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        raise ValueError(f"--texts {texts} is written already, and {names} says how to write: leave it out")
 
 
 def hired(judge: str, features: str | None, world: World) -> tuple[Judge, Judge]:
@@ -183,10 +193,20 @@ def written(
 
 def chosen(path: Path, n: int | None) -> tuple[list[str], dict[str, Any]]:
     """The texts of a file, or its first ones, and which they are."""
+    from adlm.data.shards import sha256_of
+
     found = read_texts(path)
+    if len(found) < 2:
+        between = "is a line of its own" if path.suffix == ".jsonl" else f"ends at a line {SEPARATOR.strip()}"
+        raise ValueError(
+            f"the figures of a set need at least 2 texts, got {len(found)}: in {path} a text {between}, and a hundred "
+            "say something"
+        )
     if n is not None and n > len(found):
         raise ValueError(f"{path} has {len(found)} texts, and --n {n} asks for more: leave it out to judge them all")
-    return found[:n], {"texts": str(path), "texts_in_the_file": len(found), "n": n or len(found)}
+    digest = sha256_of(path) if path.is_file() else None  # of stdin none
+    said = {"texts": str(path), "sha256": digest, "texts_in_the_file": len(found), "n": n or len(found)}
+    return found[:n], said
 
 
 def read_texts(path: Path) -> list[str]:
@@ -208,17 +228,19 @@ def read_texts(path: Path) -> list[str]:
 
 def asked_about(
     given: list[str], documents: Iterator[str], read_by: tuple[Judge, Judge], *, seed: int, window: int | None
-) -> Plan:
-    """What is to be judged: texts, and passages of the reference."""
-    from adlm.evaluate.passages import passages
+) -> tuple[Plan, dict[str, str]]:
+    """What is to be judged, texts and passages of the reference, and how short and long those may be."""
+    from adlm.evaluate.passages import passages, shortest
     from adlm.evaluate.quality import planned
 
     judge, features = read_by
     if len(given) < 2:
         raise ValueError(f"the figures of a set need at least 2 texts, got {len(given)}: a hundred say something")
     longest = max(len(piece) for piece in judge.encode(given))
-    beside = passages(documents, 2 * len(given), ROOM * max(longest, 1), seed=seed)
-    return planned(given, beside, judge, features, window=window)
+    most = ROOM * max(longest, 1)
+    beside = passages(documents, 2 * len(given), most, seed=seed)
+    cut = {"shortest": f"{shortest(most)} characters", "longest": f"{most} characters"}
+    return planned(given, beside, judge, features, window=window), cut
 
 
 @contextmanager

@@ -152,13 +152,25 @@ def name_of(line: Mapping[str, Any]) -> str:
 
 
 def remarks(lines: Sequence[Mapping[str, Any]], kind: str) -> Iterator[str]:
-    """What to know of texts beside their figures, each thing once with the texts that it is true of."""
-    reasons: dict[str, dict[str, None]] = {}
+    """What to know of texts beside their figures, each thing once with the texts or models that it is true of."""
+    reasons: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
         units, over = line["error_units"], line["error_over"]
         few = [f"the error is over {units} {over} only, too few to lean on"] if units < FEW else []
         for reason in [*line.get("differs", []), *few]:
-            reasons.setdefault(reason, {})[line[kind]] = None
-    every = {line[kind] for line in lines}
-    for reason, names in reasons.items():
-        yield f"{'all' if len(names) == len(every) > 1 else ', '.join(names)}: {reason}"
+            reasons.setdefault(reason, []).append(line)
+    for reason, some in reasons.items():
+        yield f"{whose(some, lines, kind)}: {reason}"
+
+
+def whose(some: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], kind: str) -> str:
+    """Some of the lines in as few words as say which: all, texts, models, or each by both."""
+    texts, models = (list(dict.fromkeys(line[key] for line in some)) for key in (kind, "model"))
+    every, each = ({line[key] for line in lines} for key in (kind, "model"))
+    if len(some) == len(lines) and len(every) > 1:
+        return "all"
+    if len(some) == len(texts) * len(each):
+        return ", ".join(texts)
+    if len(some) == len(models) * len(every):
+        return ", ".join(dict.fromkeys(map(name_of, some)))
+    return ", ".join(f"{line[kind]} ({name_of(line)})" for line in some)

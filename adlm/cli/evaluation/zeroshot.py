@@ -71,7 +71,9 @@ def zeroshot(
                 raise ValueError(f"{unasked[0]} is described and not asked for: name it among --sets too")
             with joined(device) as world:
                 subjects = subjects_of(models, world, draws=draws, seed=seed, length=length)
-                found, missing = suite.located(names, folder=data_dir, given=places, skip_missing=skip_missing)
+                here = suite.located(names, folder=data_dir, given=places, skip_missing=skip_missing)
+                # As the first process has it: one that has other sets would wait for the others for ever.
+                found, missing = world.gathered({"located": here})[0]["located"]
                 if not found:
                     raise ValueError(f"none of the sets is there: {'; '.join(missing.values())}")
                 how = {"rows": manner, "limit": limit, "workers": workers, "stand_ins": labels}

@@ -222,7 +222,16 @@ def test_an_answer_holds_as_long_as_what_it_follows_from(tmp_path: Path, monkeyp
     data.write_text("two", "utf-8")
     run.clear()
     gathered(asked, facts, tmp_path / "card")
-    assert run == every
+    assert run == ["ppl", "frontier", "anchors"]
+    judge = tmp_path / "judge.gguf"
+    for content, expected in (("one", ["frontier", "anchors"]), ("one", []), ("two", ["frontier", "anchors"])):
+        judge.write_text(content, "utf-8")
+        run.clear()
+        with monkeypatch.context() as without:
+            without.setattr("adlm.cli.evaluation.agenda.find_spec", lambda name: None)  # no texts are judged here
+            gathered(replace(asked, judge=str(judge)), facts, tmp_path / "card")
+        assert run == expected
+    gathered(asked, facts, tmp_path / "card")
     (sets := tmp_path / "sets").mkdir()
     (sets / "one").write_text("1", "utf-8")
     wider = replace(asked, own=own_words([f"zeroshot --data-dir {sets}", f"domains --set prose={data}"]))

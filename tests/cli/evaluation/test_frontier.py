@@ -152,3 +152,8 @@ def test_an_out_that_is_a_file(tmp_path: Path) -> None:
 
 def test_a_model_that_is_none() -> None:
     assert_told(invoke("eval", "frontier", "novel", *FEW), "there is no model 'novel'")
+
+
+def test_time_is_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_told(invoke("eval", "frontier", trained(), *FEW, "--json"), "without torchrun")

@@ -1,5 +1,6 @@
 """`adlm eval samples`: all figures of written or given texts, in one table or one JSON object."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -84,9 +85,12 @@ def test_all_texts_of_a_file_are_judged_unless_told(tmp_path: Path) -> None:
     for n, count in ((None, 210), (12, 12)):
         given, said = chosen(tmp_path / "texts.txt", n)
         assert (len(given), said["n"], said["texts_in_the_file"]) == (count, count, 210)
+        assert said["sha256"] == hashlib.sha256((tmp_path / "texts.txt").read_bytes()).hexdigest()
     given = ("--texts", tmp_path / "texts.txt", "--reference", PROSE)
     assert answered(*given, "--n", 12)["settings"]["samples"]["texts_in_the_file"] == 210
     assert_told(invoke(*words(*given, "--n", 211)), "has 210 texts, and --n 211 asks for more")
+    (tmp_path / "texts.txt").write_text("\n\n".join(texts), "utf-8", newline="")
+    assert_told(invoke(*words(*given)), "at least 2 texts, got 1: in ", "a text ends at a line <|endoftext|>")
 
 
 def test_the_table_says_what_json_says(tmp_path: Path) -> None:
@@ -224,6 +228,25 @@ def test_texts_that_cannot_be_judged_are_told(texts: list[str], said: str, tmp_p
 def test_a_reference_that_is_too_small_is_told(tmp_path: Path) -> None:
     (tmp_path / "small.txt").write_text(documents()[0][:3000], "utf-8")
     assert_told(invoke(*words(DEFAULT, *HOW, "--reference", tmp_path / "small.txt")), "passages", "24 are needed")
+
+
+def test_options_of_writing_are_not_ignored(tmp_path: Path) -> None:
+    given = given_texts(tmp_path)
+    one = (("--length", 5), ("--sampler", "nosuch"), ("--top-p", 0.5), ("--option", "eta=1"), ("--deterministic",))
+    for more in one:
+        assert_told(invoke(*words(*given, *more)), f"is written already, and {more[0]} says how to write: leave it out")
+    assert_told(invoke(*words(*given, "--steps", 5, "--top-k", 2)), "--steps, --top-k says how to write")
+
+
+def test_what_passages_are_is_said(tmp_path: Path) -> None:
+    """Of short texts the shortest passage is shorter than usual."""
+    path, found = tmp_path / "texts.jsonl", []
+    for size in (30, 90):
+        path.write_text("".join(json.dumps({"text": text[:size]}) + "\n" for text in documents()[:4]), "utf-8")
+        said = answered("--texts", path, "--reference", PROSE, "--device", "cpu")["settings"]["reference"]
+        found.append([int(said[name].removesuffix(" characters")) for name in ("shortest", "longest")])
+    (least, most), (usual, more) = found
+    assert least == most // 4 < 32 == usual and most < more
 
 
 def test_other_files_are_told(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adlm.cli.main import app
 from adlm.evaluate.zeroshot import SETS
 from tests.cli.evaluation import answers
 from tests.cli.evaluation.test_domains import assert_same
@@ -55,6 +58,25 @@ def test_two_processes_are_one(folder: Path, tmp_path: Path) -> None:
     assert found["provenance"]["processes"] == 2 and done.stderr.count(": measured") == 4
     assert_same(found["sets"], expected["sets"])
     assert json.loads(out.read_text("utf-8")) == found
+
+
+@pytest.mark.slow
+def test_processes_that_find_other_sets_measure_the_firsts(folder: Path, tmp_path: Path) -> None:
+    """As where the Hub answers one of them and not the other: they would add up figures of different sets."""
+    (tmp_path / "ag_news").symlink_to(folder / "ag_news")
+    words = ("--sets", "ptb,ag_news", "--limit", 12, "--device", "cpu", "--skip-missing", "--json")
+    done = torchrun(
+        2, "-m", "tests.cli.evaluation.test_zeroshot", str(folder), str(tmp_path), trained(), *map(str, words)
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert_same(found["sets"], answered("--data-dir", folder, *words[:-1])["sets"])
+    assert found["missing"] == {} and len(found["sets"]) == 2
+
+
+def main(*words: str) -> None:
+    """What processes of these tests run: each looks for the sets in a folder of its own."""
+    app(["eval", "zeroshot", "--data-dir", words[int(os.environ["RANK"])], *words[2:]])
 
 
 def test_several_models_are_each_alone(folder: Path) -> None:
@@ -187,3 +209,7 @@ def test_empty_data(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_told(words: tuple[str, ...], said: str) -> None:
     assert_told(invoke("eval", "zeroshot", trained(), *words), said)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
