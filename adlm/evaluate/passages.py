@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -12,25 +13,34 @@ SHORTEST = 32  # characters; what is shorter is a heading or a mark, too short t
 LINE = re.compile(r"^(?=\S)", re.MULTILINE)
 
 
-def passages(documents: Iterable[str], count: int, characters: int, *, seed: int = 0) -> list[str]:
+def passages(
+    documents: Iterable[str],
+    count: int,
+    characters: int,
+    *,
+    seed: int = 0,
+    is_fit: Callable[[str], bool] = lambda passage: True,
+) -> list[str]:
     """So many passages of at most so many characters, drawn from the documents without overlap; the seed's order.
 
     A passage begins where a paragraph does (behind a blank line; in a document without any, at a line) and goes on over
     the next ones; a document that is shorter is one passage, if it has SHORTEST characters or a quarter of what is
-    asked for (`shortest`). A rest of a document that is shorter than a passage is left out.
+    asked for (`shortest`). A rest of a document that is shorter than a passage is left out, and so is what `is_fit`
+    refuses.
     """
     if characters < 1 or count < 1:
         raise ValueError(f"{count} passages of {characters} characters: give numbers from 1 on")
     least = shortest(characters)
     found = [passage for each in documents for passage in cut_up(each, characters) if len(passage) >= least]
-    if len(found) < count:
+    order = np.random.default_rng(seed).permutation(len(found))
+    chosen = list(islice((found[number] for number in order if is_fit(found[number])), count))
+    if len(chosen) < count:
         raise ValueError(
-            f"the reference has {len(found)} passages of {least} to {characters:,} characters, and {count} are needed, "
-            "two for every text that is judged (one set to compare with, one to stand beside): give more reference "
-            "text, or judge fewer or shorter texts"
+            f"the reference has {len(chosen)} passages of {least} to {characters:,} characters, and {count} are "
+            "needed, two for every text that is judged (one set to compare with, one to stand beside): give more "
+            "reference text, or judge fewer or shorter texts"
         )
-    chosen = np.random.default_rng(seed).permutation(len(found))[:count]
-    return [found[number] for number in chosen]
+    return chosen
 
 
 def shortest(characters: int) -> int:

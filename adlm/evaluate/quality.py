@@ -25,6 +25,7 @@ from adlm.evaluate.verdicts import BATCH, Request, Told, Verdict
 
 DISTINCT, REPETITION = (1, 2, 3), 4  # orders of n-grams
 SEEDS = (0, 1, 2, 3, 4)  # of MAUVE's k-means
+LEAST = max(ORDERS, REPETITION, *DISTINCT)  # tokens of a text that n-grams can be counted in
 EIGHTH = 8  # of a text, so much of its end is left out
 MEND = "leave such texts out and say so, or write longer ones"
 
@@ -203,12 +204,11 @@ def halves(samples: Sequence[str], reference: Sequence[str]) -> tuple[Sequence[s
 
 def require_long(pieces: Sequence[Piece], what: str) -> None:
     """Refuse texts that n-grams cannot be counted in."""
-    least = max(ORDERS, REPETITION, *DISTINCT)
     if empty := [number for number, piece in enumerate(pieces) if not piece.text.strip()]:
         raise ValueError(f"{len(empty)} of {len(pieces)} {what} are empty, number {empty[0]} among them: {MEND}")
-    if short := [number for number, piece in enumerate(pieces) if len(piece) < least]:
+    if short := [number for number, piece in enumerate(pieces) if len(piece) < LEAST]:
         raise ValueError(
-            f"{len(short)} of {len(pieces)} {what} have fewer than {least} tokens (number {short[0]} has "
+            f"{len(short)} of {len(pieces)} {what} have fewer than {LEAST} tokens (number {short[0]} has "
             f"{len(pieces[short[0]])}): {MEND}"
         )
 

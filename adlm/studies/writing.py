@@ -116,7 +116,7 @@ def load_assessor(
         found = generative_perplexity(reader, texts, window=window, batch=batch)
         return found.value, found.stderr
 
-    said = reader.settings | {"counts": "every token, of end-of-text tokens the first"}
+    said = reader.settings | {"identity": reader.identity, "counts": "every token, of end-of-text tokens the first"}
     # Without a window nothing is said of one: what a folder keeps is known by these words.
     return Assessor(tokenizer, ask, said if window is None else said | {"window": window, "stride": window // 2})
 

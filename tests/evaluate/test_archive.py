@@ -13,7 +13,7 @@ from adlm.evaluate import verdicts
 from adlm.evaluate.archive import ALL, Archive, fill
 from adlm.evaluate.judges import Judge, load_judge
 from adlm.evaluate.verdicts import Request, Verdict, judged
-from tests.evaluate.small_judges import causal, causal_folder, documents, encoder
+from tests.evaluate.small_judges import causal, causal_folder, documents, encoder, needs
 
 LENGTHS = [5, 40, 12, 33, 60, 7, 21]
 
@@ -171,6 +171,7 @@ def test_a_key_is_of_all_that_a_reading_follows_from() -> None:
 
 def test_a_changed_judge_is_another(tmp_path: Path) -> None:
     """Its weights or its configuration, in the same folder; not where that folder lies."""
+    needs("transformers")
     copies = [tmp_path / name for name in ("same", "weights", "config")]
     for folder in copies:
         shutil.copytree(causal_folder(), folder)
@@ -193,6 +194,7 @@ def test_a_changed_judge_is_another(tmp_path: Path) -> None:
 
 
 def test_a_judge_without_files_is_known_by_its_values() -> None:
+    needs("transformers")
     judge = load_judge(causal_folder())
     far = replace(judge, place=replace(judge.place, source="owner/name", found_as="Hub"))
     assert far.settings["weights_sha256"] is None

@@ -50,6 +50,14 @@ def test_the_shortest_is_said(characters: int) -> None:
     assert least == (32 if characters >= 128 else characters // 4)
 
 
+def test_what_is_not_fit_is_left_out_of_the_seeds_order() -> None:
+    every = passages(documents(), 60, SIZE, seed=3)
+    even = passages(documents(), 10, SIZE, seed=3, is_fit=lambda text: len(text) % 2 == 0)
+    assert even == [text for text in every if len(text) % 2 == 0][:10]
+    with pytest.raises(ValueError, match="has 0 passages"):
+        passages(documents(), 1, SIZE, is_fit=lambda text: False)
+
+
 def test_the_seed_says_which() -> None:
     one, again, other = (passages(documents(), 50, SIZE, seed=seed) for seed in (0, 0, 1))
     assert one == again != other

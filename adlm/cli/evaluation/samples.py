@@ -231,14 +231,16 @@ def asked_about(
 ) -> tuple[Plan, dict[str, str]]:
     """What is to be judged, texts and passages of the reference, and how short and long those may be."""
     from adlm.evaluate.passages import passages, shortest
-    from adlm.evaluate.quality import planned
+    from adlm.evaluate.quality import LEAST, planned
 
     judge, features = read_by
     if len(given) < 2:
         raise ValueError(f"the figures of a set need at least 2 texts, got {len(given)}: a hundred say something")
     longest = max(len(piece) for piece in judge.encode(given))
     most = ROOM * max(longest, 1)
-    beside = passages(documents, 2 * len(given), most, seed=seed)
+    beside = passages(
+        documents, 2 * len(given), most, seed=seed, is_fit=lambda text: len(judge.encode([text])[0]) >= LEAST
+    )
     cut = {"shortest": f"{shortest(most)} characters", "longest": f"{most} characters"}
     return planned(given, beside, judge, features, window=window), cut
 
