@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from adlm.data.prepare import Progress
 from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.likelihood import Walk, held_out_bound
 from adlm.evaluate.reading import Reading
@@ -22,6 +23,7 @@ COUNTED = "every token of a row, BOS and EOS too, as in the lineage"
 ELSEWHERE = ("model", "source", "identity", "tokenizer")  # what something is called, where it lies: no figure's matter
 Line = dict[str, Any]  # as JSON has it
 OnRows = Callable[[str, int, int], None]  # what is done, how far it is, and the whole (0: not known)
+OnProgress = Callable[[Progress], None]  # of the reading of a text
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def is_same(line: Mapping[str, Any], settings: Settings, reading: Reading) -> bo
 def lines(
     subjects: Sequence[Subject],
     names: Iterable[str],
-    read: Callable[[str, Subject, OnRows], Reading],
+    read: Callable[[str, Subject, OnProgress], Reading],
     *,
     kind: str,
     about: Callable[[str, Reading], dict[str, Any]] = lambda name, reading: {},
@@ -127,7 +129,7 @@ def lines(
             settings, same = subject.settings, (*identity_of(subject.tokenizer), subject.length)
             if same not in readings:
                 on_rows(f"{name}: reading", 0, 0)
-                readings[same] = read(name, subject, on_rows)
+                readings[same] = read(name, subject, telling(f"{name}: reading", on_rows))
                 require_rows(name, readings[same])
             reading = readings[same]
             reading = replace(reading, settings=reading.settings | {"tokenizer": subject.tokenizer.name})
@@ -144,6 +146,11 @@ def lines(
             except FloatingPointError as error:
                 raise FloatingPointError(f"{settings.model} has no figure on {name}: {error}") from error
             yield head | found | told, True
+
+
+def telling(what: str, on_rows: OnRows) -> OnProgress:
+    """How far the reading of a text is, told as the rest is."""
+    return lambda progress: on_rows(what, progress.consumed, progress.total or 0)
 
 
 def identity_of(tokenizer: Tokenizer) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from adlm.data.prepare import Progress
 from adlm.data.sources import open_source
 from adlm.data.splits import split_in
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from adlm.evaluate.lines import Line, OnRows, Subject, lines
+from adlm.evaluate.lines import Line, OnProgress, Subject, lines
 from adlm.evaluate.reading import Reading, read
 from adlm.models.language_model import LanguageModel
 
@@ -245,7 +245,7 @@ def zeroshot(
     `stand_ins` labels sets whose files are something else. `how`: `known`, `walk` and `on_rows`, as `lines` has them.
     """
 
-    def read_rows(name: str, subject: Subject, on_rows: OnRows) -> Reading:
+    def read_rows(name: str, subject: Subject, on_progress: OnProgress) -> Reading:
         reading = read_set(
             name,
             specs[name],
@@ -254,7 +254,7 @@ def zeroshot(
             rows=rows,
             limit=limit,
             workers=workers,
-            on_progress=lambda progress: on_rows(f"{name}: reading", progress.consumed, progress.total or 0),
+            on_progress=on_progress,
         )
         return labelled(reading, (stand_ins or {}).get(name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from adlm.evaluate.lines import SCHEDULE, Line, OnRows, Settings, Subject, lines
+from adlm.evaluate.lines import SCHEDULE, Line, OnProgress, Settings, Subject, lines
 from adlm.evaluate.reading import Reading, read
 from adlm.evaluate.zeroshot import weights_hash
 from adlm.text.lm import LM
@@ -42,7 +42,7 @@ def domain_bounds(
     `known`, `walk` and `on_rows`, as `lines` has them.
     """
 
-    def read_rows(name: str, subject: Subject, on_rows: OnRows) -> Reading:
+    def read_rows(name: str, subject: Subject, on_progress: OnProgress) -> Reading:
         return read(
             sources[name],
             subject.tokenizer,
@@ -50,7 +50,7 @@ def domain_bounds(
             rows=rows,
             limit=limit,
             workers=workers,
-            on_progress=lambda progress: on_rows(f"{name}: reading", progress.consumed, progress.total or 0),
+            on_progress=on_progress,
         )
 
     return lines(subjects, sources, read_rows, kind="domain", **how)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adlm.evaluate.likelihood import Walk, held_out_bound
-from adlm.evaluate.lines import OnRows, Settings, Subject, figures, lines
+from adlm.evaluate.lines import OnProgress, Settings, Subject, figures, lines
 from adlm.evaluate.reading import Reading, read
 from tests.text.models import lm, tokenizer
 from tests.train.runs import TEXT
@@ -43,7 +43,7 @@ def table(
 ) -> list[tuple[dict[str, Any], bool]]:
     limit = how.pop("limit", None)
 
-    def rows(name: str, subject: Subject, on_rows: OnRows) -> Reading:
+    def rows(name: str, subject: Subject, on_progress: OnProgress) -> Reading:
         return read(texts[name], subject.tokenizer, subject.length, limit=limit)
 
     return list(lines(subjects, names, rows, kind="text", **how))
@@ -94,7 +94,7 @@ def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path]) -> None:
     readings: list[str] = []
     subjects = [small(), small("mdlm", "one stage"), small(name="of words", words="gpt2")]
 
-    def rows(name: str, subject: Subject, on_rows: OnRows) -> Reading:
+    def rows(name: str, subject: Subject, on_progress: OnProgress) -> Reading:
         readings.append(f"{name} {subject.tokenizer.name}")
         return read(texts[name], subject.tokenizer, subject.length)
 
