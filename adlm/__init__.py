@@ -4,11 +4,9 @@ A name is imported when it is first asked for, so that `adlm --help` and a shell
 """
 
 import ast
-import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # read by type checkers, and by `parts`: the one place that says where a name comes from
@@ -17,27 +15,27 @@ if TYPE_CHECKING:  # read by type checkers, and by `parts`: the one place that s
     from adlm.data.shards import PreparedData, open_data
     from adlm.data.tokenizers import Tokenizer, load_tokenizer
     from adlm.diffusion.anchors import anchor_weight, every_token, rare_in_corpus, rare_in_sequence
-    from adlm.diffusion.categorical import Draw
+    from adlm.diffusion.categorical import SamplingParams
     from adlm.diffusion.denoise import Frame, denoise
-    from adlm.diffusion.masking import Noised, corrupt, shifted
+    from adlm.diffusion.masking import NoisyBatch, corrupt, shift_tokens
     from adlm.diffusion.objectives import Loss
     from adlm.diffusion.orders import Order
     from adlm.diffusion.plans import Plan
     from adlm.diffusion.rng import CounterRng
     from adlm.diffusion.schedules import Cosine, LogLinear, NoiseSchedule
     from adlm.evaluate.likelihood import Bound, held_out_bound
-    from adlm.generate import Predictor, ready, stream_tokens
+    from adlm.generate import Predictor, compile_for_sampling, stream_tokens
     from adlm.interop.reference import from_state_dict
     from adlm.methods import build_anchor_rule, build_config, build_sampler, build_schedule, training_loss
     from adlm.models.language_model import Features, LanguageModel, ModelConfig
-    from adlm.stills import Recording
-    from adlm.text.lm import LM, Texts, load
+    from adlm.text.lm import LM, GenerationOutput, load
     from adlm.text.scoring import Score
-    from adlm.text.shots import Shot
+    from adlm.text.stream import StreamStep
     from adlm.text.templates import Hole
-    from adlm.train.ema import EMA
-    from adlm.train.guard import Diverged, Preempted
-    from adlm.train.loop import Run, train, train_steps
+    from adlm.training.ema import EMA
+    from adlm.training.guard import Diverged, Preempted
+    from adlm.training.loop import Run, train, train_steps
+    from adlm.trajectory import Trajectory
     from adlm.view.gif import write_gif
     from adlm.view.player import write_player
 
@@ -51,33 +49,34 @@ __all__ = [
     "Cosine",
     "CounterRng",
     "Diverged",
-    "Draw",
     "Features",
     "Frame",
+    "GenerationOutput",
     "Hole",
     "LanguageModel",
     "LogLinear",
     "Loss",
     "ModelConfig",
     "NoiseSchedule",
-    "Noised",
+    "NoisyBatch",
     "Order",
     "Plan",
     "Predictor",
     "Preempted",
     "PreparedData",
-    "Recording",
     "Run",
+    "SamplingParams",
     "Score",
-    "Shot",
-    "Texts",
+    "StreamStep",
     "Tokenizer",
+    "Trajectory",
     "__version__",
     "anchor_weight",
     "build_anchor_rule",
     "build_config",
     "build_sampler",
     "build_schedule",
+    "compile_for_sampling",
     "corrupt",
     "denoise",
     "every_token",
@@ -90,8 +89,7 @@ __all__ = [
     "prepare",
     "rare_in_corpus",
     "rare_in_sequence",
-    "ready",
-    "shifted",
+    "shift_tokens",
     "stream_tokens",
     "train",
     "train_steps",
@@ -119,18 +117,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class Package(ModuleType):
-    """`adlm.train` is the function, though a part of the package has its name: importing that part binds nothing."""
-
-    @property
-    def train(self) -> Any:
-        return import_module("adlm.train.loop").train
-
-    @train.setter
-    def train(self, part: ModuleType) -> None:
-        pass
-
-
-sys.modules[__name__].__class__ = Package

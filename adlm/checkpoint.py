@@ -3,7 +3,7 @@
 checkpoints/step-00001000/model.safetensors   the weights to use (the average, if there is one)
                           config.json         the model's shape, the method, the step, what a row is
                           tokenizer.json …    as in the prepared data
-                          training/           weights and optimiser, by torch.distributed.checkpoint
+                          training/           weights and optimizer, by torch.distributed.checkpoint
                           state.json          where the run stands: a plain dict
                           checksums.json      sha256 of all of these
 checkpoints/latest, best                      links
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from adlm.data.shards import sha256_of, sync
 from adlm.data.tokenizers import Tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.quantised import dequantised, quantise
+from adlm.models.quantized import dequantized, quantize
 
 LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 FORMAT = 1
@@ -224,7 +224,7 @@ def load_training(path: Path, tensors: Mapping[str, Tensor], group: dist.Process
     known = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         if name not in known:
-            raise ValueError(f"{path.name} has no {name}: it was made with another optimiser or another model")
+            raise ValueError(f"{path.name} has no {name}: it was made with another optimizer or another model")
         if tuple(known[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
             raise ValueError(f"{name} has shape {tuple(known[name].size)} in {path.name}, {tuple(tensor.shape)} here")  # type: ignore[union-attr]
     with warnings.catch_warnings():
@@ -275,7 +275,7 @@ def load(path: str | Path, *, verify: bool = False) -> Loaded:
         raise ValueError(f"{folder.name}/config.json has settings that this adlm does not know: {sorted(unknown)}")
     model = LanguageModel(ModelConfig(**about["model"]))
     try:
-        model.load_state_dict(restored(dequantised(read_weights(folder)), model))
+        model.load_state_dict(restored(dequantized(read_weights(folder)), model))
     except (RuntimeError, KeyError) as error:
         raise ValueError(f"{folder}/model.safetensors is not the model of its config.json: {error}") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
@@ -287,7 +287,7 @@ def export(loaded: Loaded, folder: Path) -> Path:
     model = loaded.model.fold()
     weights = {name: t for name, t in model.state_dict().items() if not (model.config.tied and name == "head.weight")}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(quantise(weights), folder / "model.safetensors")
+    save_file(quantize(weights), folder / "model.safetensors")
     write_json(folder / "config.json", described(model.config, loaded.method, loaded.step, loaded.rows))
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)

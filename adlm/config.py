@@ -40,7 +40,7 @@ FREE = (
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSettings:
     """Where rows come from; vocabulary, mask id and length are read from the folder's manifest."""
 
     path: str = MISSING  # a folder made by `adlm prepare`
@@ -52,7 +52,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSettings:
     """A preset and changes to it; what is null is the preset's."""
 
     preset: str = "small"
@@ -71,7 +71,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Objective:
+class ObjectiveSettings:
     """What is asked of the model (METHOD: ANELBO)."""
 
     schedule: str = "loglinear"
@@ -90,7 +90,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class OptimizerSettings:
     """How the weights move."""
 
     name: str = "adamw"
@@ -108,7 +108,7 @@ class Optimiser:
 
 
 @dataclass(frozen=True)
-class Valid:
+class ValidSettings:
     """The held-out bound with fixed noise."""
 
     every: int = 5000
@@ -118,7 +118,7 @@ class Valid:
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleSettings:
     """Texts written while training."""
 
     every: int | None = None
@@ -129,7 +129,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointSettings:
     """What is kept of a run."""
 
     every: int = 5000
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Log:
+class LogSettings:
     """What is told of a run."""
 
     every: int = 10
@@ -147,7 +147,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GuardSettings:
     """When a run must not go on."""
 
     spike: float | None = 20.0  # standard deviations above the recent mean; null: only what is not finite
@@ -155,7 +155,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelSettings:
     """How many processes share the work (torchrun says how many there are)."""
 
     kind: str = "auto"  # auto: ddp if there are several processes; none, ddp, fsdp, hsdp
@@ -179,16 +179,16 @@ class Config:
     compile: bool | None = None  # null: on a GPU
     memory_check: bool = True
     resume: str = "auto"  # from the folder's latest checkpoint, or the path of one
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    objective: Objective = field(default_factory=Objective)
-    optimiser: Optimiser = field(default_factory=Optimiser)
-    valid: Valid = field(default_factory=Valid)
-    samples: Samples = field(default_factory=Samples)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    log: Log = field(default_factory=Log)
-    guard: Guard = field(default_factory=Guard)
-    parallel: Parallel = field(default_factory=Parallel)
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    valid: ValidSettings = field(default_factory=ValidSettings)
+    samples: SampleSettings = field(default_factory=SampleSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
     def __post_init__(self) -> None:
         def require(ok: bool, what: str) -> None:
@@ -208,19 +208,19 @@ class Config:
         positive(checkpoint__every=self.checkpoint.every, checkpoint__keep=self.checkpoint.keep)
         positive(valid__batch=self.valid.batch, samples__steps=self.samples.steps, data__shuffle=self.data.shuffle)
         positive(parallel__shard=self.parallel.shard, objective__discrete_steps=self.objective.discrete_steps)
-        positive(model__dim=self.model.dim, model__heads=self.model.heads, optimiser__muon_lr=self.optimiser.muon_lr)
-        positive(optimiser__clip=self.optimiser.clip, optimiser__lr=self.optimiser.lr, guard__window=self.guard.window)
+        positive(model__dim=self.model.dim, model__heads=self.model.heads, optimizer__muon_lr=self.optimizer.muon_lr)
+        positive(optimizer__clip=self.optimizer.clip, optimizer__lr=self.optimizer.lr, guard__window=self.guard.window)
         require(self.valid.rows is None or self.valid.rows > 1, "valid.rows must be at least 2 for a standard error")
         require(self.objective.anchor_weight >= 0, f"objective.anchor_weight is {self.objective.anchor_weight} < 0")
         require(self.ema is None or 0 <= self.ema < 1, f"ema must be in [0, 1) or null, got {self.ema}")
         require(0 <= self.seed < 2**63, f"seed must be between 0 and 2**63 - 1, got {self.seed}")
         require(self.data.workers >= 0, f"data.workers must not be negative, got {self.data.workers}")
-        require(self.optimiser.warmup >= 0, f"optimiser.warmup must not be negative, got {self.optimiser.warmup}")
-        require(0 <= self.optimiser.floor <= 1, f"optimiser.floor must be in [0, 1], got {self.optimiser.floor}")
+        require(self.optimizer.warmup >= 0, f"optimizer.warmup must not be negative, got {self.optimizer.warmup}")
+        require(0 <= self.optimizer.floor <= 1, f"optimizer.floor must be in [0, 1], got {self.optimizer.floor}")
         require(0 < self.samples.top_p <= 1, f"samples.top_p must be in (0, 1], got {self.samples.top_p}")
-        require(0 < self.optimiser.decay_share <= 1, f"optimiser.decay_share is {self.optimiser.decay_share}")
-        one_of("optimiser.name", self.optimiser.name, ("adamw", "muon"))
-        one_of("optimiser.decay", self.optimiser.decay, ("constant", "cosine", "wsd"))
+        require(0 < self.optimizer.decay_share <= 1, f"optimizer.decay_share is {self.optimizer.decay_share}")
+        one_of("optimizer.name", self.optimizer.name, ("adamw", "muon"))
+        one_of("optimizer.decay", self.optimizer.decay, ("constant", "cosine", "wsd"))
         one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
         one_of("parallel.kind", self.parallel.kind, ("auto", "none", "ddp", "fsdp", "hsdp"))
 

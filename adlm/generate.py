@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.categorical import Draw, Limits
+from adlm.diffusion.categorical import Limits, SamplingParams
 from adlm.diffusion.denoise import Frame, OnRows, denoise
 from adlm.diffusion.next_token import continue_tokens
 from adlm.diffusion.orders import Order
@@ -97,7 +97,7 @@ class Predictor:
                 f"{len(broken)} parameters are not finite, {broken[0]} among them: this model has diverged"
             )
         self.model = model.fold().to(device, dtype or (torch.bfloat16 if is_cuda else torch.float32))
-        self.config, self.device, self.fixed_batch, self.largest = model.config, device, fixed_batch, 1
+        self.config, self.device, self.fixed_batch, self.max_batch = model.config, device, fixed_batch, 1
         head = self.model.head
         bias = torch.zeros_like(head.weight[:, 0]) if head.bias is None else head.bias.clone()
         if self.config.mask_id is not None:
@@ -129,9 +129,9 @@ class Predictor:
         if self.fixed_batch:
             size = self.fixed_batch
         elif self.is_compiled:  # eight sizes up to the largest batch
-            self.largest = max(self.largest, rows)
-            unit = max(1, self.largest // 8)
-            size = min(self.largest, -(-rows // unit) * unit)
+            self.max_batch = max(self.max_batch, rows)
+            unit = max(1, self.max_batch // 8)
+            size = min(self.max_batch, -(-rows // unit) * unit)
         if size > rows:
             repeat = torch.arange(size, device=tokens.device).clamp(max=rows - 1)
             tokens = tokens[repeat]
@@ -148,7 +148,7 @@ class Predictor:
         return F.linear(features, *self.head)
 
 
-def ready(
+def compile_for_sampling(
     model: LanguageModel,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
@@ -171,7 +171,7 @@ def stream_tokens(
     *,
     seed: int,
     rows: Tensor | None = None,
-    how: Draw | None = None,
+    how: SamplingParams | None = None,
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
     limits: Limits | None = None,
@@ -188,7 +188,7 @@ def stream_tokens(
         raise ValueError(f"rows has shape {tuple(rows.shape)}: give one number for each of the {xt.shape[0]} rows")
     if isinstance(sampler, str):
         raise ValueError(f"sampler is a name, {sampler!r}: make it with adlm.build_sampler({sampler!r}, ...) first")
-    predictor.largest = max(predictor.largest, xt.shape[0])
+    predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.of(seed, xt.shape[0] if rows is None else rows)
     is_fixed = None if is_fixed is None else is_fixed.to(xt.device)
     valid = None if valid is None else valid.to(xt.device)
@@ -249,7 +249,7 @@ def blank_rows(
     return torch.full((rows, length), tokenizer.bos_id), is_fixed
 
 
-def write(
+def generate_texts(
     predictor: Predictor,
     tokenizer: Tokenizer,
     sampler: Plan | Order | None,
@@ -257,7 +257,7 @@ def write(
     rows: int = 1,
     seed: int = 0,
     length: int | None = None,
-    how: Draw | None = None,
+    how: SamplingParams | None = None,
 ) -> list[str]:
     """Texts from nothing, one a row; special tokens are left out of them."""
     xt, is_fixed = blank_rows(predictor.config, tokenizer, rows, length)

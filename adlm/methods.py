@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from adlm.diffusion import anchors, orders, plans, schedules
-from adlm.diffusion.masking import Noised
+from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Loss, diffusion_loss, score_entropy_loss
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
@@ -135,7 +135,7 @@ def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | No
 
 def training_loss(
     model: LanguageModel,
-    batch: Noised,
+    batch: NoisyBatch,
     *,
     anchor_weight: float | Tensor | None = None,
     score_entropy: bool = False,

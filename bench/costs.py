@@ -121,7 +121,7 @@ def memory_of(model: Larger, rows: int, shards: int, checkpoint: bool) -> Memory
         length=model.config.length,
         bytes_per_activation=2,
         ema=True,
-        optimiser="adamw",
+        optimizer="adamw",
         shards=shards,
         checkpoint_activations=checkpoint,
         is_cuda=True,

@@ -14,9 +14,9 @@ from adlm.data.shards import open_data
 from adlm.data.sources import excerpt
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
-from adlm.train.loop import train
-from adlm.train.metrics import read_metrics
-from adlm.train.setup import model_config
+from adlm.training.loop import train
+from adlm.training.metrics import read_metrics
+from adlm.training.setup import model_config
 from bench.setting import commit, device_name, peak_gib, report, seconds_each, spread_of
 from bench.train_step import GAMMA, batches, stepper
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adlm.diffusion.masking import Noised
+from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.plans import Transition
 from adlm.models.language_model import LanguageModel
 
@@ -36,7 +36,7 @@ def subs(logits: Tensor, xt: Tensor, mask_id: int) -> Tensor:
 
 
 def plain_loss(
-    model: LanguageModel, batch: Noised, weight: Tensor, is_anchor: Tensor, anchor_weight: float | Tensor
+    model: LanguageModel, batch: NoisyBatch, weight: Tensor, is_anchor: Tensor, anchor_weight: float | Tensor
 ) -> Tensor:
     """ANELBO by the formula."""
     mask_id = model.config.mask_id

@@ -7,11 +7,11 @@ import argparse
 
 import torch
 
-from adlm.diffusion.categorical import Draw
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.denoise import State, step_plan
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.generate import ready
+from adlm.generate import compile_for_sampling
 from bench.plain import plain_step
 from bench.setting import (
     MASK,
@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
     size, device = size_of(args), args.device
     is_cuda = device.startswith("cuda")
     model = build(size, args.bridge, dropout=0.0).eval()
-    fast = ready(model, device)
+    fast = compile_for_sampling(model, device)
     model = model.to(device, torch.bfloat16 if is_cuda else torch.float32)
     if is_cuda:
         model.compile_layers()
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
         rng = CounterRng.of(0, batch_size)
         half = rng.uniform(0, length, Purpose.MASK).argsort(-1) < length // 2
         xt = torch.where(half.to(device), MASK, x0)
-        everywhere, how = torch.ones_like(half), Draw(top_p=TOP_P)
+        everywhere, how = torch.ones_like(half), SamplingParams(top_p=TOP_P)
         state = State(xt.clone(), half, everywhere, fast.predict, fast.logits_at, MASK, rng, how)
 
         def ours(state: State = state, xt: torch.Tensor = xt, half: torch.Tensor = half) -> None:

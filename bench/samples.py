@@ -8,16 +8,16 @@ from collections import deque
 
 import torch
 
-from adlm.diffusion.categorical import Draw
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.plans import remask_loop
-from adlm.generate import ready, stream_tokens
+from adlm.generate import compile_for_sampling, stream_tokens
 from bench.setting import MASK, SIZES, arguments, build, commit, device_name, report, size_of
 
 
 def main(args: argparse.Namespace) -> None:
     size, device = size_of(args), args.device
     length = SIZES[size][1]
-    predictor, how = ready(build(size, args.bridge, dropout=0.0), device), Draw(top_p=0.9)
+    predictor, how = compile_for_sampling(build(size, args.bridge, dropout=0.0), device), SamplingParams(top_p=0.9)
     xt = torch.full((args.batch, length), MASK)
     for _ in stream_tokens(predictor, xt, remask_loop(64), seed=0, how=how):
         pass  # warm-up: compiles, and meets the batch sizes that occur

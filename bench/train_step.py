@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
-from adlm.diffusion.masking import Noised, corrupt
+from adlm.diffusion.masking import NoisyBatch, corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
-from adlm.train.ema import EMA
-from adlm.train.optim import build_optimisers, update
+from adlm.training.ema import EMA
+from adlm.training.optim import build_optimizers, update
 from bench.plain import plain_loss
 from bench.setting import (
     MASK,
@@ -38,17 +38,17 @@ RULE = rare_in_sequence(5)
 
 def batches(
     x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE, mask_id: int = MASK
-) -> Callable[[], Noised]:
+) -> Callable[[], NoisyBatch]:
     """The noise of step after step, made on the host while the device works on the step before."""
     rng, steps = CounterRng.of(0, len(x0)), count()
 
-    def prepare() -> Noised:
+    def prepare() -> NoisyBatch:
         batch = corrupt(x0, LogLinear(), rng, next(steps), mask_id=mask_id, anchor_rule=rule, multiple=multiple)
         return batch.pin().to(device) if device.startswith("cuda") else batch
 
     ahead = [prepare()]
 
-    def next_batch() -> Noised:
+    def next_batch() -> NoisyBatch:
         batch = ahead.pop()
         ahead.append(prepare())
         return batch
@@ -57,16 +57,16 @@ def batches(
 
 
 def stepper(
-    model: LanguageModel, loss_of: Callable[[Noised], Tensor], next_batch: Callable[[], Noised], device: str
+    model: LanguageModel, loss_of: Callable[[NoisyBatch], Tensor], next_batch: Callable[[], NoisyBatch], device: str
 ) -> Callable[[], Tensor]:
-    optimisers, ema = build_optimisers(model), EMA(model)
+    optimizers, ema = build_optimizers(model), EMA(model)
 
     def step() -> Tensor:
         batch = next_batch()
         with torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda")):
             loss = loss_of(batch)
         loss.backward()
-        update(model, optimisers, 1.0, ema)
+        update(model, optimizers, 1.0, ema)
         return loss.detach()
 
     return step
@@ -88,11 +88,11 @@ def main(args: argparse.Namespace) -> None:
             model.compile_layers()
         x0 = zipf_tokens(batch_size, model.config.length, seed=1)
 
-        def plain(batch: Noised, model: LanguageModel = model) -> Tensor:
+        def plain(batch: NoisyBatch, model: LanguageModel = model) -> Tensor:
             weight = loss_weight(LogLinear(), batch.t)
             return plain_loss(model, batch, weight, RULE(batch.x0, None), gamma)
 
-        def ours(batch: Noised, model: LanguageModel = model) -> Tensor:
+        def ours(batch: NoisyBatch, model: LanguageModel = model) -> Tensor:
             return training_loss(model, batch, anchor_weight=gamma, check=False).total
 
         # Plain finds the anchors in its own step, so its batches come without.

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 import adlm
-from adlm.text.fitting import fitted
+from adlm.text.hole_length import choose_hole_lengths
 from adlm.text.templates import Hole, holes_of, parsed
 
 MOST = 8  # tokens of a hole
@@ -57,7 +57,9 @@ def main() -> None:
         length = len(lm.tokenizer.encode(" " + words))  # the hole brings the blank
         if length > MOST or len(lm.form.lay(parsed((before, Hole.of(MOST), after)))) > lm.form.row:
             continue
-        pieces = fitted(lambda: lm.predictor, parsed((before, Hole(1, MOST), after)), MOST, lay=lm.form.lay)
+        pieces = choose_hole_lengths(
+            lambda: lm.predictor, parsed((before, Hole(1, MOST), after)), MOST, lay=lm.form.lay
+        )
         truth.append(length)
         found.append(holes_of(pieces)[0].least)
         if len(truth) == asked.holes:

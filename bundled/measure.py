@@ -26,7 +26,7 @@ from torch import Tensor
 import adlm
 from adlm.data.batches import TensorRows
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.masking import Noised
+from adlm.diffusion.masking import NoisyBatch
 from adlm.evaluate.diversity import Row, cut_alike, distinct, entropy, repetition
 from adlm.evaluate.likelihood import Bound, held_out_bound
 from adlm.evaluate.ngrams import count_bigrams, held_out_nll, per_token
@@ -137,7 +137,7 @@ def bound_of(
     kept: list[Tensor] = []
     task = bar.add_task(f"{label}: bound", total=len(held) * (1 if model.config.is_causal else asked.draws))
 
-    def loss_of(noised: Noised) -> adlm.Loss:
+    def loss_of(noised: NoisyBatch) -> adlm.Loss:
         bar.advance(task, len(noised.x0))
         return adlm.training_loss(model, noised)
 

@@ -36,7 +36,7 @@ def main() -> None:
     draw_page(recordings, HERE / "player.png")
 
 
-def draw_terminal(recordings: list[adlm.Recording], path: Path) -> None:
+def draw_terminal(recordings: list[adlm.Trajectory], path: Path) -> None:
     """A moment of the live view."""
     console = Console(record=True, width=110, force_terminal=True, file=StringIO(), color_system="truecolor")
     stills = [recording.stills[int(MOMENT * len(recording.stills))] for recording in recordings]
@@ -45,7 +45,7 @@ def draw_terminal(recordings: list[adlm.Recording], path: Path) -> None:
     console.save_svg(str(path), title="adlm sample --beside ancestral")
 
 
-def draw_page(recordings: list[adlm.Recording], path: Path) -> None:
+def draw_page(recordings: list[adlm.Trajectory], path: Path) -> None:
     """The page at that moment, with a card open."""
     from selenium.webdriver import ActionChains
 

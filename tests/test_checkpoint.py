@@ -21,7 +21,7 @@ from adlm.checkpoint import CheckpointWriter, Snapshot, complete, latest, load, 
 from adlm.data.shards import open_data
 from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
-from tests.train.runs import ROOT, arguments, curve, data, ended, in_process, run, tensors
+from tests.training.runs import ROOT, arguments, curve, data, ended, in_process, run, tensors
 
 FILES = ("model.safetensors", "config.json", "state.json", "tokenizer.json", "tokenizer_config.json", "checksums.json")
 SHARD = "training/shard-00001-model-00001-of-00001.safetensors"
@@ -214,10 +214,10 @@ def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_another_optimiser_is_told_by_what_is_missing(trained: Path) -> None:
+def test_another_optimizer_is_told_by_what_is_missing(trained: Path) -> None:
     newest = trained / "checkpoints" / "latest"
-    with pytest.raises(ValueError, match=r"has no optimiser\.x\.momentum_buffer"):
-        checkpoint.load_training(newest, {"optimiser.x.momentum_buffer": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"has no optimizer\.x\.momentum_buffer"):
+        checkpoint.load_training(newest, {"optimizer.x.momentum_buffer": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"weights\.embed\.weight has shape"):
         checkpoint.load_training(newest, {"weights.embed.weight": torch.zeros(2)})
 

@@ -11,8 +11,8 @@ import pytest
 
 from adlm.config import Config, differences, known_keys, load_config, save_config, shipped_recipes
 from adlm.methods import METHODS
-from adlm.train.setup import model_config
-from tests.train.runs import ROOT, data
+from adlm.training.setup import model_config
+from tests.training.runs import ROOT, data
 
 GIVEN: dict[str, Any] = {"folder": "run", "data": {"path": "data"}}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -22,8 +22,8 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
     ("change", "said"),
     [
         ("step=5", "'step'; did you mean steps"),
-        ("optimiser.lrr=1", "'optimiser.lrr'; did you mean optimiser.lr"),
-        ("optimizer.lr=1", "did you mean optimiser"),
+        ("optimizer.lrr=1", "'optimizer.lrr'; did you mean optimizer.lr"),
+        ("optimiser.lr=1", "did you mean optimizer"),
         ("model.dims=8", "model.dim"),
         ("checkpoint.evry=8", "checkpoint.every"),
         ("zzzzzzzz=1", "known: folder, method, steps"),
@@ -40,9 +40,9 @@ def test_an_unknown_key_is_answered_with_a_known_one(change: str, said: str) -> 
     [
         ("steps=many", "steps"),
         ("steps=1.5", "steps"),
-        ("optimiser.lr=fast", "optimiser.lr"),
+        ("optimizer.lr=fast", "optimizer.lr"),
         ("data.verify=perhaps", "data.verify"),
-        ("optimiser=3", "optimiser"),
+        ("optimizer=3", "optimizer"),
         ("log.track=3", "log.track"),
         ("steps", "write key=value"),
         ("=3", "write key=value"),
@@ -53,9 +53,9 @@ def test_an_unknown_key_is_answered_with_a_known_one(change: str, said: str) -> 
         ("valid.rows=1", "valid.rows must be at least 2"),
         ("data.workers=-1", "data.workers"),
         ("objective.anchor_weight=-1", "objective.anchor_weight"),
-        ("optimiser.name=sgd", "'sgd' is not one of adamw, muon"),
-        ("optimiser.decay=step", "not one of constant, cosine, wsd"),
-        ("optimiser.decay_share=0", "decay_share"),
+        ("optimizer.name=sgd", "'sgd' is not one of adamw, muon"),
+        ("optimizer.decay=step", "not one of constant, cosine, wsd"),
+        ("optimizer.decay_share=0", "decay_share"),
         ("precision=float16", "auto, float32, bfloat16"),
         ("parallel.kind=tp", "auto, none, ddp, fsdp, hsdp"),
     ],
@@ -84,24 +84,24 @@ def test_changes_go_over_the_recipe_and_keywords_over_changes(tmp_path: Path) ->
 
 
 def test_keywords_may_be_sections_dotted_paths_or_path_objects() -> None:
-    one = load_config(folder=Path("run"), data={"path": Path("data"), "workers": 2}, optimiser={"betas": [0.8, 0.9]})
-    other = load_config(folder="run", **{"data.path": "data", "data.workers": 2, "optimiser.betas": (0.8, 0.9)})
+    one = load_config(folder=Path("run"), data={"path": Path("data"), "workers": 2}, optimizer={"betas": [0.8, 0.9]})
+    other = load_config(folder="run", **{"data.path": "data", "data.workers": 2, "optimizer.betas": (0.8, 0.9)})
     assert one == other
     assert isinstance(one.folder, str) and isinstance(one.data.path, str)
-    assert one.optimiser.betas == (0.8, 0.9)
+    assert one.optimizer.betas == (0.8, 0.9)
 
 
 def test_null_and_numbers_are_read_as_such() -> None:
-    config = load_config(GIVEN, "ema=null", "guard.spike=null", "optimiser.lr=1e-3", "compile=false", "model.tied=true")
+    config = load_config(GIVEN, "ema=null", "guard.spike=null", "optimizer.lr=1e-3", "compile=false", "model.tied=true")
     assert config.ema is None and config.guard.spike is None
-    assert config.optimiser.lr == 1e-3 and config.compile is False and config.model.tied is True
+    assert config.optimizer.lr == 1e-3 and config.compile is False and config.model.tied is True
     listed = load_config(GIVEN, "log.track=[tensorboard]", "objective.ids=[1,2]", "objective.schedule_options.eps=0.1")
     assert listed.log.track == ["tensorboard"] and listed.objective.ids == [1, 2]
     assert listed.objective.schedule_options == {"eps": 0.1}
 
 
 def test_a_saved_config_is_the_config(tmp_path: Path) -> None:
-    changes = ("ema=null", "optimiser.betas=[0.9,0.95]", "log.track=[wandb]", "objective.ids=[3]", "model.dropout=0.1")
+    changes = ("ema=null", "optimizer.betas=[0.9,0.95]", "log.track=[wandb]", "objective.ids=[3]", "model.dropout=0.1")
     config = load_config(GIVEN, *changes, objective={"schedule_options": {"a": 1}})
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
@@ -147,7 +147,7 @@ def test_only_what_changes_the_run_is_a_difference() -> None:
 
 def test_every_key_is_known_once() -> None:
     assert len(known_keys()) == len(set(known_keys()))
-    assert {"folder", "data.path", "optimiser.lr", "parallel.shard"} <= set(known_keys())
+    assert {"folder", "data.path", "optimizer.lr", "parallel.shard"} <= set(known_keys())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -179,8 +179,8 @@ def test_a_recipe_that_is_not_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("steps: [1\n", "utf-8")
     with pytest.raises(ValueError, match=r"bad\.yaml"):
         load_config(tmp_path / "bad.yaml", **GIVEN)
-    (tmp_path / "typo.yaml").write_text("optimiser:\n  lr_: 1\n", "utf-8")
-    with pytest.raises(ValueError, match=r"'optimiser\.lr_'; did you mean optimiser\.lr"):
+    (tmp_path / "typo.yaml").write_text("optimizer:\n  lr_: 1\n", "utf-8")
+    with pytest.raises(ValueError, match=r"'optimizer\.lr_'; did you mean optimizer\.lr"):
         load_config(tmp_path / "typo.yaml", **GIVEN)
 
 

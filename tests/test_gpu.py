@@ -7,13 +7,13 @@ import torch
 
 import adlm
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import Draw, Limits, distribution
+from adlm.diffusion.categorical import Limits, SamplingParams, distribution
 from adlm.diffusion.masking import corrupt
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
 from adlm.diffusion.selected import loss_and_slope
-from adlm.generate import ready, stream_tokens
+from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import build_config, build_sampler, training_loss
 from adlm.models.language_model import LanguageModel
 
@@ -68,7 +68,7 @@ def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
     u = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).cuda()
     u[0], u[1] = 0.0, 1 - 2**-53
     tokens, probs = draw_nucleus(logits, u, top_p)
-    law = distribution(logits.float(), Draw(top_p=top_p))
+    law = distribution(logits.float(), SamplingParams(top_p=top_p))
     total = law.cumsum(-1)
     expected = torch.searchsorted(total, (u * total[:, -1])[:, None], right=True)[:, 0].clamp(max=VOCAB - 1)
     # float32 sums may move a token across a boundary of the distribution function, or the nucleus by one token
@@ -128,7 +128,7 @@ def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length
 
 def test_a_graph_gives_the_features_of_the_model():
     model = small_model()
-    predictor = ready(model, "cuda", torch.float32)
+    predictor = compile_for_sampling(model, "cuda", torch.float32)
     for rows in (4, 3, 1):
         xt = random_rows(rows)
         xt[:, ::2] = MASK
@@ -141,8 +141,8 @@ def test_a_graph_gives_the_features_of_the_model():
 @pytest.mark.parametrize("name", ["remask_loop", "remask_conf", "first_hitting", "confidence"])
 def test_rows_of_a_fixed_batch_do_not_depend_on_their_neighbours(name):
     options = {} if name == "first_hitting" else {"steps": 16}
-    sampler, how = build_sampler(name, **options), Draw(top_p=0.9)
-    predictor = ready(small_model(), "cuda", fixed_batch=4)
+    sampler, how = build_sampler(name, **options), SamplingParams(top_p=0.9)
+    predictor = compile_for_sampling(small_model(), "cuda", fixed_batch=4)
     xt = torch.full((10, 64), MASK)
     *_, together = stream_tokens(predictor, xt, sampler, seed=1, how=how)
     assert not (together.tokens == MASK).any()
@@ -153,10 +153,10 @@ def test_rows_of_a_fixed_batch_do_not_depend_on_their_neighbours(name):
 
 
 def test_prompts_are_kept():
-    predictor = ready(small_model(), "cuda")
+    predictor = compile_for_sampling(small_model(), "cuda")
     xt = random_rows(4)
     xt[:, 20:50] = MASK
-    *_, last = stream_tokens(predictor, xt, remask_loop(32, eta=0.5), seed=3, how=Draw(top_p=0.9))
+    *_, last = stream_tokens(predictor, xt, remask_loop(32, eta=0.5), seed=3, how=SamplingParams(top_p=0.9))
     kept = xt != MASK
     assert torch.equal(last.tokens.cpu()[kept], xt[kept])
     assert not (last.tokens == MASK).any()
@@ -170,11 +170,11 @@ def test_banned_tokens_are_never_drawn_where_the_head_is_wider_than_the_vocabula
     kind = torch.zeros(3, 32, dtype=torch.int64)
     kind[:, 5] = 1
     *_, frame = stream_tokens(
-        ready(small_model(), "cuda"),
+        compile_for_sampling(small_model(), "cuda"),
         torch.full((3, 32), MASK),
         build_sampler(sampler, steps=16),
         seed=0,
-        how=Draw(top_p=0.9),
+        how=SamplingParams(top_p=0.9),
         limits=Limits(kind, banned),
     )
     tokens = frame.tokens.cpu()

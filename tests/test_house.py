@@ -23,12 +23,12 @@ TIERS = {
     "config": 1,
     "methods": 1,
     "checkpoint": 1,
-    "stills": 1,
+    "trajectory": 1,
     "bundled": 1,
     "generate": 2,
     "evaluate": 2,
     "view": 2,
-    "train": 3,
+    "training": 3,
     "text": 3,
     "interop": 4,
     "studies": 4,
@@ -39,7 +39,11 @@ TIERS = {
 }
 TIER_0_MAY_IMPORT = {"diffusion": {"torch", "numpy", "triton"}, "models": {"torch", "numpy"}}
 TIER_0_MAY_IMPORT["data"] = TIER_0_MAY_IMPORT["models"] | {
-    "tokenizers", "torchdata", "datasets", "pyarrow", "huggingface_hub"
+    "tokenizers",
+    "torchdata",
+    "datasets",
+    "pyarrow",
+    "huggingface_hub",
 }
 MOST_LINES, MOST_CLASS_LINES, MEDIAN_LINES = 400, 150, 180
 
@@ -96,7 +100,7 @@ def test_imports_point_down(path: Path) -> None:
         ("models", "from adlm.methods import METHODS"),
         ("diffusion", "import rich"),
         ("models", "from tokenizers import Tokenizer"),
-        ("generate", "from adlm.train.ema import EMA"),
+        ("generate", "from adlm.training.ema import EMA"),
         ("evaluate", "from adlm.interop.reference import from_state_dict"),
         ("methods", "from adlm import LanguageModel"),
     ],
@@ -140,7 +144,7 @@ def test_public_names_exist_and_are_all_listed() -> None:
 
 
 def test_the_train_of_the_package_is_the_function_whatever_was_imported_first() -> None:
-    code = "import adlm.train.ema, adlm; assert callable(adlm.train); print(dir(adlm))"
+    code = "import adlm.training.ema, adlm; assert callable(adlm.training); print(dir(adlm))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert "'write_player'" in told.stdout
     with pytest.raises(AttributeError, match="no attribute 'trane'"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adlm.diffusion.masking import corrupt, shifted
+from adlm.diffusion.masking import corrupt, shift_tokens
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
@@ -129,7 +129,7 @@ def test_a_batch_must_fit_its_model():
     noisy = corrupt(x0, LogLinear(), CounterRng.of(0, 2), 0, mask_id=11)
     size = {"vocab_size": 12, "mask_id": 11, "dim": 8, "heads": 2, "length": 6}
     masked, causal = (LanguageModel(build_config(name, "nano", **size)) for name in ("mdlm", "ar"))
-    for model, batch in ((masked, shifted(x0)), (causal, noisy)):
+    for model, batch in ((masked, shift_tokens(x0)), (causal, noisy)):
         with pytest.raises(ValueError, match="from batches of"):
             training_loss(model, batch)
     with pytest.raises(ValueError, match="no anchor term"):

@@ -12,7 +12,7 @@ PAPER = [f"{data}-{method}" for data in ("owt", "lm1b") for method in METHODS]
 def test_a_recipe_of_the_paper_is_the_papers(name: str) -> None:
     data, method = name.split("-")
     config = load_config(shipped_recipes()[name], folder="run", data={"path": "data"})
-    how, asked = config.optimiser, config.objective
+    how, asked = config.optimizer, config.objective
     assert (config.method, config.batch, config.ema) == (method, 512, 0.9999)
     assert config.steps == (500_000 if METHODS[method].is_causal else 1_000_000)
     assert (how.name, how.lr, how.betas, how.eps, how.weight_decay) == ("adamw", 3e-4, (0.9, 0.999), 1e-8, 0)

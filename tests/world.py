@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adlm.diffusion.categorical import Draw
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.methods import METHODS, build_config
@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "margin": {"steps": 5},
     "entropy_bounded": {"bound": 2.0},
 }
+
 
 def random_model(method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **changes: object) -> LanguageModel:
     """A small model in which nothing is zero: predictions are not uniform and differ by context."""
@@ -56,7 +57,7 @@ def random_model(method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **c
 
 
 @dataclass
-class World:
+class TinyWorld:
     """A masked model and everything it can say."""
 
     model: LanguageModel
@@ -91,10 +92,10 @@ class World:
             level = torch.as_tensor(level).float().expand(len(self.states))
         with torch.no_grad():
             anchor, final = self.model.log_probs(self.states, level)
-        # Normalised once more: a float32 softmax sums to 1 only to 1e-7.
+        # Normalized once more: a float32 softmax sums to 1 only to 1e-7.
         return None if anchor is None else anchor.double().log_softmax(-1), final.double().log_softmax(-1)
 
-    def probs(self, level: float | Tensor | None = None, how: Draw | None = None) -> Tensor:
+    def probs(self, level: float | Tensor | None = None, how: SamplingParams | None = None) -> Tensor:
         """What every state predicts for every position, after temperature, top-k and top-p."""
         probs = self.log_probs(level)[1].exp()
         return torch.stack([torch.stack([filtered(p, how) for p in row]) for row in probs]) if how else probs
@@ -105,7 +106,7 @@ class World:
         return torch.where(patterns, self.mask, x0)
 
 
-def filtered(probs: Tensor, how: Draw) -> Tensor:
+def filtered(probs: Tensor, how: SamplingParams) -> Tensor:
     """One distribution (V,) after temperature, top-k, top-p in this order, token by token."""
     if how.temperature == 0:
         return torch.nn.functional.one_hot(probs.argmax(), len(probs)).double()
@@ -125,13 +126,13 @@ def filtered(probs: Tensor, how: Draw) -> Tensor:
     return out
 
 
-def windows(world: World, is_free: Tensor, block: int | None) -> list[Tensor]:
+def windows(world: TinyWorld, is_free: Tensor, block: int | None) -> list[Tensor]:
     position = torch.arange(world.length)
     starts = range(0, world.length, block) if block else [0]
     return [is_free & (position >= s) & (position < s + (block or world.length)) for s in starts]
 
 
-def joint(world: World, law: Tensor) -> Tensor:
+def joint(world: TinyWorld, law: Tensor) -> Tensor:
     """Independent positions (S, L, V) -> transition matrix (S, S)."""
     matrix = torch.ones(len(world.states), len(world.states), dtype=torch.float64)
     for position in range(world.length):
@@ -143,16 +144,18 @@ def reveal_prob(alpha_t: float, alpha_s: float, remask: float) -> float:
     return min(1.0, max(0.0, (alpha_s - (1 - remask) * alpha_t) / (1 - alpha_t)))
 
 
-def plan_law(world: World, plan: Plan, how: Draw, start: Tensor, is_free: Tensor, block: int | None = None) -> Tensor:
+def plan_law(
+    world: TinyWorld, plan: Plan, how: SamplingParams, start: Tensor, is_free: Tensor, block: int | None = None
+) -> Tensor:
     """The law (S,) of what a plan leaves behind: a distribution over all states, pushed through every transition."""
     if not plan.nucleus:
-        how = Draw(temperature=how.temperature)
+        how = SamplingParams(temperature=how.temperature)
     eye = torch.eye(world.vocab, dtype=torch.float64)
     stay, mask, is_hidden = eye[world.states], eye[world.mask], (world.states == world.mask)[..., None]
     reach = torch.zeros(len(world.states), dtype=torch.float64)
     reach[world.number(start)] = 1
 
-    def move(reach: Tensor, window: Tensor, reveal: float, remask: float, level: Tensor, how: Draw) -> Tensor:
+    def move(reach: Tensor, window: Tensor, reveal: float, remask: float, level: Tensor, how: SamplingParams) -> Tensor:
         hidden = reveal * world.probs(level, how) + (1 - reveal) * mask
         law = torch.where(is_hidden, hidden, (1 - remask) * stay + remask * mask)
         return reach @ joint(world, torch.where(window[None, :, None], law, stay))
@@ -162,16 +165,16 @@ def plan_law(world: World, plan: Plan, how: Draw, start: Tensor, is_free: Tensor
             alpha_t, alpha_s, remask = (float(x[step]) for x in (plan.alpha_t, plan.alpha_s, plan.remask_prob))
             reveal = reveal_prob(alpha_t, alpha_s, remask)
             reach = move(reach, window, reveal, remask, plan.noise_level[step], how)
-        fill = Draw(temperature=0.0) if plan.fill_argmax else how
+        fill = SamplingParams(temperature=0.0) if plan.fill_argmax else how
         reach = move(reach, window, 1.0, 0.0, torch.zeros(()), fill)
     return reach
 
 
-def conf_law(world: World, plan: Plan, how: Draw, start: Tensor, is_free: Tensor) -> Tensor:
+def conf_law(world: TinyWorld, plan: Plan, how: SamplingParams, start: Tensor, is_free: Tensor) -> Tensor:
     """As `plan_law` where a state is its tokens and the probability with which each of them was drawn."""
     here = {(tuple(start.tolist()), (0.0,) * world.length): 1.0}
     free = [i for i in range(world.length) if is_free[i]]
-    fill = Draw(temperature=0.0) if plan.fill_argmax else how
+    fill = SamplingParams(temperature=0.0) if plan.fill_argmax else how
     for step in range(len(plan) + 1):
         is_fill = step == len(plan)
         level = 0.0 if is_fill else float(plan.noise_level[step])
@@ -226,7 +229,7 @@ def chosen_by(order: Order, probs: list[list[float]], hidden: list[int], step: i
 
 
 def order_law(
-    world: World, order: Order, how: Draw, start: Tensor, is_free: Tensor, block: int | None = None
+    world: TinyWorld, order: Order, how: SamplingParams, start: Tensor, is_free: Tensor, block: int | None = None
 ) -> Tensor:
     """The law (S,) of ordered unmasking: all orders and all tokens, one reveal after the other."""
     plain, drawn = world.probs().tolist(), world.probs(how=how).tolist()
@@ -260,9 +263,9 @@ def order_law(
 
 
 def law_of(
-    world: World,
+    world: TinyWorld,
     sampler: Plan | Order,
-    how: Draw | None = None,
+    how: SamplingParams | None = None,
     start: Tensor | None = None,
     is_free: Tensor | None = None,
     block: int | None = None,
@@ -271,11 +274,11 @@ def law_of(
     start = world.start() if start is None else start
     is_free = start == world.mask if is_free is None else is_free
     if isinstance(sampler, Order):
-        return order_law(world, sampler, how or Draw(), start, is_free, block)
+        return order_law(world, sampler, how or SamplingParams(), start, is_free, block)
     if sampler.by_confidence:
         assert block is None
-        return conf_law(world, sampler, how or Draw(), start, is_free)
-    return plan_law(world, sampler, how or Draw(), start, is_free, block)
+        return conf_law(world, sampler, how or SamplingParams(), start, is_free)
+    return plan_law(world, sampler, how or SamplingParams(), start, is_free, block)
 
 
 def chi_square_p(counts: Tensor, law: Tensor) -> float:

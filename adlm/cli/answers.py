@@ -54,7 +54,7 @@ def as_file(texts: Sequence[str]) -> bytes:
 
 
 def print_bytes(content: bytes) -> None:
-    """To stdout as they are: no encoding, no colours, no wrapping."""
+    """To stdout as they are: no encoding, no colors, no wrapping."""
     sys.stdout.flush()
     sys.stdout.buffer.write(content)
     sys.stdout.buffer.flush()

@@ -17,10 +17,10 @@ from rich.console import Console
 from adlm.cli.screen import curve
 from adlm.data.prepare import prepare
 from adlm.data.sources import excerpt
-from adlm.stills import Recording, Still
 from adlm.text.lm import LM, load
-from adlm.train.loop import train
-from adlm.train.metrics import read_metrics
+from adlm.training.loop import train
+from adlm.training.metrics import read_metrics
+from adlm.trajectory import Trajectory, TrajectoryFrame
 from adlm.view.player import write_player
 from adlm.view.terminal import draw_still, watch
 
@@ -100,11 +100,11 @@ def run_demo(
     return DemoResult(recordings[0].text, filled.texts, losses, valid, page)
 
 
-def filmed(lm: LM, console: Console, **how: Any) -> Recording:
+def filmed(lm: LM, console: Console, **how: Any) -> Trajectory:
     """Write one text while it is watched."""
     job = lm.job(**how)
     began = time.perf_counter()
-    stills: Iterator[Still] = (shot.still() for shot in lm.shots(job, guesses=3))
+    stills: Iterator[TrajectoryFrame] = (shot.still() for shot in lm.shots(job, guesses=3))
     title = f"{lm.name} · {job.settings['sampler']}"
     (seen,) = watch([stills], [title], console, steps=[job.steps], pause=PAUSE if console.is_terminal else 0)
     return lm.recording(seen, job, title=title, seconds=time.perf_counter() - began)

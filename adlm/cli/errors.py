@@ -23,14 +23,14 @@ def say(message: str) -> None:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Turn errors that name a remedy into one message and an exit code; ADLM_TRACEBACK=1 shows where they come from."""
     try:
         yield
     except BrokenPipeError:
         raise  # who read our output has seen enough: typer ends quietly
     except Exception as error:
-        from adlm.train.guard import Diverged
+        from adlm.training.guard import Diverged
 
         if os.environ.get("ADLM_TRACEBACK") or not isinstance(error, (*USER, Diverged)):
             raise

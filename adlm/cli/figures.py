@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from adlm.train.metrics import read_metrics
-from adlm.view.look import COLOURS, GREY, STYLE
+from adlm.training.metrics import read_metrics
+from adlm.view.look import COLORS, GREY, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,12 +155,12 @@ def draw_likelihood(axes: Axes, runs: Sequence[Curves], x: str) -> None:
     """Training and validation in nats, perplexity beside them; the entries of the legend."""
     shown: list[float] = []  # what must be inside the panel
     for i, (run, label) in enumerate(zip(runs, labels(runs))):
-        colour, train, valid = COLOURS[i % len(COLOURS)], run.train, run.valid
+        color, train, valid = COLORS[i % len(COLORS)], run.train, run.valid
         bold = smooth(train["train/nll"])
-        axes.plot(train[x], train["train/nll"], color=colour, alpha=0.25, linewidth=0.7)
-        axes.plot(train[x], bold, color=colour, linewidth=1.6, label=label)
+        axes.plot(train[x], train["train/nll"], color=color, alpha=0.25, linewidth=0.7)
+        axes.plot(train[x], bold, color=color, linewidth=1.6, label=label)
         error = np.nan_to_num(2 * valid["val/stderr"])
-        look: dict[str, Any] = {"color": colour, "elinewidth": 1.1, "capsize": 2.5, "markersize": 5, "zorder": 4}
+        look: dict[str, Any] = {"color": color, "elinewidth": 1.1, "capsize": 2.5, "markersize": 5, "zorder": 4}
         axes.errorbar(valid[x], valid["val/nll"], error, fmt="o", markeredgecolor="white", markeredgewidth=0.7, **look)
         settled = train["train/nll"][len(bold) // 20 :]
         usual = settled[np.isfinite(settled)]
@@ -204,9 +204,9 @@ def draw_schedule(axes: Axes, runs: Sequence[Curves], x: str) -> None:
     for i, run in enumerate(runs):
         # Runs of one recipe have one schedule: what lies below shows at the edges of what lies above.
         width = 1.4 + 1.0 * (len(runs) - 1 - i)
-        axes.plot(run.train[x], run.train["lr"], color=COLOURS[i % len(COLOURS)], linewidth=width)
+        axes.plot(run.train[x], run.train["lr"], color=COLORS[i % len(COLORS)], linewidth=width)
         if beside is not None and run in anchored:
-            look: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "linewidth": 1.2, "linestyle": DASHED}
+            look: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "linewidth": 1.2, "linestyle": DASHED}
             beside.plot(run.train[x], run.train["anchor_weight"], **look)
     both = ((axes, "learning rate", 1.1), (beside, "γ (dashed)", 1.35))  # or the two would lie on each other
     for each, label, room in both:
@@ -219,10 +219,10 @@ def draw_speed(axes: Axes, runs: Sequence[Curves], x: str) -> None:
     """Tokens a second, solid, and the share of the time in which the data was waited for, dashed."""
     beside = axes.twinx()
     for i, run in enumerate(runs):
-        colour, speed = COLOURS[i % len(COLOURS)], run.train["time/tokens_per_second"]
-        axes.plot(run.train[x], speed, color=colour, alpha=0.25, linewidth=0.7)
-        axes.plot(run.train[x], smooth(speed), color=colour, linewidth=1.4)
-        beside.plot(run.train[x], smooth(run.train["time/stall"]), color=colour, linewidth=1.2, linestyle=DASHED)
+        color, speed = COLORS[i % len(COLORS)], run.train["time/tokens_per_second"]
+        axes.plot(run.train[x], speed, color=color, alpha=0.25, linewidth=0.7)
+        axes.plot(run.train[x], smooth(speed), color=color, linewidth=1.4)
+        beside.plot(run.train[x], smooth(run.train["time/stall"]), color=color, linewidth=1.2, linestyle=DASHED)
     from_zero(axes, "tokens/s", 1.1)
     from_zero(beside, "stall (dashed)", 1.1, is_right=True)
     beside.set_ylim(0, max(LEAST_STALL, beside.get_ylim()[1]))

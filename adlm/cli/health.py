@@ -154,7 +154,7 @@ def devices() -> Iterator[Finding]:
     """What there is to compute on."""
     import torch
 
-    from adlm.train.setup import available_memory
+    from adlm.training.setup import available_memory
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = available_memory(torch.device("cpu"))

@@ -8,7 +8,7 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.answers import read_text
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.writing import Request, answer, asking
 
 
@@ -22,6 +22,6 @@ def infill(
     model: options.ModelOption = None,
 ) -> None:
     """Fill the holes of a text: "The ___ sat on the ___{2}." What is given stays as it is, to the byte."""
-    with told():
+    with report_errors():
         templates = [read_text(each) if each == "-" else each for each in template]
     answer(model, request, template=templates)

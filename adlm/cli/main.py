@@ -16,7 +16,7 @@ from adlm import __version__
 from adlm.cli import options
 from adlm.cli.answers import answering, check_files, print_json
 from adlm.cli.doctor import doctor
-from adlm.cli.errors import Commands, told
+from adlm.cli.errors import Commands, report_errors
 from adlm.cli.evaluation.app import app as evaluation
 from adlm.cli.infill import infill
 from adlm.cli.plot import plot
@@ -65,7 +65,7 @@ def demo(
     is_json: options.Json = False,
 ) -> object:
     """Watch the bundled model write and fill in, train a small one, and keep a page of it. All on the CPU."""
-    with told():
+    with report_errors():
         check_files({"--out": out})
         from adlm.cli.demo import run_demo
 

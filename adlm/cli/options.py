@@ -81,9 +81,7 @@ Deterministic = Annotated[
 Out = Annotated[
     Path | None, typer.Option(help="Write the texts to a file, <|endoftext|> between them.", rich_help_panel=SEE)
 ]
-Html = Annotated[
-    Path | None, typer.Option(help="Write a page that plays the first text's way.", rich_help_panel=SEE)
-]
+Html = Annotated[Path | None, typer.Option(help="Write a page that plays the first text's way.", rich_help_panel=SEE)]
 Gif = Annotated[Path | None, typer.Option(help="Write the first text's way as a picture.", rich_help_panel=SEE)]
 Beside = Annotated[
     str | None,

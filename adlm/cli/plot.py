@@ -10,7 +10,7 @@ from rich.console import Console
 
 from adlm.cli import options
 from adlm.cli.answers import answering, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 
 
 def plot(
@@ -20,7 +20,7 @@ def plot(
     is_json: options.Json = False,
 ) -> Path:
     """Draw the curves of one or several runs: likelihood, learning rate and γ, speed."""
-    with told():
+    with report_errors():
         from adlm.cli.figures import draw_run, figures_of, read_run, summary
 
         with answering(is_json):

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from adlm.cli import options
 from adlm.cli.answers import print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
     from adlm.data.prepare import Progress
@@ -49,16 +49,16 @@ def prepare(
         str, typer.Option(help="Of plain text, what a document is: auto, separator, file, line, blank, every-line.")
     ] = "auto",
     detokenizer: Annotated[str | None, typer.Option(help="A clean-up of benchmark text, or none.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenise. (all cores)")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that tokenize. (all cores)")] = None,
     shard_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a file of rows. (2**25)")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run wrote to --out.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compare the checksums of --out with its manifest.")] = False,
     is_json: options.Json = False,
 ) -> dict[str, Any]:
-    """Tokenise text and pack it into rows. A run that was stopped goes on when the same command is given again."""
+    """Tokenize text and pack it into rows. A run that was stopped goes on when the same command is given again."""
     console = Console(highlight=False, soft_wrap=True, stderr=is_json)
     began = time.perf_counter()
-    with told():
+    with report_errors():
         from adlm.data.prepare import SHARD_TOKENS
         from adlm.data.prepare import prepare as prepare_data
         from adlm.data.shards import MANIFEST, open_data
@@ -101,7 +101,7 @@ def prepare(
         manifest = open_data(out, verify=check).manifest
         if check:
             console.print(f"{out}: every checksum is right", markup=False)
-    summarise(console, manifest, out)
+    summarize(console, manifest, out)
     if is_json:
         counts = ("rows", "tokens", "documents", "bytes")
         splits = {name: {key: found[key] for key in counts} for name, found in manifest["splits"].items()}
@@ -153,7 +153,7 @@ def size_of(text: int) -> str:
     return f"{text / 1e6:,.1f} MB" if text >= 1e6 else f"{text / 1e3:,.1f} KB"
 
 
-def summarise(console: Console, manifest: dict[str, Any], out: Path) -> None:
+def summarize(console: Console, manifest: dict[str, Any], out: Path) -> None:
     table = Table()
     for column in ("split", "rows", "tokens", "documents", "text"):
         table.add_column(column, justify="left" if column == "split" else "right")

@@ -8,7 +8,7 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.answers import read_text
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.writing import Request, answer, asking
 
 
@@ -24,6 +24,6 @@ def sample(
     ] = None,
 ) -> None:
     """Write texts. On a terminal the first is shown as it appears; in a pipe there is nothing but the texts."""
-    with told():
+    with report_errors():
         prompts = [read_text(each) if each == "-" else each for each in prompt or [""]]
     answer(model, request, prompt=prompts, length=length)

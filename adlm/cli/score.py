@@ -15,7 +15,7 @@ from rich.text import Text
 
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json, read_text
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
     from adlm.text.scoring import Score
@@ -46,7 +46,7 @@ def score(
 
     Of a masked model it is a bound from above (≤), of a causal one the figure itself.
     """
-    with told():
+    with report_errors():
         given, skipped = gather(texts or [], file or [], lines or [])
         if skipped:
             notes().print(f"empty lines left out: {skipped}", style="dim", markup=False)

@@ -9,7 +9,7 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 
 
 def train(
@@ -21,7 +21,7 @@ def train(
         ),
     ],
     changes: Annotated[
-        list[str] | None, typer.Argument(help="key=value: data.path=DATA folder=RUN steps=1000 optimiser.lr=1e-3 …")
+        list[str] | None, typer.Argument(help="key=value: data.path=DATA folder=RUN steps=1000 optimizer.lr=1e-3 …")
     ] = None,
     is_json: options.Json = False,
 ) -> object:
@@ -30,9 +30,9 @@ def train(
     Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 and saved, to be started again; 2 a setting or a file is
     wrong; 1 the loss diverged.
     """
-    with told():
-        from adlm.train.guard import Preempted
-        from adlm.train.loop import train as run_training
+    with report_errors():
+        from adlm.training.guard import Preempted
+        from adlm.training.loop import train as run_training
 
         try:
             with answering(is_json):

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from adlm.cli import options
 from adlm.cli.answers import answering, as_file, check_files, notes, print_bytes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
-    from adlm.stills import Recording, Still
-    from adlm.text.jobs import Job
-    from adlm.text.lm import LM, Row, Texts
+    from adlm.text.generation import GenerationRequest
+    from adlm.text.lm import LM, GenerationOutput, Row
+    from adlm.trajectory import Trajectory, TrajectoryFrame
 
 GUESSES = 3  # of every hidden token: a page shows them all, a terminal the first
 WIDTHS = {1: 720, 2: 1080}  # pixels of a picture by its panels
@@ -73,13 +73,13 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
 class Writer:
     """One model at one job: its first text step by step where that is seen, the others at once."""
 
-    def __init__(self, lm: LM, job: Job, title: str) -> None:
+    def __init__(self, lm: LM, job: GenerationRequest, title: str) -> None:
         self.lm, self.job, self.title = lm, job, title
         self.rows: list[Row] = []
-        self.stills: list[Still] = []
+        self.stills: list[TrajectoryFrame] = []
         self.seconds = 0.0  # spent here, not on drawing or pauses
 
-    def first(self, guesses: int) -> Iterator[Still]:
+    def first(self, guesses: int) -> Iterator[TrajectoryFrame]:
         """The first text on its way."""
         from adlm.text.lm import Row
 
@@ -105,24 +105,24 @@ class Writer:
         self.seconds += time.perf_counter() - began
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> GenerationOutput:
         """What came of it."""
-        from adlm.text.lm import Texts
+        from adlm.text.lm import GenerationOutput
 
-        return Texts.of(self.rows, self.seconds, self.job.settings)
+        return GenerationOutput.of(self.rows, self.seconds, self.job.settings)
 
     def fills(self) -> list[list[str]]:
         """What stands in the holes of each text: put in their places, they make the text."""
         return [[text for text, is_given in row.pieces if not is_given] for row in self.rows]
 
-    def recording(self) -> Recording:
+    def recording(self) -> Trajectory:
         """The first text's way."""
         return self.lm.recording(self.stills, self.job, title=self.title, seconds=self.seconds)
 
 
 def answer(model: str | None, request: Request, **what: Any) -> None:
     """Write what is asked for (`what`: prompt and length, or a template) and show it where it is to be seen."""
-    with told():
+    with report_errors():
         files = {"--out": request.out, "--html": request.html, "--gif": request.gif}
         check_files(files)
         check_gif(request.gif)
@@ -211,7 +211,7 @@ def sampler_options(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def write(writers: Sequence[Writer], request: Request) -> list[Recording]:
+def write(writers: Sequence[Writer], request: Request) -> list[Trajectory]:
     """Have it written; the first texts are watched on a terminal, and recorded where they are to be played."""
     is_watched = is_screen(request)
     is_recorded = request.html is not None or request.gif is not None
@@ -233,11 +233,11 @@ def write(writers: Sequence[Writer], request: Request) -> list[Recording]:
 
 
 def is_screen(request: Request) -> bool:
-    """Whether somebody is looking. Not what the colour settings say: `FORCE_COLOR=1 adlm sample > file` is a file."""
+    """Whether somebody is looking. Not what the color settings say: `FORCE_COLOR=1 adlm sample > file` is a file."""
     return not request.is_json and sys.stdout.isatty()
 
 
-def publish(writers: Sequence[Writer], recordings: Sequence[Recording], request: Request) -> None:
+def publish(writers: Sequence[Writer], recordings: Sequence[Trajectory], request: Request) -> None:
     """Texts to the terminal, the pipe and the file; pages and pictures; what it took."""
     texts = [row.text for writer in writers for row in writer.rows]
     if is_screen(request):
@@ -278,8 +278,8 @@ def show(writers: Sequence[Writer], console: Console) -> None:
 
 def marked(row: Row) -> Text:
     """A text in which what was given looks given and what was written new; without anything given, plain."""
-    from adlm.stills import GIVEN, REVEALED
-    from adlm.view.colours import STYLES
+    from adlm.trajectory import GIVEN, REVEALED
+    from adlm.view.colors import STYLES
     from adlm.view.terminal import tame
 
     shown = Text()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
-class Fetch(Protocol):
+class RowDataset(Protocol):
     """Rows by number: tokens (n, L) and, where rows are padded, their lengths (n,)."""
 
     def __len__(self) -> int: ...
@@ -60,7 +60,7 @@ class Batch:
 class _Numbered(Dataset[Any]):
     """Rows with their numbers, a whole batch at a call; `repeats` times over if a batch is more than there is."""
 
-    def __init__(self, rows: Fetch, repeats: int) -> None:
+    def __init__(self, rows: RowDataset, repeats: int) -> None:
         self.rows, self.repeats = rows, repeats
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class ShuffledBatches:
     """
 
     def __init__(
-        self, rows: Fetch, batch: int, *, seed: int = 0, rank: int = 0, size: int = 1, workers: int = 0
+        self, rows: RowDataset, batch: int, *, seed: int = 0, rank: int = 0, size: int = 1, workers: int = 0
     ) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
         from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler

@@ -47,7 +47,7 @@ class Progress:
     split: str
     consumed: int  # bytes of the source on disk
     total: int | None
-    bytes: int  # of text, tokenised by this run
+    bytes: int  # of text, tokenized by this run
     tokens: int
     rows: int
     documents: int
@@ -268,7 +268,7 @@ def write_split(job: Job, split: str, source: Source, pool: TokenizerPool, frami
     )
     packer = Packer(framing, is_wrapped=is_wrapped, start=state["end"])
     count, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
-    for found, consumed in pool.tokenise(chunked(source.read(), skip=packer.documents)):
+    for found, consumed in pool.tokenize(chunked(source.read(), skip=packer.documents)):
         packed = packer.feed(*found)
         writer.add(packed)
         count, text, tokens = count + len(packed.rows), text + int(found.sizes.sum()), tokens + len(found.ids)

@@ -107,9 +107,7 @@ def _split(wanted: Wanted, corpus: Corpus | None) -> Split:
         return asked
     ours = "valid" if asked.base == "validation" else asked.base
     if ours not in corpus.splits:
-        raise ValueError(
-            f"{wanted.name} has no split {asked.base!r}: choose {' or '.join(corpus.splits)} (--split)"
-        )
+        raise ValueError(f"{wanted.name} has no split {asked.base!r}: choose {' or '.join(corpus.splits)} (--split)")
     theirs = Split.parse(corpus.splits[ours])
     if asked.is_whole:
         return theirs

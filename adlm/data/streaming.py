@@ -1,4 +1,4 @@
-"""Rows from a source as it comes, for text that does not fit a disk: tokenised, packed and shuffled on the way."""
+"""Rows from a source as it comes, for text that does not fit a disk: tokenized, packed and shuffled on the way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adlm.data.packing import Framing, Packed, Packer
 from adlm.data.sources import Source
 from adlm.data.tokenizers import Tokenizer
 
-CHUNK = 64  # documents that are tokenised at a time
+CHUNK = 64  # documents that are tokenized at a time
 BEGINNING: dict[str, Any] = {"epoch": 0, "start": [0, 0, 0], "block": 0, "taken": 0, "rows": 0}
 
 

@@ -1,4 +1,4 @@
-"""Processes that tokenise. Run as a script this file is such a process.
+"""Processes that tokenize. Run as a script this file is such a process.
 
 It imports nothing of adlm, so that a process starts in a tenth of a second and holds no torch. Its memory is its own,
 it inherits no threads, and it ends when its input does, so a parent that is killed leaves none behind.
@@ -32,7 +32,7 @@ LONGEST_KNOWN = 40  # characters: text without Latin letters is hardly cut, and 
 AHEAD = 3  # chunks in flight for each process: one in work, one waiting, one on its way back
 
 
-class Tokenised(NamedTuple):
+class Tokenized(NamedTuple):
     """A chunk of documents: their ids in one array, how many each has, and its size in bytes."""
 
     ids: NDArray[Any]
@@ -74,9 +74,9 @@ class TokenizerPool:
             process.stdout.close()
             process.wait()
 
-    def tokenise(self, chunks: Iterable[tuple[Sequence[str], Any]]) -> Iterator[tuple[Tokenised, Any]]:
+    def tokenize(self, chunks: Iterable[tuple[Sequence[str], Any]]) -> Iterator[tuple[Tokenized, Any]]:
         """Each chunk's ids, with whatever came along with it; only a few chunks are read ahead."""
-        waiting: deque[tuple[Future[Tokenised], Any]] = deque()
+        waiting: deque[tuple[Future[Tokenized], Any]] = deque()
         for texts, note in chunks:
             waiting.append((self.threads.submit(self._ask, texts), note))
             if len(waiting) >= AHEAD * len(self.processes):
@@ -85,7 +85,7 @@ class TokenizerPool:
         for future, noted in waiting:
             yield future.result(), noted
 
-    def _ask(self, texts: Sequence[str]) -> Tokenised:
+    def _ask(self, texts: Sequence[str]) -> Tokenized:
         # Half of a surrogate pair is no character and UTF-8 cannot hold it: it becomes a question mark.
         encoded = [text.encode("utf-8", "replace") for text in texts]
         sizes = np.array([len(each) for each in encoded], dtype=np.int64)
@@ -94,13 +94,13 @@ class TokenizerPool:
             return self._answer(process, encoded, sizes)
         except (BrokenPipeError, EOFError) as error:
             raise ChildProcessError(
-                f"a tokenising process ended with code {process.wait()}; what it said is above. "
+                f"a tokenizing process ended with code {process.wait()}; what it said is above. "
                 "If it was killed, memory may be short: try fewer --workers"
             ) from error
         finally:
             self.free.put(process)  # a dead one, too: whoever waits for it must not wait for ever
 
-    def _answer(self, process: subprocess.Popen[bytes], texts: list[bytes], sizes: NDArray[np.int64]) -> Tokenised:
+    def _answer(self, process: subprocess.Popen[bytes], texts: list[bytes], sizes: NDArray[np.int64]) -> Tokenized:
         assert process.stdin is not None and process.stdout is not None
         send(process.stdin, sizes, b"".join(texts))
         lengths = receive(process.stdout)
@@ -110,7 +110,7 @@ class TokenizerPool:
         ids = process.stdout.read(size)
         if len(ids) != size:
             raise EOFError
-        return Tokenised(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
+        return Tokenized(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
 
 
 def chunked(

@@ -15,7 +15,7 @@ PARTIAL = (1024, 8192)  # a nucleus is looked for among this many tokens, then a
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingParams:
     """How a token is drawn. Temperature 0 takes the likeliest; `lineage` keeps one token fewer than the usual top-p."""
 
     temperature: float = 1.0
@@ -61,7 +61,7 @@ class Drawn(NamedTuple):
     probs: Tensor
 
 
-def draw(logits: Tensor, u: Tensor, how: Draw) -> Drawn:
+def draw(logits: Tensor, u: Tensor, how: SamplingParams) -> Drawn:
     """One token from each row of logits (N, V) by inverting the distribution function at u (N,) in float64."""
     if how.temperature == 0:
         tokens = logits.argmax(-1)
@@ -87,7 +87,7 @@ def draw(logits: Tensor, u: Tensor, how: Draw) -> Drawn:
     return Drawn(tokens, chance)
 
 
-def candidates(logits: Tensor, how: Draw, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def candidates(logits: Tensor, how: SamplingParams, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `size` likeliest tokens of each row: what top-k and top-p leave of their probabilities, ids, and whether
     the nucleus ends among them (else a larger size is needed)."""
     values, ids = logits.topk(size, -1)
@@ -109,7 +109,7 @@ def candidates(logits: Tensor, how: Draw, size: int) -> tuple[Tensor, Tensor, Te
     return probs / probs.sum(-1, keepdim=True), ids, is_whole
 
 
-def distribution(logits: Tensor, how: Draw) -> Tensor:
+def distribution(logits: Tensor, how: SamplingParams) -> Tensor:
     """What `draw` draws from: probabilities (N, V) in float64, for inspection and tests."""
     if how.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from adlm.diffusion.categorical import Draw, Limits, draw
+from adlm.diffusion.categorical import Limits, SamplingParams, draw
 from adlm.diffusion.orders import Order, next_positions
-from adlm.diffusion.plans import EPS, Plan, Transition, spread
+from adlm.diffusion.plans import EPS, Plan, Transition, confidence_remask_prob
 from adlm.diffusion.rng import CounterRng, Purpose
 
 # (tokens (n, L), noise_level (n,) on the host, valid (n, L) or None) -> features (n, L, dim)
@@ -55,7 +55,7 @@ class State:
     logits_at: LogitsAt
     mask_id: int
     rng: CounterRng
-    how: Draw
+    how: SamplingParams
     valid: Tensor | None = None
     limits: Limits | None = None
     on_rows: OnRows | None = None
@@ -99,7 +99,9 @@ class State:
             logits = self.logits_at(features[part])
             yield part, logits if self.limits is None else self.limits.applied(logits, index[part])
 
-    def put(self, is_revealed: Tensor, features: Tensor, how: Draw, is_remasked: Tensor | None = None) -> Tensor:
+    def put(
+        self, is_revealed: Tensor, features: Tensor, how: SamplingParams, is_remasked: Tensor | None = None
+    ) -> Tensor:
         """Draw tokens where revealed and put them in place, masks where remasked; the probability of each token."""
         index = is_revealed.flatten().nonzero()[:, 0]
         u = self.send(self.numbers()[1].flatten()[index])
@@ -133,7 +135,7 @@ def denoise(
     *,
     mask_id: int,
     rng: CounterRng,
-    how: Draw | None = None,
+    how: SamplingParams | None = None,
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
     limits: Limits | None = None,
@@ -159,7 +161,9 @@ def denoise(
         row, position = (fixed & is_hidden).nonzero()[0].tolist()
         raise ValueError(f"row {row}, position {position} is fixed but holds the mask token: fixed tokens must be text")
     is_free = ~fixed if valid is None else ~fixed & valid.cpu()
-    state = State(xt, is_hidden, is_free, predict, logits_at, mask_id, rng, how or Draw(), valid, limits, on_rows)
+    state = State(
+        xt, is_hidden, is_free, predict, logits_at, mask_id, rng, how or SamplingParams(), valid, limits, on_rows
+    )
     for number, window in _windows(is_free, block):
         state.is_free, state.clock = window, number * STEPS_OF_A_BLOCK
         yield from _run_plan(state, sampler) if isinstance(sampler, Plan) else _run_order(state, sampler)
@@ -186,7 +190,7 @@ def _run_plan(state: State, plan: Plan) -> Iterator[Frame]:
     confidence = torch.zeros(state.xt.shape, dtype=torch.float64) if plan.by_confidence else None
     for transition in plan:
         if confidence is not None:
-            remask = spread(transition.remask_prob, confidence, state.is_hidden | ~state.is_free)
+            remask = confidence_remask_prob(transition.remask_prob, confidence, state.is_hidden | ~state.is_free)
             transition = replace(transition, remask_prob=remask)
         yield step_plan(state, transition, how, confidence)
     left = state.is_hidden & state.is_free
@@ -197,7 +201,7 @@ def _run_plan(state: State, plan: Plan) -> Iterator[Frame]:
         yield state.frame(left)
 
 
-def step_plan(state: State, transition: Transition, how: Draw, confidence: Tensor | None = None) -> Frame:
+def step_plan(state: State, transition: Transition, how: SamplingParams, confidence: Tensor | None = None) -> Frame:
     """One reverse step. Positions first: the network runs only for rows that reveal something, its head only where.
 
     `confidence` (B, L), where it is wanted, takes the probability of every token that is drawn.

@@ -56,7 +56,7 @@ def select(is_selected: Tensor, weight: Tensor, multiple: int = 1) -> Selection:
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyBatch:
     """A batch after the forward process: what goes into the network, what is asked of it and where."""
 
     x0: Tensor  # (B, L): the targets
@@ -69,24 +69,24 @@ class Noised:
     valid: Tensor | None = None  # (B, L): what attention may read; None is everything
     is_causal: bool = False  # for a causal model: xt is what comes before x0
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Noised:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> NoisyBatch:
         def apply(value: object) -> object:
             if isinstance(value, Selection):
                 return Selection(change(value.index), change(value.weight))
             return change(value) if isinstance(value, Tensor) else value
 
-        return Noised(**{f.name: apply(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
+        return NoisyBatch(**{f.name: apply(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
 
-    def to(self, device: torch.device | str) -> Noised:
+    def to(self, device: torch.device | str) -> NoisyBatch:
         """The same batch on another device, without waiting for the copy."""
         return self._map(lambda x: x.to(device, non_blocking=True))
 
-    def pin(self) -> Noised:
+    def pin(self) -> NoisyBatch:
         """The same batch in page-locked memory, from which `to` a GPU does not block."""
         return self._map(Tensor.pin_memory)
 
 
-def noised(
+def collect_batch(
     x0: Tensor,
     xt: Tensor,
     t: Tensor,
@@ -100,7 +100,7 @@ def noised(
     is_fixed: Tensor | None = None,
     attend_padding: bool = False,
     multiple: int = 1,
-) -> Noised:
+) -> NoisyBatch:
     """Collect a batch whose hidden tokens are known: find the positions and weights of its losses."""
     is_hidden = xt == mask_id
     counted = torch.ones_like(is_hidden) if valid is None else valid
@@ -113,7 +113,7 @@ def noised(
         rule_valid = None if attend_padding else valid
         is_anchor = in_scope(anchor_rule(x0, rule_valid), is_hidden, anchor_scope)
         anchors = select(is_anchor & counted, weight, multiple)
-    return Noised(
+    return NoisyBatch(
         x0=x0,
         xt=xt,
         t=t,
@@ -141,7 +141,7 @@ def corrupt(
     is_fixed: Tensor | None = None,
     attend_padding: bool = False,
     multiple: int = 1,
-) -> Noised:
+) -> NoisyBatch:
     """The forward process on a batch: stratified times, hidden tokens, the positions of the losses.
 
     Everything follows from (seed, row, step) and the row's place in the whole batch (`index` of `total`): the noise is
@@ -171,7 +171,7 @@ def corrupt(
     if valid is not None and not attend_padding:
         unmaskable = ~valid if is_fixed is None else is_fixed | ~valid
     xt = mask_tokens(x0, 1 - schedule.alpha(t.double()), u, mask_id, unmaskable)
-    return noised(
+    return collect_batch(
         x0,
         xt,
         t,
@@ -187,9 +187,9 @@ def corrupt(
     )
 
 
-def shifted(
+def shift_tokens(
     x0: Tensor, *, anchor_rule: AnchorRule | None = None, valid: Tensor | None = None, multiple: int = 1
-) -> Noised:
+) -> NoisyBatch:
     """The batch of a causal model: every next token is hidden and weighs 1; anchors are found in the whole row."""
     rows, ones = x0.shape[0], torch.ones(x0.shape[0], device=x0.device)
     counted = torch.ones_like(x0[:, 1:], dtype=torch.bool) if valid is None else valid[:, 1:]
@@ -197,7 +197,7 @@ def shifted(
     anchors = None
     if anchor_rule is not None:
         anchors = select(anchor_rule(x0, valid)[:, 1:] & counted, ones, multiple)
-    return Noised(
+    return NoisyBatch(
         x0=x0[:, 1:],
         xt=x0[:, :-1],
         t=torch.ones(rows, device=x0.device),

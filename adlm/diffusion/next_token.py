@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from adlm.diffusion.categorical import Draw, Limits, draw
+from adlm.diffusion.categorical import Limits, SamplingParams, draw
 from adlm.diffusion.denoise import Frame, LogitsAt
 from adlm.diffusion.rng import CounterRng, Purpose
 
@@ -22,7 +22,7 @@ def continue_tokens(
     *,
     is_fixed: Tensor,
     rng: CounterRng,
-    how: Draw | None = None,
+    how: SamplingParams | None = None,
     limits: Limits | None = None,
 ) -> Iterator[Frame]:
     """Fill what is not fixed in xt (B, L), left to right; fixed tokens are read, never altered. Yields a frame a token.
@@ -31,7 +31,7 @@ def continue_tokens(
     """
     if not bool(is_fixed[:, 0].all()):
         raise ValueError("a causal model continues text: position 0 of every row must be given (the BOS token, say)")
-    xt, how = xt.to(torch.int64).clone(), how or Draw()
+    xt, how = xt.to(torch.int64).clone(), how or SamplingParams()
     batch, length = xt.shape
     is_fixed = is_fixed.cpu()
     is_masked = ~is_fixed

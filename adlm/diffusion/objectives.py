@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adlm.diffusion.masking import Noised, Selection
+from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.selected import Selected, selected_loss
 
 
 class Loss(NamedTuple):
-    """What is optimised (total = nll + anchor_weight · anchor) and what is reported never mix. Nats per token."""
+    """What is optimized (total = nll + anchor_weight · anchor) and what is reported never mix. Nats per token."""
 
     total: Tensor
     nll: Tensor
@@ -36,7 +36,7 @@ class Loss(NamedTuple):
 def diffusion_loss(
     final: Tensor,
     head: nn.Linear,
-    batch: Noised,
+    batch: NoisyBatch,
     *,
     mask_id: int | None,
     anchor: Tensor | None = None,
@@ -64,7 +64,7 @@ def diffusion_loss(
     return loss.check() if check else loss
 
 
-def score_entropy_loss(final: Tensor, head: nn.Linear, batch: Noised, *, mask_id: int, check: bool = True) -> Loss:
+def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, check: bool = True) -> Loss:
     """SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score times e^noise_level - 1.
 
     Its weighted form collapses to w(t) [ exp(lse - c) - z_x + c - 1 ] with c = log(V - 1): the NELBO's
@@ -86,7 +86,7 @@ def token_nll(selected: Selected, selection: Selection, shape: torch.Size) -> Te
 
 
 def _mean_loss(
-    features: Tensor, head: nn.Linear, batch: Noised, where: Selection, **how: int | float | None
+    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, **how: int | float | None
 ) -> tuple[Tensor, Tensor]:
     """The mean over the batch's tokens of a head's loss at a selection, and its sum over each row (detached)."""
     share = Selection(where.index, where.weight / batch.tokens)

@@ -84,23 +84,23 @@ def forward_backward(steps: int, *, compat: bool = False) -> Plan:
 
 def remask_cap(steps: int, *, eta: float = 0.008, compat: bool = False) -> Plan:
     """ReMDM cap: remask with at most eta."""
-    _share("eta", eta)
+    check_probability("eta", eta)
     t, s = _grid(steps, compat)
-    remask = _most(1 - t, 1 - s).clamp(max=eta)
+    remask = max_remask_prob(1 - t, 1 - s).clamp(max=eta)
     return _plan("remask_cap", t, 1 - t, 1 - s, remask, compat)
 
 
 def remask_rescale(steps: int, *, eta: float = 0.015, compat: bool = False) -> Plan:
     """ReMDM rescale: remask with eta times the most that is possible."""
-    _share("eta", eta)
+    check_probability("eta", eta)
     t, s = _grid(steps, compat)
-    return _plan("remask_rescale", t, 1 - t, 1 - s, eta * _most(1 - t, 1 - s), compat)
+    return _plan("remask_rescale", t, 1 - t, 1 - s, eta * max_remask_prob(1 - t, 1 - s), compat)
 
 
 def remask_conf(steps: int, *, compat: bool = False) -> Plan:
     """ReMDM conf: the most that is possible, shared out by how uncertain each token was when it was revealed."""
     t, s = _grid(steps, compat)
-    return _plan("remask_conf", t, 1 - t, 1 - s, _most(1 - t, 1 - s), compat, by_confidence=True)
+    return _plan("remask_conf", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s), compat, by_confidence=True)
 
 
 def remask_loop(
@@ -114,7 +114,7 @@ def remask_loop(
 ) -> Plan:
     """ReMDM loop, the paper's sampler: up to alpha_on, stay there and remask with eta, then to the end."""
     for name, value in (("eta", eta), ("t_on", t_on), ("t_off", t_off), ("alpha_on", alpha_on)):
-        _share(name, value)
+        check_probability(name, value)
     if not t_off < t_on < 1:
         raise ValueError(f"the loop needs t_off < t_on < 1, got t_off = {t_off} and t_on = {t_on}")
     t, s = _grid(steps, compat)
@@ -168,7 +168,7 @@ def dfm_step(t: float, steps: int) -> tuple[float, float]:
     return dt, (a - 1) * dt / (1 - t)
 
 
-def spread(remask_prob: Tensor, confidence: Tensor, is_hidden: Tensor) -> Tensor:
+def confidence_remask_prob(remask_prob: Tensor, confidence: Tensor, is_hidden: Tensor) -> Tensor:
     """Share a row's remasking out over its visible tokens: softmax of minus the probability each was drawn with."""
     doubt = (-confidence).masked_fill(is_hidden, -torch.inf)
     return remask_prob * torch.nan_to_num(doubt.softmax(-1))  # a row that is all hidden has nothing to share
@@ -203,12 +203,12 @@ def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor
     if compat:
         level = -torch.log(1 - (1 - EPS) * t)
     else:
-        remask = torch.minimum(remask, _most(alpha_t, alpha_s))
+        remask = torch.minimum(remask, max_remask_prob(alpha_t, alpha_s))
         level = -torch.log(EPS + (1 - EPS) * alpha_t)  # of the share that is really visible
     return Plan(name, t, alpha_t, alpha_s, remask, level, fill_argmax=compat, **how)
 
 
-def _most(alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
+def max_remask_prob(alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
     """The largest remasking probability that still leaves alpha_s visible: min(1, (1 - alpha_s) / alpha_t)."""
     return torch.where(alpha_t > 0, ((1 - alpha_s) / alpha_t).clamp(max=1), 1.0)
 
@@ -225,6 +225,6 @@ def _at_least_one(steps: int) -> None:
         raise ValueError(f"steps must be at least 1, got {steps}")
 
 
-def _share(name: str, value: float) -> None:
+def check_probability(name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")

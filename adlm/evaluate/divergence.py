@@ -1,13 +1,13 @@
 """MAUVE (Pillutla et al., 2021) of two sets of texts by their features, with an interval.
 
-The features are ours, the quantisation is the package's, `mauve-text`, and so is the figure but in one case: of two
+The features are ours, the quantization is the package's, `mauve-text`, and so is the figure but in one case: of two
 equal histograms it makes 0.75, because it sorts points of the curve that lie above each other as they come; here that
 is 1. A figure depends on the judge
 that gave the features, on how many texts there are and how long they are, and on the number of buckets: it says
 something beside the figure of real text of the same amount, and nothing alone.
 
 The interval covers which texts were drawn and the seed of k-means, not the choice of judge. For every seed the texts
-are quantised once; then both histograms are drawn anew, which is a bootstrap over texts with the buckets held. Those
+are quantized once; then both histograms are drawn anew, which is a bootstrap over texts with the buckets held. Those
 draws are noisier than the texts and their MAUVE is lower, so their quantiles are no interval; their spread, pooled over
 seeds, is the standard error, and the interval is the figure with 1.96 of it on either side, cut to [0, 1].
 """

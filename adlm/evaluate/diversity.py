@@ -110,7 +110,7 @@ def _check(rows: Sequence[Row], n: int) -> None:
     if len(rows) == 0:
         raise ValueError("there are no texts to measure: give at least two")
     if texts := [number for number, row in enumerate(rows) if isinstance(row, str | bytes)]:
-        raise ValueError(f"text {texts[0]} is not tokenised: give its tokens, tokenizer.encode(text) or text.split()")
+        raise ValueError(f"text {texts[0]} is not tokenized: give its tokens, tokenizer.encode(text) or text.split()")
     if short := [number for number, row in enumerate(rows) if len(row) < n]:
         raise ValueError(
             f"{len(short)} of {len(rows)} texts are shorter than {n} tokens (text {short[0]} has "

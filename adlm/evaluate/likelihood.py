@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adlm.data.batches import Fetch, TensorRows, is_valid
-from adlm.diffusion.masking import Noised, corrupt, shifted
+from adlm.data.batches import RowDataset, TensorRows, is_valid
+from adlm.diffusion.masking import NoisyBatch, corrupt, shift_tokens
 from adlm.diffusion.objectives import Loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule
@@ -51,7 +51,7 @@ class Walk:
 
     def measure(
         self,
-        rows: Tensor | Fetch,
+        rows: Tensor | RowDataset,
         nats_of: Callable[[Piece, int], Tensor],
         *,
         draws: int,
@@ -108,7 +108,7 @@ def place_of(number: Tensor, count: int, draw: int, draws: int, seed: int) -> Te
 @torch.no_grad()
 def held_out_bound(
     model: LanguageModel,
-    rows: Tensor | Fetch,
+    rows: Tensor | RowDataset,
     *,
     batch: int = 32,
     draws: int = 1,
@@ -120,7 +120,7 @@ def held_out_bound(
     marks: Sequence[int] = (),
     documents: Tensor | None = None,
     first: int | None = None,
-    loss_of: Callable[[Noised], Loss] | None = None,
+    loss_of: Callable[[NoisyBatch], Loss] | None = None,
     rank: int = 0,
     size: int = 1,
     total: Callable[[Tensor], Tensor] = lambda x: x,
@@ -145,9 +145,9 @@ def held_out_bound(
         every = torch.arange(count)
         return torch.stack([place_of(every, count, draw, draws, seed) / count % 1 for draw in range(draws)], dim=1)
 
-    def noised_of(piece: Piece, count: int, draw: int, is_given: Tensor | None) -> Noised:
+    def noised_of(piece: Piece, count: int, draw: int, is_given: Tensor | None) -> NoisyBatch:
         if config.is_causal:
-            return shifted(piece.x0, valid=piece.counted if is_given is not None else piece.valid)
+            return shift_tokens(piece.x0, valid=piece.counted if is_given is not None else piece.valid)
         assert config.mask_id is not None
         return corrupt(
             piece.x0,

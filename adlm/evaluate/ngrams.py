@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adlm.data.batches import Fetch, is_valid
+from adlm.data.batches import RowDataset, is_valid
 from adlm.evaluate.metrics import Bound, Likelihood
 
 Ids = NDArray[np.int64]
@@ -89,7 +89,7 @@ class Bigram:
         return -np.log(self.unigram[rows])
 
 
-def count_bigrams(rows: Fetch, vocab_size: int, *, on_rows: Told | None = None) -> Bigram:
+def count_bigrams(rows: RowDataset, vocab_size: int, *, on_rows: Told | None = None) -> Bigram:
     """Count tokens and pairs of neighbours in rows, padding left out; `on_rows` is told how far it is."""
     tokens, pairs, counts = (np.zeros(size, dtype=np.int64) for size in (vocab_size, 0, 0))
     for row, valid in _pieces(rows, on_rows):
@@ -109,7 +109,7 @@ def count_bigrams(rows: Fetch, vocab_size: int, *, on_rows: Told | None = None) 
 
 
 def held_out_nll(
-    nll: Callable[[Ids], NDArray[Any]], rows: Fetch, *, ends_free: bool = False, on_rows: Told | None = None
+    nll: Callable[[Ids], NDArray[Any]], rows: RowDataset, *, ends_free: bool = False, on_rows: Told | None = None
 ) -> Bound:
     """Nats per token over the tokens that a masked model's bound counts: all but padding, the first of a row too.
 
@@ -138,7 +138,7 @@ def per_token(nats: NDArray[np.float64], tokens: NDArray[Any]) -> Bound:
     return found.bound()
 
 
-def _pieces(rows: Fetch, on_rows: Told | None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
+def _pieces(rows: RowDataset, on_rows: Told | None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
     """The rows (n, L), a few at a time, and which of their tokens are no padding."""
     if len(rows) == 0:
         raise ValueError("there are no rows to count or to score")

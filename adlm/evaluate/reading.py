@@ -1,6 +1,6 @@
 """Any text as rows to be measured on: the same rows whatever the number of workers, with a hash that names them.
 
-Nothing is tokenised or packed here that `adlm prepare` would do in another way: sources, workers and packing are its.
+Nothing is tokenized or packed here that `adlm prepare` would do in another way: sources, workers and packing are its.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm.data.batches import Fetch
+from adlm.data.batches import RowDataset
 from adlm.data.packing import Framing, Packed, Packer
 from adlm.data.prepare import MANNERS, Progress, named_corpus
 from adlm.data.shards import MANIFEST, PROGRESS, dtype_for, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
-from adlm.data.workers import Tokenised, TokenizerPool, chunked
+from adlm.data.workers import Tokenized, TokenizerPool, chunked
 
 PIECE = 1024  # rows at a time where all are gone through
-UNKNOWN = "<unk>"  # what the tokenised form of some sets has in place of rare words
+UNKNOWN = "<unk>"  # what the tokenized form of some sets has in place of rare words
 SAME_SHARE = "a share of the folder's, by tokens"
 
 
@@ -39,7 +39,7 @@ class Reading:
     without its padding (uint32), the rows' lengths (uint32; of rows without padding the width).
     """
 
-    rows: Fetch
+    rows: RowDataset
     documents: Tensor  # (n,): the number of the document in which each row begins
     bytes: int  # UTF-8, of the text that the rows hold
     rows_hash: str
@@ -78,7 +78,7 @@ def read(
     split = split or "valid"
     opened = open_source(source, split=split)
     packing = Packing(Packer(framing, is_wrapped=manner == "wrapped"), tokenizer, limit)
-    _tokenise(opened, tokenizer, packing, split, workers, on_progress or (lambda _: None))
+    _tokenize(opened, tokenizer, packing, split, workers, on_progress or (lambda _: None))
     if not packing.count:
         raise ValueError(no_row(opened.name, packing, length))
     stored = packing.rows()
@@ -93,7 +93,7 @@ def read(
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": tokenizer.sha256,
         "limit": limit,
-        "bytes_are": "of the text, detokenised" if opened.identity.get("detokenizer") else "of the text",
+        "bytes_are": "of the text, detokenized" if opened.identity.get("detokenizer") else "of the text",
         **packing.counts(),
     }
     return reading_of(stored, tokenizer, packing.bytes, settings)
@@ -164,7 +164,7 @@ class Packing:
     def is_full(self) -> bool:
         return self.limit is not None and self.count >= self.limit
 
-    def feed(self, found: Tokenised, texts: list[str]) -> None:
+    def feed(self, found: Tokenized, texts: list[str]) -> None:
         """Take up a chunk of documents."""
         packed = self.packer.feed(*found)
         if self.limit is not None and self.count + len(packed.rows) > self.limit:
@@ -189,7 +189,7 @@ class Packing:
                 self._add_framed(found, texts, packed.lengths - 2)
         self.before += int(found.sizes.sum())
 
-    def _add_framed(self, found: Tokenised, texts: list[str], kept: NDArray[np.int64]) -> None:
+    def _add_framed(self, found: Tokenized, texts: list[str], kept: NDArray[np.int64]) -> None:
         lengths = found.lengths[: len(kept)]
         is_cut = lengths > kept
         self.cut_documents += int(is_cut.sum())
@@ -199,7 +199,7 @@ class Packing:
 
     def _beginning(self, text: str, tokens: int) -> int:
         """Bytes of the text that its first tokens stand for."""
-        text = text.encode("utf-8", "replace").decode("utf-8")  # as it was tokenised
+        text = text.encode("utf-8", "replace").decode("utf-8")  # as it was tokenized
         offsets = self.tokenizer.bpe.encode(text, add_special_tokens=False).offsets[:tokens]
         return len(text[: offsets[-1][1]].encode("utf-8")) if offsets else 0
 
@@ -227,7 +227,7 @@ class Packing:
         return found
 
 
-def _tokenise(
+def _tokenize(
     source: Source,
     tokenizer: Tokenizer,
     packing: Packing,
@@ -241,7 +241,7 @@ def _tokenise(
         tokenizer.save(folder)
         with TokenizerPool(Path(folder) / "tokenizer.json", dtype_for(tokenizer.vocab_size), workers) as pool:
             chunks = ((texts, (texts, consumed)) for texts, consumed in chunked(source.read()))
-            for found, (texts, consumed) in pool.tokenise(chunks):
+            for found, (texts, consumed) in pool.tokenize(chunks):
                 packing.feed(found, texts)
                 seconds = time.perf_counter() - began
                 done = (packing.before, packing.tokens, packing.count, packing.documents)
@@ -273,7 +273,7 @@ def _prepared(
     every, said = data.rows(split), data.manifest["splits"][split]
     if not len(every):
         raise ValueError(f"{folder} has no rows in {split}: prepare it again with a --valid-share above 0")
-    stored: Fetch = every if limit is None or limit >= len(every) else First(every, limit)
+    stored: RowDataset = every if limit is None or limit >= len(every) else First(every, limit)
     text, exact = said["bytes"], len(stored) == len(every)
     if not exact:
         share = text_tokens(stored, tokenizer) / max(1, text_tokens(every, tokenizer))
@@ -299,7 +299,7 @@ def _prepared(
 class First:
     """The first so many of some rows."""
 
-    every: Fetch
+    every: RowDataset
     count: int
 
     def __len__(self) -> int:
@@ -309,14 +309,14 @@ class First:
         return self.every.fetch(indices)
 
 
-def pieces(rows: Fetch) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def pieces(rows: RowDataset) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """All rows in their order, some at a time: tokens (n, L) and lengths (n,), the width where there is no padding."""
     for index in torch.arange(len(rows)).split(PIECE):
         tokens, lengths = rows.fetch(index)
         yield tokens.numpy(), np.full(len(index), tokens.shape[1]) if lengths is None else lengths.numpy()
 
 
-def text_tokens(rows: Fetch, tokenizer: Tokenizer) -> int:
+def text_tokens(rows: RowDataset, tokenizer: Tokenizer) -> int:
     """The tokens of rows that stand for text."""
     found = 0
     for tokens, lengths in pieces(rows):
@@ -325,7 +325,7 @@ def text_tokens(rows: Fetch, tokenizer: Tokenizer) -> int:
     return found
 
 
-def hash_of(rows: Fetch) -> str:
+def hash_of(rows: RowDataset) -> str:
     """The rows' name; see `Reading` for the bytes that it is made of."""
     digest = hashlib.sha256()
     every: list[NDArray[Any]] = []
@@ -338,7 +338,7 @@ def hash_of(rows: Fetch) -> str:
     return digest.hexdigest()
 
 
-def documents_of(rows: Fetch, tokenizer: Tokenizer, *, is_wrapped: bool) -> Tensor:
+def documents_of(rows: RowDataset, tokenizer: Tokenizer, *, is_wrapped: bool) -> Tensor:
     """The number of the document in which each row begins, (n,); in a stream an EOS ends each, and no text is one."""
     if not is_wrapped:
         return torch.arange(len(rows))
@@ -346,7 +346,7 @@ def documents_of(rows: Fetch, tokenizer: Tokenizer, *, is_wrapped: bool) -> Tens
     return torch.from_numpy(np.cumsum(ended) - ended)
 
 
-def reading_of(rows: Fetch, tokenizer: Tokenizer, text_bytes: int, settings: dict[str, Any]) -> Reading:
+def reading_of(rows: RowDataset, tokenizer: Tokenizer, text_bytes: int, settings: dict[str, Any]) -> Reading:
     """The reading of rows, their hash and documents found."""
     documents = documents_of(rows, tokenizer, is_wrapped=settings["rows"] == "wrapped")
     settings = {**settings, "row_count": len(rows), "text_bytes": text_bytes}

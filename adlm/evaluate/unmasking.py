@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from adlm.data.batches import Fetch
+from adlm.data.batches import RowDataset
 from adlm.diffusion import orders
 from adlm.diffusion.masking import Selection
 from adlm.diffusion.orders import Order, next_positions
@@ -43,7 +43,7 @@ ORDERS = (LEFT_TO_RIGHT, *SCORED, RANDOM)
 @torch.no_grad()
 def unmasking_likelihood(
     model: LanguageModel,
-    rows: Tensor | Fetch,
+    rows: Tensor | RowDataset,
     order: str | Order | Tensor,
     *,
     tokens_a_step: int = 1,

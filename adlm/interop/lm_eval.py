@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from adlm.bundled import DEFAULT
-from adlm.diffusion.categorical import Draw
-from adlm.diffusion.masking import corrupt, select, shifted
+from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.masking import corrupt, select, shift_tokens
 from adlm.diffusion.orders import confidence
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
 from adlm.methods import METHODS, training_loss
-from adlm.text.jobs import Job, choose_sampler, require_whole
+from adlm.text.generation import GenerationRequest, choose_sampler, require_whole
 from adlm.text.lm import LM, frames, load
 from adlm.text.templates import TEXT, Hole, Layout, cut, parsed
 
@@ -102,7 +102,7 @@ def nats_of(lm: LM, rows: Sequence[Asked], *, draws: int, seed: int, batch: int)
         asked = torch.tensor([[*rows[r].is_asked, *[False] * (widest - len(rows[r].is_asked))] for r, _ in part])
         valid = torch.arange(widest) < lengths[:, None]
         if is_causal:
-            noised = replace(shifted(x0, valid=valid), hidden=select(asked[:, 1:], torch.ones(len(part))))
+            noised = replace(shift_tokens(x0, valid=valid), hidden=select(asked[:, 1:], torch.ones(len(part))))
         else:
             assert model.config.mask_id is not None
             draw = torch.tensor([number for _, number in part])
@@ -144,7 +144,7 @@ def is_greedy(lm: LM, rows: Sequence[Asked], batch: int) -> list[bool]:
             )
             for row in part
         ]
-        job = Job(layouts, 1, sampler, Draw(temperature=0), 0, None, batch, {})
+        job = GenerationRequest(layouts, 1, sampler, SamplingParams(temperature=0), 0, None, batch, {})
         *_, frame = frames(lm.predictor, job, job.rows)
         found += [tuple(ids[: len(row.ids)]) == row.ids for row, ids in zip(part, frame.tokens.tolist(), strict=True)]
     return found

@@ -10,7 +10,7 @@ from adlm.models.transformer import NoiseEmbedding
 
 HIDDEN_SHARE = 0.5  # of the positions of a masked model, on average over t (log-linear schedule)
 CHUNK = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
-OPTIMISERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "muon")
 
 # Numbers a layer keeps per token and unit of dim for its backward: x, norm 1, qkv (3), rotated q and k (2), attention,
 # x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks; dropout comes on top.
@@ -67,14 +67,14 @@ class Memory:
 
     weights: int
     gradients: int
-    optimiser: int
+    optimizer: int
     average: int
     activations: int
     head: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimiser + self.average + self.activations + self.head
+        return self.weights + self.gradients + self.optimizer + self.average + self.activations + self.head
 
 
 def parameters(config: ModelConfig) -> Parameters:
@@ -145,7 +145,7 @@ def memory_estimate(
     length: int,
     bytes_per_activation: int,
     ema: bool,
-    optimiser: str,
+    optimizer: str,
     shards: int = 1,
     checkpoint_activations: bool = False,
     is_cuda: bool,
@@ -153,25 +153,25 @@ def memory_estimate(
 ) -> Memory:
     """Bytes at the peak of a training step of `rows` × `length` tokens on one of `shards` devices: an estimate.
 
-    Weights, gradients, optimiser states and average are float32 and divided by `shards`; of sharded ones, embedding,
+    Weights, gradients, optimizer states and average are float32 and divided by `shards`; of sharded ones, embedding,
     heads and bridge and two layers are whole at a time. All gradients are taken to stand beside all activations: the
     total of an unsharded step of one micro-batch is too high by part of them. Not in it: the CUDA context,
     communication buffers and fragmentation, what time conditioning keeps per row, and a CPU process's libraries.
     """
-    if optimiser not in OPTIMISERS:
-        raise ValueError(f"optimiser {optimiser!r} is not one of {', '.join(OPTIMISERS)}")
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
     if bytes_per_activation not in (2, 4):
         raise ValueError(f"bytes_per_activation is 2 (bf16) or 4 (float32), got {bytes_per_activation}")
     if min(rows, length, shards) < 1:
         raise ValueError(f"rows, length and shards are at least 1, got {rows}, {length}, {shards}")
     parts, layers = parameters(config), config.anchor_layers + config.denoiser_layers
     matrices, full = layer_matrices(config), 4 * parts.total // shards
-    states = 2 * parts.total - (layers * matrices if optimiser == "muon" else 0)
-    gathered = 4 * (parts.total - parts.layers + 2 * parts.layers // layers) if shards > 1 else 0
+    states = 2 * parts.total - (layers * matrices if optimizer == "muon" else 0)
+    all_gather = 4 * (parts.total - parts.layers + 2 * parts.layers // layers) if shards > 1 else 0
     return Memory(
-        weights=full + gathered,
-        gradients=full + gathered,
-        optimiser=4 * states // shards,
+        weights=full + all_gather,
+        gradients=full + all_gather,
+        optimizer=4 * states // shards,
         average=full if ema else 0,
         activations=activation_bytes(config, rows * length, bytes_per_activation, checkpoint_activations, is_cuda),
         head=head_bytes(config, rows * length, bytes_per_activation, anchor_share, is_cuda),

@@ -17,8 +17,8 @@ BRIDGES = ("factored", "direct", "softmax")
 POSITIONS = ("rotary", "learned")
 # Inductor's fusion of sums along rows with sums along columns gives wrong gradients of the modulations at the sizes
 # that are trained (torch 2.11, relative errors of 0.4 to 7); without it a step takes as long.
-SAFE: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
-NEVER = -1e6  # the log-probability of what cannot be; finite, so that 0 · log 0 stays 0
+INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
+NEG_INF = -1e6  # the log-probability of what cannot be; finite, so that 0 · log 0 stays 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         self.to_empty(device="cpu")
         if config.tied:
             self.head.weight = self.embed.weight
-        initialise(self, torch.Generator().manual_seed(seed))
+        initialize(self, torch.Generator().manual_seed(seed))
 
     def _build(self, config: ModelConfig) -> None:
         def stack(layers: int) -> Stack:
@@ -96,8 +96,8 @@ class LanguageModel(nn.Module):
         vocab, dim = config.vocab_size, config.dim
         self.config = config
         self._rotary: Rotary | None = None
-        self.embed = table(vocab, dim)
-        self.positions = table(config.length, dim) if config.positions == "learned" else None
+        self.embed = empty_embedding(vocab, dim)
+        self.positions = empty_embedding(config.length, dim) if config.positions == "learned" else None
         self.anchor = stack(config.anchor_layers) if config.anchor_layers else None
         self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
         self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if config.anchor_layers else None
@@ -129,12 +129,14 @@ class LanguageModel(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         level = checked_level(noise_level, tokens.shape[0]) if config.time_conditioning else None
-        attend = None if valid is None else readable(valid, config.is_causal, cache is not None)
+        attend = None if valid is None else attention_mask(valid, config.is_causal, cache is not None)
         split = config.anchor_layers
         if self.anchor is None:
             return Features(None, self.denoiser(x, level, rotary, attend, cache))
         anchor = self.anchor(x, level, rotary, attend, None if cache is None else cache[:split])
-        final = self.denoiser(self.cross(anchor), level, rotary, attend, None if cache is None else cache[split:])
+        final = self.denoiser(
+            self.apply_bridge(anchor), level, rotary, attend, None if cache is None else cache[split:]
+        )
         return Features(anchor, final)
 
     def rotary(self, device: torch.device) -> Rotary:
@@ -144,7 +146,7 @@ class LanguageModel(nn.Module):
                 self._rotary = rotary_table(self.config.length, self.config.dim // self.config.heads, device)
         return self._rotary
 
-    def cross(self, anchor: Tensor) -> Tensor:
+    def apply_bridge(self, anchor: Tensor) -> Tensor:
         """The bridge: the denoiser's only view of the text, from the anchor network's features."""
         assert self.bridge is not None and self.anchor_head is not None
         if self.config.bridge == "direct":
@@ -172,8 +174,8 @@ class LanguageModel(nn.Module):
                 logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), -1000.0)
             return anchor, logits.log_softmax(-1)
         assert mask_id is not None
-        logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), NEVER)
-        itself = torch.full_like(logits, NEVER).scatter_(-1, tokens[..., None], 0.0)
+        logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), NEG_INF)
+        itself = torch.full_like(logits, NEG_INF).scatter_(-1, tokens[..., None], 0.0)
         return anchor, torch.where((tokens == mask_id)[..., None], logits.log_softmax(-1), itself)
 
     def new_cache(self, batch: int, length: int | None = None) -> list[KVCache]:
@@ -197,7 +199,7 @@ class LanguageModel(nn.Module):
         """Compile each layer in place (they share one graph); embedding, bridge and heads stay eager."""
         for module in self.modules():
             if isinstance(module, Layer):
-                module.compile(dynamic=False, options=SAFE)
+                module.compile(dynamic=False, options=INDUCTOR_OPTIONS)
         return self
 
     def fold(self) -> LanguageModel:
@@ -205,7 +207,7 @@ class LanguageModel(nn.Module):
         return folded(self)
 
 
-def table(rows: int, dim: int) -> nn.Embedding:
+def empty_embedding(rows: int, dim: int) -> nn.Embedding:
     """An embedding without numbers yet: torch's own start, on the meta device, would load the whole compiler first."""
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
@@ -218,7 +220,7 @@ def checked_level(noise_level: Tensor | None, rows: int) -> Tensor:
     return noise_level
 
 
-def readable(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
+def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
     """Which keys each query may read: what is valid; in a causal model what came before, and itself."""
     if not is_causal:
         return valid[:, None, None, :]
@@ -276,7 +278,7 @@ def folded_stack(stack: Stack) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def initialise(model: LanguageModel, rng: torch.Generator) -> None:
+def initialize(model: LanguageModel, rng: torch.Generator) -> None:
     """The lineage's start: uniform ±1/√fan_in; heads and modulations zero; a direct bridge is the identity."""
 
     def uniform(parameter: Tensor, fan_in: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from adlm.bundled import MODELS
 from adlm.checkpoint import complete
 from adlm.config import load_config
-from adlm.data.batches import Fetch
+from adlm.data.batches import RowDataset
 from adlm.diffusion.anchors import AnchorRule
 from adlm.methods import ANCHOR_RULES, build_anchor_rule, named
 from adlm.studies.guesses import Guess, Tally
@@ -150,7 +150,7 @@ PARTS = ("guesses", "losses", "samples", "reveals")
 
 def study_anchors(
     lm: LM,
-    rows: Fetch,
+    rows: RowDataset,
     rule: AnchorRule,
     extent: Extent,
     assess: Assessor | None = None,
@@ -172,7 +172,7 @@ def study_anchors(
         draws=extent.draws,
         seed=extent.seed,
         batch=extent.batch,
-        on_turn=lambda turn: tally.add(turn.piece.number, turn.noised, turn.own, turn.final),
+        on_turn=lambda turn: tally.add(turn.piece.number, turn.corrupt, turn.own, turn.final),
         on_rows=lambda done, total: on_stage("rows", done, total),
     )
     samples, reveals = _texts(lm, rule, extent, assess, on_stage) if assess and extent.samples else ([], [])

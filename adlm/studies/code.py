@@ -1,6 +1,6 @@
 """Python as a domain: the standard library's sources as text, and how much of what a model writes or fills in parses.
 
-The sources are the running interpreter's own (PSF licence, version 2): the same for one version of Python on every
+The sources are the running interpreter's own (PSF license, version 2): the same for one version of Python on every
 machine, which the hash shows.
 """
 
@@ -24,7 +24,7 @@ from adlm.evaluate.programs import Candidate, Problem, Share, mean_share
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, cut
 
-LICENCE = "PSF-2.0 (Python Software Foundation License, version 2)"
+LICENSE = "PSF-2.0 (Python Software Foundation License, version 2)"
 LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "turtledemo")
 KINDS = ("lines", "expression")
 HELD_OUT = 10  # every tenth file, by the hash of its name
@@ -78,7 +78,7 @@ def write_sources(path: Path, sources: Sequence[Source]) -> dict[str, Any]:
         for source in sources:
             file.write(json.dumps({"text": source.text, "name": source.name}, ensure_ascii=False) + "\n")
     size = sum(len(source.text.encode("utf-8")) for source in sources)
-    return {"file": path.name, "files": len(sources), "bytes": size, "sha256": hash_of(sources), "licence": LICENCE}
+    return {"file": path.name, "files": len(sources), "bytes": size, "sha256": hash_of(sources), "license": LICENSE}
 
 
 def parses(text: str) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 
 from adlm.data.shards import write_safely
 from adlm.evaluate.zeroshot import weights_hash
-from adlm.text.jobs import Job
+from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, Row, frames
-from adlm.train.distributed import World
+from adlm.training.distributed import DistributedContext
 
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
 
@@ -35,17 +35,22 @@ class Sample:
 
 
 def collect(
-    lm: LM, folder: Path, job: Job, *, world: World | None = None, on_texts: Callable[[int, int], None] | None = None
+    lm: LM,
+    folder: Path,
+    job: GenerationRequest,
+    *,
+    world: DistributedContext | None = None,
+    on_texts: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
     """A job's texts, which must be of one prompt, in `folder`; those that are there already are not written again.
 
     All processes of the world take part and must see the same folder; each has the whole set at the end.
     """
-    world = world or World(lm.device)
+    world = world or DistributedContext(lm.device)
     if len(job.layouts) != 1:
         raise ValueError(f"a collection has one prompt, and this job {len(job.layouts)}: collect each into a folder")
     said = settings_of(lm, job)
-    world.agreed(lambda: prepared(folder, said))
+    world.run_on_rank0(lambda: prepared(folder, said))
     there = {sample.number for sample in read(folder / SAMPLES)}
     world.wait()  # all must see the same before the first one writes into that file
     missing = [number for number in range(job.n) if number not in there]
@@ -61,11 +66,11 @@ def collect(
         if on_texts:
             on_texts(done, job.n)
     world.wait()
-    world.agreed(lambda: merged(folder))
+    world.run_on_rank0(lambda: merged(folder))
     return read(folder / SAMPLES)[: job.n]
 
 
-def settings_of(lm: LM, job: Job) -> dict[str, Any]:
+def settings_of(lm: LM, job: GenerationRequest) -> dict[str, Any]:
     """What a text follows from, beside its number; more texts may be asked for later."""
     said = {name: value for name, value in job.settings.items() if name not in ("n", "model")}
     prompt = "".join(span.text for span in job.layouts[0].spans)
@@ -104,7 +109,7 @@ def brief(value: Any) -> str:
     return text if len(text) <= 24 else text[:21] + "…"
 
 
-def written(lm: LM, job: Job, numbers: Sequence[int]) -> Iterator[list[Sample]]:
+def written(lm: LM, job: GenerationRequest, numbers: Sequence[int]) -> Iterator[list[Sample]]:
     """The texts with these numbers, a batch at a time."""
     layout = job.layouts[0]
     for first in range(0, len(numbers), job.batch):

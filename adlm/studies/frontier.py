@@ -241,14 +241,14 @@ def _write(
 ) -> tuple[list[Row], float]:
     """Texts number `first` and following of a seed, in one batch, and the seconds that they took."""
     job = lm.job(length=amount.length, n=first + count, seed=seed, batch=count, **setting.how())
-    _synchronise(lm)
+    _synchronize(lm)
     began = time.perf_counter()
     rows = list(lm.rows(job, first))
-    _synchronise(lm)
+    _synchronize(lm)
     return rows, time.perf_counter() - began
 
 
-def _synchronise(lm: LM) -> None:
+def _synchronize(lm: LM) -> None:
     if lm.device.type == "cuda":
         torch.cuda.synchronize(lm.device)
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adlm.data.batches import Fetch
+from adlm.data.batches import RowDataset
 from adlm.diffusion.anchors import AnchorRule
-from adlm.diffusion.masking import Noised
+from adlm.diffusion.masking import NoisyBatch
 from adlm.evaluate.tallies import calibration_error, ratio
 from adlm.models.language_model import LanguageModel
 from adlm.studies.noising import noised_rows, pieces
@@ -63,7 +63,7 @@ class Tally:
         self.sums = np.zeros((rows, bins, 2, 2, 2, RELIABILITY, 4))
 
     @torch.no_grad()
-    def add(self, number: Tensor, noised: Noised, anchor: Tensor, final: Tensor) -> None:
+    def add(self, number: Tensor, noised: NoisyBatch, anchor: Tensor, final: Tensor) -> None:
         """Count rows by their numbers (n,), under a noise on the host, with both stages' features of them."""
         x0, is_hidden = noised.x0, noised.xt == self.mask_id
         counted = torch.ones_like(is_hidden) if noised.valid is None else noised.valid
@@ -86,7 +86,7 @@ class Tally:
 @torch.no_grad()
 def measure_guesses(
     model: LanguageModel,
-    rows: Fetch,
+    rows: RowDataset,
     rule: AnchorRule,
     *,
     left_out: Tensor | None = None,

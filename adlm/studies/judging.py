@@ -7,12 +7,12 @@ from pathlib import Path
 
 from adlm.evaluate.archive import EVERY, Archive, fill
 from adlm.evaluate.verdicts import BATCH, Request, Told
-from adlm.train.distributed import World
+from adlm.training.distributed import DistributedContext
 
 
 def judge_together(
     requests: Sequence[Request],
-    world: World,
+    world: DistributedContext,
     folder: Path | None = None,
     *,
     batch: int = BATCH,
@@ -27,10 +27,10 @@ def judge_together(
     if folder is None and world.size > 1:
         raise ValueError(f"{world.size} processes give each other their verdicts in a folder: name one that all see")
     archive = Archive(folder, owner=world.rank, every=every)
-    world.agreed(archive.merge)  # what a kill left
+    world.run_on_rank0(archive.merge)  # what a kill left
     archive.load()
     fill(archive, requests, share=(world.rank, world.size), batch=batch, on_texts=on_texts)
     world.wait()
-    world.agreed(archive.merge)
+    world.run_on_rank0(archive.merge)
     archive.load()
     return archive

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adlm.data.batches import Fetch, is_valid
-from adlm.diffusion.masking import Noised, corrupt
+from adlm.data.batches import RowDataset, is_valid
+from adlm.diffusion.masking import NoisyBatch, corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
 from adlm.evaluate.likelihood import place_of
@@ -34,7 +34,7 @@ class Piece:
         return None if bool((self.lengths == width).all()) else is_valid(self.lengths, width)
 
 
-def pieces(rows: Fetch, batch: int, device: torch.device) -> Iterator[Piece]:
+def pieces(rows: RowDataset, batch: int, device: torch.device) -> Iterator[Piece]:
     """All rows, at most `batch` at a time; where they differ in length, from the shortest to the longest."""
     most = TOKENS_AT_ONCE.get(device.type)
     every = [rows.fetch(number)[1] for number in torch.arange(len(rows)).split(LOOK)]
@@ -54,7 +54,7 @@ def pieces(rows: Fetch, batch: int, device: torch.device) -> Iterator[Piece]:
 
 def noised_rows(
     x0: Tensor, number: Tensor, valid: Tensor | None, *, mask_id: int, draw: int, draws: int, seed: int, total: int
-) -> Noised:
+) -> NoisyBatch:
     """Rows number `number` of `total` as `held_out_bound` hides them in its draw number `draw` of `draws`."""
     rng, place = CounterRng.of(seed, number), place_of(number, total, draw, draws, seed)
     return corrupt(x0, SCHEDULE, rng, draw, mask_id=mask_id, index=place, total=total, valid=valid)

@@ -173,7 +173,7 @@ def markdown_of(card: Card) -> str:
 
 
 def front_matter(card: Card) -> str:
-    """What the Hub reads of a model page: licence, language, tags, and the figures as a model index."""
+    """What the Hub reads of a model page: license, language, tags, and the figures as a model index."""
     import yaml
 
     index = []

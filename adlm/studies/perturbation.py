@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.data.batches import Fetch
-from adlm.diffusion.masking import Noised, mask_tokens
+from adlm.data.batches import RowDataset
+from adlm.diffusion.masking import NoisyBatch, mask_tokens
 from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import noise_level
 from adlm.evaluate.tallies import ratio
-from adlm.generate import ready
+from adlm.generate import compile_for_sampling
 from adlm.models.language_model import LanguageModel
 from adlm.studies.noising import SCHEDULE, Piece, noised_rows, pieces
 from adlm.studies.stages import first_stage, require_two_stages, second_stage
-from adlm.text.jobs import Job
+from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, Row, frames
 
 LEVELS = 32  # of masking: being k levels out of date is having seen the text at time t + k / LEVELS
@@ -112,7 +112,7 @@ def taken(anchor: Tensor, places: Tensor) -> Tensor:
 @torch.no_grad()
 def perturbed_losses(
     model: LanguageModel,
-    rows: Fetch,
+    rows: RowDataset,
     changes: Sequence[Change],
     *,
     draws: int = 1,
@@ -159,15 +159,15 @@ def perturbed_losses(
 class Turn:
     """A batch under one noise, and the loss of it under every change."""
 
-    def __init__(self, model: LanguageModel, rows: Fetch, piece: Piece, draw: int, draws: int, seed: int) -> None:
+    def __init__(self, model: LanguageModel, rows: RowDataset, piece: Piece, draw: int, draws: int, seed: int) -> None:
         assert model.config.mask_id is not None
         self.model, self.rows, self.piece, self.draw, self.seed = model, rows, piece, draw, seed
         self.mask_id, self.width = model.config.mask_id, piece.x0.shape[1]
-        self.noised: Noised = noised_rows(
+        self.corrupt: NoisyBatch = noised_rows(
             piece.x0, piece.number, piece.valid, mask_id=self.mask_id, draw=draw, draws=draws, seed=seed,
             total=len(rows),
         )  # fmt: skip
-        self.at = self.noised.to(model.embed.weight.device)
+        self.at = self.corrupt.to(model.embed.weight.device)
         self.own = self._first(self.at.xt, self.at.noise_level)
 
     @cached_property
@@ -202,12 +202,12 @@ class Turn:
             other, lengths = self.rows.fetch((self.piece.number + 1) % len(self.rows))
             round_it = torch.full((len(other),), other.shape[1]) if lengths is None else lengths
             other = other.gather(1, torch.arange(self.width) % round_it[:, None])  # a shorter row goes round and round
-            return self._first(torch.where(self.noised.xt == self.mask_id, self.mask_id, other), self.at.noise_level)
+            return self._first(torch.where(self.corrupt.xt == self.mask_id, self.mask_id, other), self.at.noise_level)
         if change.kind == "stale":
-            earlier = (self.noised.t + change.amount / LEVELS).clamp(max=1.0)
+            earlier = (self.corrupt.t + change.amount / LEVELS).clamp(max=1.0)
             # The same random numbers: what is hidden now was hidden then.
             u = CounterRng.of(self.seed, self.piece.number).uniform(self.draw, self.width, Purpose.MASK)
-            padding = None if self.noised.valid is None else ~self.noised.valid
+            padding = None if self.corrupt.valid is None else ~self.corrupt.valid
             xt = mask_tokens(self.piece.x0, 1 - SCHEDULE.alpha(earlier.double()), u, self.mask_id, padding)
             return self._first(xt, noise_level(SCHEDULE, earlier))
         return self.own
@@ -265,10 +265,10 @@ class ChangedNetwork:
         return self.kept[rows]
 
 
-def changed_texts(lm: LM, job: Job, change: Change) -> Iterator[Row]:
+def changed_texts(lm: LM, job: GenerationRequest, change: Change) -> Iterator[Row]:
     """A job's texts, written with a change of the anchor features; without one, the texts of `lm.rows(job)`."""
     require_two_stages(lm.model, lm.name)
-    predictor = ready(lm.model, lm.device, is_compiled=False)
+    predictor = compile_for_sampling(lm.model, lm.device, is_compiled=False)
     for first in range(0, len(job.rows), job.batch):
         part = job.rows[first : first + job.batch]
         network = ChangedNetwork(predictor.model, change, [number for _, number in part], job.seed)

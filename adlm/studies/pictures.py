@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from adlm.studies.frontier import Point
 from adlm.studies.writing import TextFigures
-from adlm.view.look import COLOURS, GREY, STYLE
+from adlm.view.look import COLORS, GREY, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,20 +80,20 @@ def figure_of(point: Point | TextFigures, name: str) -> tuple[float, float]:
 
 
 def _looks(points: Sequence[Point]) -> tuple[dict[str, str], dict[str, str], dict[tuple[float, float], Any]]:
-    """Colour by model, marker by sampler, line by temperature and nucleus."""
+    """Color by model, marker by sampler, line by temperature and nucleus."""
     models, samplers = dict.fromkeys(p.model for p in points), dict.fromkeys(p.sampler for p in points)
     draws = dict.fromkeys((p.temperature, p.top_p) for p in points)
     return (
-        {model: COLOURS[i % len(COLOURS)] for i, model in enumerate(models)},
+        {model: COLORS[i % len(COLORS)] for i, model in enumerate(models)},
         {sampler: MARKERS[i % len(MARKERS)] for i, sampler in enumerate(samplers)},
         {draw: LINES[i % len(LINES)] for i, draw in enumerate(draws)},
     )
 
 
 def _line(axes: Axes, line: Sequence[Point], points: Sequence[Point], x: str, y: str) -> None:
-    colours, markers, draws = _looks(points)
+    colors, markers, draws = _looks(points)
     first = line[0]
-    colour, marker = colours[first.model], markers[first.sampler]
+    color, marker = colors[first.model], markers[first.sampler]
     style = draws[first.temperature, first.top_p]
     across, up = ([figure_of(point, name) for point in line] for name in (x, y))
     axes.errorbar(
@@ -101,7 +101,7 @@ def _line(axes: Axes, line: Sequence[Point], points: Sequence[Point], x: str, y:
         [value for value, _ in up],
         [error for _, error in up],
         [error for _, error in across] if x == "entropy" else None,
-        color=colour,
+        color=color,
         linestyle=style,
         linewidth=1.2,
         elinewidth=0.8,
@@ -111,7 +111,7 @@ def _line(axes: Axes, line: Sequence[Point], points: Sequence[Point], x: str, y:
         edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.6, "zorder": 4}
         if point.is_pareto:
             edge = {"markeredgecolor": "black", "markeredgewidth": 1.2, "zorder": 5}
-        axes.plot([value], [height], marker=marker, color=colour, markersize=5.5, **edge)
+        axes.plot([value], [height], marker=marker, color=color, markersize=5.5, **edge)
 
 
 def _held_out(axes: Axes, reference: TextFigures, x: str, y: str) -> None:
@@ -158,8 +158,8 @@ def plain_number(value: float, place: object = None) -> str:
 def _legend(points: Sequence[Point], reference: TextFigures | None) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    colours, markers, draws = _looks(points)
-    found = [Line2D([], [], color=colour, linewidth=3, label=short(model)) for model, colour in colours.items()]
+    colors, markers, draws = _looks(points)
+    found = [Line2D([], [], color=color, linewidth=3, label=short(model)) for model, color in colors.items()]
     look: dict[str, Any] = {"color": GREY, "linestyle": "none", "markersize": 5.5}
     found += [Line2D([], [], marker=marker, label=sampler, **look) for sampler, marker in markers.items()]
     if len(draws) > 1:

@@ -13,7 +13,7 @@ from adlm.studies.comparison import ACCURACY, FIGURES, figure, run_names
 from adlm.studies.correlation import EQUAL, Correlation, shared_steps
 from adlm.studies.guesses import Guess
 from adlm.studies.pictures import LINES, MARKERS, drawing, few_ticks, figure_of, plain_number, short
-from adlm.view.look import COLOURS, GREY
+from adlm.view.look import COLORS, GREY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,10 +37,10 @@ def draw_anchors(study: Study, path: Path) -> Path:
 
 
 SERIES = (
-    ("anchor", "anchors", COLOURS[0], "-", "o"),
-    ("anchor", "others", COLOURS[0], (0, (3, 2)), "s"),
-    ("final", "anchors", COLOURS[1], "-", "o"),
-    ("final", "others", COLOURS[1], (0, (3, 2)), "s"),
+    ("anchor", "anchors", COLORS[0], "-", "o"),
+    ("anchor", "others", COLORS[0], (0, (3, 2)), "s"),
+    ("final", "anchors", COLORS[1], "-", "o"),
+    ("final", "others", COLORS[1], (0, (3, 2)), "s"),
 )
 EDGE: Any = {"markeredgecolor": "white", "markeredgewidth": 0.6, "markersize": 6, "zorder": 4}
 HEADS = {"anchor": "anchor network", "final": "denoiser"}
@@ -52,12 +52,12 @@ def _by_rate(study: Study, head: str, state: str, kind: str) -> list[Guess]:
 
 
 def _rates(axes: Axes, study: Study, name: str) -> None:
-    for head, kind, colour, style, marker in SERIES:
+    for head, kind, color, style, marker in SERIES:
         found = _by_rate(study, head, "hidden", kind)
         middle = [sum(guess.mask_rate) / 2 for guess in found]
         values, errors = ([getattr(guess, each) for guess in found] for each in (name, f"{name}_se"))
         look: dict[str, Any] = {
-            "color": colour,
+            "color": color,
             "linestyle": style,
             "marker": marker,
             "markersize": 4,
@@ -87,11 +87,11 @@ def _nll(axes: Axes, study: Study) -> None:
 
 def _reliability(axes: Axes, study: Study) -> None:
     axes.plot([0, 1], [0, 1], color=GREY, linestyle=(0, (2, 2)), linewidth=1.0)
-    for head, kind, colour, style, marker in SERIES:
+    for head, kind, color, style, marker in SERIES:
         guess = study.guess(head, "hidden", kind)
         known = [(mean, share) for count, mean, share in guess.reliability if count >= 20]
         look: dict[str, Any] = {
-            "color": colour,
+            "color": color,
             "linestyle": style,
             "marker": marker,
             "markersize": 4,
@@ -114,12 +114,12 @@ def _words(change: str) -> str:
 def _costs(axes: Axes, study: Study) -> None:
     changed = study.losses[1:]
     place = list(range(len(changed)))[::-1]
-    colours = {"noise": COLOURS[4], "stale": COLOURS[2], "permuted": COLOURS[3], "other_row": COLOURS[3]}
+    colors = {"noise": COLORS[4], "stale": COLORS[2], "permuted": COLORS[3], "other_row": COLORS[3]}
     axes.barh(
         place,
         [loss.cost for loss in changed],
         xerr=[2 * loss.cost_se for loss in changed],
-        color=[colours[loss.kind] for loss in changed],
+        color=[colors[loss.kind] for loss in changed],
         error_kw={"elinewidth": 0.9, "capsize": 2},
         height=0.65,
     )
@@ -132,12 +132,12 @@ def _costs(axes: Axes, study: Study) -> None:
 
 def _samples(axes: Axes, study: Study) -> None:
     """Gen-PPL over entropy, or entropy alone, by change."""
-    colours = {"none": "black", "noise": COLOURS[4], "stale": COLOURS[2], "permuted": COLOURS[3]}
+    colors = {"none": "black", "noise": COLORS[4], "stale": COLORS[2], "permuted": COLORS[3]}
     is_judged = all(sample.quality.gen_ppl is not None for sample in study.samples)
     place = list(range(len(study.samples)))[::-1]
     for at, sample in zip(place, study.samples, strict=True):
         value, error = figure_of(sample.quality, "gen_ppl" if is_judged else "entropy")
-        look: dict[str, Any] = {"color": colours[sample.kind], "marker": "o", "markersize": 5, "elinewidth": 0.9}
+        look: dict[str, Any] = {"color": colors[sample.kind], "marker": "o", "markersize": 5, "elinewidth": 0.9}
         axes.errorbar([value], [at], xerr=[2 * error], capsize=2, **look)
         if is_judged:
             text = f" {sample.quality.entropy:.2f}"
@@ -157,9 +157,9 @@ def _samples(axes: Axes, study: Study) -> None:
 def _reveals(axes: Axes, study: Study) -> None:
     place = list(range(len(study.reveals)))[::-1]
     axes.axvline(0.5, color=GREY, linestyle=(0, (2, 2)), linewidth=1.0)
-    for kind, colour, shift in (("anchors", COLOURS[0], 0.1), ("others", COLOURS[1], -0.1)):
+    for kind, color, shift in (("anchors", COLORS[0], 0.1), ("others", COLORS[1], -0.1)):
         values, errors = ([getattr(each, name) for each in study.reveals] for name in (kind, f"{kind}_se"))
-        look: dict[str, Any] = {"color": colour, "marker": "o", "linestyle": "none", "markersize": 5, "capsize": 2}
+        look: dict[str, Any] = {"color": color, "marker": "o", "linestyle": "none", "markersize": 5, "capsize": 2}
         axes.errorbar(values, [at + shift for at in place], xerr=[2 * e for e in errors], label=kind, **look)
     axes.set_yticks(place, [each.sampler for each in study.reveals])
     axes.set_ylim(-0.6, len(place) - 0.4)
@@ -177,7 +177,7 @@ def draw_correlation(studies: Sequence[Study], found: Sequence[Correlation], pat
     steps = sorted({study.step for study in studies})
     markers = {step: MARKERS[place] if len(steps) <= len(MARKERS) else "o" for place, step in enumerate(steps)}
     looks = {
-        run: {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS) % len(LINES)]}
+        run: {"color": COLORS[place % len(COLORS)], "linestyle": LINES[place // len(COLORS) % len(LINES)]}
         for place, run in enumerate(names)
     }
     has_equal = any(each.among == EQUAL for each in found)
@@ -228,7 +228,7 @@ def _course(axes: Axes, own: Sequence[Study], name: str, look: dict[str, Any], m
 
 
 def _inked(look: dict[str, Any]) -> dict[str, Any]:
-    """A marker of a run: full where its line is, hollow where a colour comes the second time."""
+    """A marker of a run: full where its line is, hollow where a color comes the second time."""
     if look["linestyle"] == LINES[0]:
         return {"color": look["color"], **EDGE}
     return {"color": look["color"], **EDGE, "markerfacecolor": "white", "markeredgecolor": look["color"]}
@@ -252,7 +252,7 @@ def _beside_each_other(
 
 
 def _keys(names: dict[str, str], looks: dict[str, dict[str, Any]], markers: dict[int, str]) -> list[Any]:
-    """What colours and markers stand for; of very many steps nothing is said."""
+    """What colors and markers stand for; of very many steps nothing is said."""
     from matplotlib.lines import Line2D
 
     found = [

@@ -14,14 +14,14 @@ from torch import Tensor
 from adlm.diffusion.anchors import AnchorRule
 from adlm.evaluate.tallies import ratio, ratio_gap
 from adlm.studies.correlation import midranks
-from adlm.text.jobs import Job
+from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, Row, frames
 from adlm.text.templates import Layout
 
 
 @dataclass(frozen=True)
 class Reveals:
-    """Mean normalised ranks of the steps in which tokens were revealed for good: 0 first, 1 last, 0.5 on average."""
+    """Mean normalized ranks of the steps in which tokens were revealed for good: 0 first, 1 last, 0.5 on average."""
 
     sampler: str
     texts: int
@@ -40,7 +40,7 @@ class Reveals:
 
 
 def ranks(steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Normalised ranks of the steps of one text; equal steps share the middle, so that their mean is ½ exactly."""
+    """Normalized ranks of the steps of one text; equal steps share the middle, so that their mean is ½ exactly."""
     return (midranks(steps) - 0.5) / len(steps)
 
 
@@ -57,7 +57,7 @@ class Watched:
         return ~np.array(self.row.layout.is_fixed) & is_text(self.row.layout, self.row.ids)
 
 
-def watched(lm: LM, job: Job) -> list[Watched]:
+def watched(lm: LM, job: GenerationRequest) -> list[Watched]:
     """The texts of `lm.rows(job)`, with the order in which they were revealed."""
     found = []
     for first in range(0, len(job.rows), job.batch):
@@ -86,7 +86,7 @@ def is_text(layout: Layout, ids: Sequence[int]) -> NDArray[np.bool_]:
     return found
 
 
-def measure_reveals(lm: LM, job: Job, rule: AnchorRule) -> Reveals:
+def measure_reveals(lm: LM, job: GenerationRequest, rule: AnchorRule) -> Reveals:
     """The order in which a job's texts are revealed; anchors are those of the finished texts."""
     if job.sampler is None:
         raise ValueError("a causal model reveals from left to right: the order of reveals is a masked model's")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adlm.models.language_model import LanguageModel, checked_level, readable
+from adlm.models.language_model import LanguageModel, attention_mask, checked_level
 from adlm.models.transformer import Rotary
 
 
@@ -40,7 +40,7 @@ def second_stage(
 ) -> Tensor:
     """The denoiser's features (B, L, dim) for these features of the anchor network, whatever they come from."""
     told = _context(model, anchor.shape[0], anchor.shape[1], noise_level, valid, anchor)
-    found: Tensor = model.denoiser(model.cross(anchor), *told, None)
+    found: Tensor = model.denoiser(model.apply_bridge(anchor), *told, None)
     return found
 
 
@@ -53,4 +53,4 @@ def _context(
         cos, sin = model.rotary(at.device)
         rotary = cos[:length], sin[:length]
     level = checked_level(noise_level, rows) if model.config.time_conditioning else None
-    return level, rotary, None if valid is None else readable(valid, model.config.is_causal, False)
+    return level, rotary, None if valid is None else attention_mask(valid, model.config.is_causal, False)

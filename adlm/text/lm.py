@@ -20,15 +20,15 @@ from torch import Tensor
 
 from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, folder_of
-from adlm.diffusion.categorical import Draw, Limits
+from adlm.diffusion.categorical import Limits, SamplingParams
 from adlm.diffusion.denoise import Frame
-from adlm.generate import Predictor, pick_device, ready, stream_tokens
-from adlm.stills import Recording, Still
-from adlm.text.fitting import fitted
-from adlm.text.jobs import Form, Job, Templates, batch_of, choose_sampler, require_whole
+from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
+from adlm.text.generation import GenerationRequest, RowFormat, Templates, batch_of, choose_sampler, require_whole
+from adlm.text.hole_length import choose_hole_lengths
 from adlm.text.scoring import Score, score_rows
-from adlm.text.shots import Shot, guessed
+from adlm.text.stream import StreamStep, guessed
 from adlm.text.templates import Layout, Template, banned_tokens, classes_of
+from adlm.trajectory import Trajectory, TrajectoryFrame
 
 BATCH = 16  # rows at a time, unless told
 Prompts = str | Sequence[str]
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Texts:
+class GenerationOutput:
     """Texts, `n` for every prompt or template one after the other, and what they took."""
 
     texts: list[str]
@@ -63,7 +63,7 @@ class Texts:
     nfe_each: list[int]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], seconds: float, settings: dict[str, Any]) -> Texts:
+    def of(cls, rows: Sequence[Row], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
         """The texts of rows that are written."""
         nfe = [row.nfe for row in rows]
         return cls([row.text for row in rows], max(nfe), seconds, settings, nfe)
@@ -96,27 +96,29 @@ class LM:
         self.method, self.step, self.name = loaded.method, loaded.step, name
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
-        self.form = Form(self.tokenizer, config.length, is_framed, config.is_causal)
+        self.form = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
 
     @cached_property
     def predictor(self) -> Predictor:
         """The model ready to sample."""
-        return ready(self.model, self.device, fixed_batch=BATCH if self.deterministic else None, is_compiled=False)
+        return compile_for_sampling(
+            self.model, self.device, fixed_batch=BATCH if self.deterministic else None, is_compiled=False
+        )
 
-    def generate(self, prompt: Prompts = "", *, length: int | None = None, n: int = 1, **how: Any) -> Texts:
+    def generate(self, prompt: Prompts = "", *, length: int | None = None, n: int = 1, **how: Any) -> GenerationOutput:
         """Texts that begin with the prompt, `length` tokens long (the prompt counts; as long as can be unless told).
 
         `how`: steps, sampler and its own options, temperature, top_p, top_k, seed, block, batch.
         """
         return self.write(self.job(prompt, length=length, n=n, **how))
 
-    def infill(self, template: Templates, *, n: int = 1, **how: Any) -> Texts:
+    def infill(self, template: Templates, *, n: int = 1, **how: Any) -> GenerationOutput:
         """The template with its holes filled, such as "The ___ sat on the ___{2}."; or a list of templates."""
         return self.write(self.job(template=template, n=n, **how))
 
     def stream(
         self, prompt: Prompts = "", *, template: Templates | None = None, guesses: int = 0, **how: Any
-    ) -> Iterator[Shot]:
+    ) -> Iterator[StreamStep]:
         """The texts of `generate` (with a template: of `infill`) step by step.
 
         With `guesses` a shot holds so many guesses of the anchor network for every position.
@@ -125,18 +127,20 @@ class LM:
 
     def record(
         self, prompt: str = "", *, template: Template | None = None, title: str = "", guesses: int = 3, **how: Any
-    ) -> Recording:
+    ) -> Trajectory:
         """One text from its masks to its end, for `adlm.write_player` and `adlm.write_gif`."""
         job = self.job(prompt, template=template, **how)
         began = time.perf_counter()
         stills = [shot.still() for shot in self.shots(job, guesses)]
         return self.recording(stills, job, title=title, seconds=time.perf_counter() - began)
 
-    def recording(self, stills: Sequence[Still], job: Job, *, title: str = "", seconds: float = 0.0) -> Recording:
+    def recording(
+        self, stills: Sequence[TrajectoryFrame], job: GenerationRequest, *, title: str = "", seconds: float = 0.0
+    ) -> Trajectory:
         """The stills of a job's first text as a recording."""
         guesser = "anchor network" if self.model.anchor is not None else "network"
         title = title or f"{self.name} · {job.settings['sampler']}"
-        return Recording(title, stills[-1].text, tuple(stills), seconds, job.settings, guesser)
+        return Trajectory(title, stills[-1].text, tuple(stills), seconds, job.settings, guesser)
 
     def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
         """How likely each text is: nats per token (of a masked model an upper bound), its error, bits per byte."""
@@ -165,11 +169,11 @@ class LM:
         block: int | None = None,
         batch: int = BATCH,
         **options: Any,
-    ) -> Job:
+    ) -> GenerationRequest:
         """A request, checked: what is wrong with it is said before anything runs."""
         require_whole(1, n=n, batch=batch, steps=steps, block=block)
         require_whole(0, seed=seed)
-        how = Draw(temperature=temperature, top_k=top_k, top_p=top_p)
+        how = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
         is_causal, fills = self.form.is_causal, template is not None
         if is_causal and block is not None:
             raise ValueError(f"a causal model writes from left to right, a token a step: leave block={block} out")
@@ -180,7 +184,7 @@ class LM:
         elif prompt != "" or length is not None:
             raise ValueError("a template says where everything stands: leave prompt and length out")
         else:
-            fit = partial(fitted, lambda: self.predictor, lay=self.form.lay)
+            fit = partial(choose_hole_lengths, lambda: self.predictor, lay=self.form.lay)
             layouts = [self.form.filling(one, fit) for one in batch_of(template)]
         if not layouts:
             raise ValueError("there is nothing to write: give a prompt (it may be empty) or a template, or a list")
@@ -189,9 +193,9 @@ class LM:
         settings = {"model": self.name, "method": self.method, **said, "temperature": temperature, "top_p": top_p}
         settings |= {"top_k": top_k, "seed": seed, "n": n, "block": block, "device": str(self.device)}
         settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
-        return Job(layouts, n, made, how, seed, block, batch, settings)
+        return GenerationRequest(layouts, n, made, how, seed, block, batch, settings)
 
-    def shots(self, job: Job, guesses: int = 0) -> Iterator[Shot]:
+    def shots(self, job: GenerationRequest, guesses: int = 0) -> Iterator[StreamStep]:
         """A job's texts step by step, all in one batch; step 0 is before the first."""
         known = int((~classes_of(self.tokenizer).special).sum())
         if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
@@ -199,11 +203,11 @@ class LM:
         layouts = tuple(layout for layout, _ in job.rows)
         asked = guesses if not self.form.is_causal else 0
         return (
-            Shot(frame.step, frame, layouts, guessed(self.predictor, frame, layouts, asked) if asked else None)
+            StreamStep(frame.step, frame, layouts, guessed(self.predictor, frame, layouts, asked) if asked else None)
             for frame in frames(self.predictor, job, job.rows, with_start=True)
         )
 
-    def rows(self, job: Job, start: int = 0) -> Iterator[Row]:
+    def rows(self, job: GenerationRequest, start: int = 0) -> Iterator[Row]:
         """A job's texts from number `start` on, some at a time."""
         left = job.rows[start:]
         for first in range(0, len(left), job.batch):
@@ -212,15 +216,15 @@ class LM:
             for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
                 yield Row(layout, ids[: len(layout)], nfe)
 
-    def write(self, job: Job) -> Texts:
+    def write(self, job: GenerationRequest) -> GenerationOutput:
         """A job's texts."""
         began = time.perf_counter()
         rows = list(self.rows(job))
-        return Texts.of(rows, time.perf_counter() - began, job.settings)
+        return GenerationOutput.of(rows, time.perf_counter() - began, job.settings)
 
 
 def frames(
-    predictor: Predictor, job: Job, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
+    predictor: Predictor, job: GenerationRequest, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
 ) -> Iterator[Frame]:
     """Rows of a job, written together; with the start, the first frame is what they begin as."""
     widest = max(len(layout) for layout, _ in rows)

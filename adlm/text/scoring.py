@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adlm.diffusion.masking import corrupt, shifted
+from adlm.diffusion.masking import corrupt, shift_tokens
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
 from adlm.methods import METHODS, training_loss
@@ -61,7 +61,7 @@ def score_rows(
         lengths = torch.tensor([len(row) for row in rows])
         valid = torch.arange(widest) < lengths[:, None]
         if config.is_causal:
-            noised = shifted(x0, valid=valid)
+            noised = shift_tokens(x0, valid=valid)
         else:
             assert config.mask_id is not None
             draw = torch.tensor([number for _, number in part])

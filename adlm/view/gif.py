@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, Cell, Recording, Still
-from adlm.view import colours
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, Trajectory, TrajectoryFrame
+from adlm.view import colors
 from adlm.view.terminal import count_hidden, tame
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MARGIN, GUTTER, LEAST_WIDTH = 28, 36, 200  # pixels; LEAST_WIDTH of a panel
 SHADES = 6  # of the edge of a letter, in the palette
 LEAST_SQUEEZE = 0.55  # what would have to be narrower than this is cut
 ATOMS = re.compile(r"\n|[^\S\n]+|\S+")
-HATCH = colours.mix(colours.REMASKED_GROUND, colours.REMASKED_MARK, 0.45)
+HATCH = colors.mix(colors.REMASKED_GROUND, colors.REMASKED_MARK, 0.45)
 RULES = {"–": 0.5, "—": 1.0, "―": 1.0}  # dashes in ems: the default font has none, a line is one
 
 
@@ -41,7 +41,7 @@ class Box:
 
 
 def write_gif(
-    recordings: Sequence[Recording],
+    recordings: Sequence[Trajectory],
     path: Path,
     *,
     seconds: float = 6.0,
@@ -68,7 +68,7 @@ def write_gif(
     glow = max(1, round(GLOW * len(picks) / seconds))
     frames = list(painter.frames(picks, glow))
     content = io.BytesIO()
-    # Optimised, a frame holds nothing but what is new in it.
+    # Optimized, a frame holds nothing but what is new in it.
     frames[0].save(
         content, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0, disposal=1, optimize=True
     )
@@ -77,7 +77,7 @@ def write_gif(
     return path
 
 
-def check(recordings: Sequence[Recording], path: Path, seconds: float, width: int) -> None:
+def check(recordings: Sequence[Trajectory], path: Path, seconds: float, width: int) -> None:
     """Refuse what cannot be drawn, and say why."""
     if not recordings:
         raise ValueError("there are no recordings: give at least one")
@@ -107,11 +107,9 @@ def plan_frames(count: int, seconds: float) -> tuple[list[int], list[int]]:
     return picks, [*(10 * (end - start) for start, end in pairwise(ends)), round(1000 * HOLD)]
 
 
-def final_texts(still: Still) -> list[str]:
+def final_texts(still: TrajectoryFrame) -> list[str]:
     """What stands at each position at the end; where a recording ends too early, something of usual width."""
-    return [
-        cell.text if not cell.is_masked else cell.guesses[0][0] if cell.guesses else " ---" for cell in still.cells
-    ]
+    return [cell.text if not cell.is_masked else cell.guesses[0][0] if cell.guesses else " ---" for cell in still.cells]
 
 
 def lay_out(texts: Sequence[str], measure: Callable[[str], float], width: int) -> list[Box]:
@@ -153,7 +151,7 @@ class Painter:
     """Draws the frames of some recordings: what never changes once, then the tokens of each still."""
 
     def __init__(
-        self, recordings: Sequence[Recording], width: int, size: int, font: Path | None, show_guesses: bool
+        self, recordings: Sequence[Trajectory], width: int, size: int, font: Path | None, show_guesses: bool
     ) -> None:
         self.recordings, self.width, self.size, self.show_guesses = recordings, width, size, show_guesses
         self.font, self.small = load_font(font, size), load_font(font, round(0.78 * size))
@@ -198,24 +196,24 @@ class Painter:
         """Paper, titles and legend."""
         from PIL import Image, ImageDraw
 
-        image = Image.new("RGB", (self.width, height), colours.PAPER)
+        image = Image.new("RGB", (self.width, height), colors.PAPER)
         draw = ImageDraw.Draw(image)
         for i, recording in enumerate(self.recordings):
             left = MARGIN + i * (self.each + GUTTER)
             title = shorten(tame(" ".join(recording.title.split())), self.font, self.each)
-            write(draw, left, MARGIN + round(0.8 * self.size), title, self.font, colours.INK)
+            write(draw, left, MARGIN + round(0.8 * self.size), title, self.font, colors.INK)
         for left, row, cell, text in self.legend:
             base = self.legend_top + self.size + row * round(1.7 * self.size)
             if cell is None:
-                write(draw, left, base, text, self.small, colours.QUIET)
+                write(draw, left, base, text, self.small, colors.QUIET)
                 continue
             box = Box(0, text, 0, 0, round(length_of(text, self.font)), text)
             self.draw_box(draw, left, box, cell, is_fresh=cell.state in (REVEALED, REMASKED), base=base)
         return image
 
-    def lay_out_legend(self) -> list[tuple[int, int, Cell | None, str]]:
+    def lay_out_legend(self) -> list[tuple[int, int, TokenState | None, str]]:
         """Left, row, a sample cell or none, and the text of every part of the legend."""
-        placed: list[tuple[int, int, Cell | None, str]] = []
+        placed: list[tuple[int, int, TokenState | None, str]] = []
         left, row = MARGIN, 0
         for cell, sample, text in explain(self.recordings, self.show_guesses):
             first = round(length_of(sample, self.font)) + round(0.4 * self.size)
@@ -226,21 +224,28 @@ class Painter:
             left += total + round(1.2 * self.size)
         return placed
 
-    def draw_counts(self, draw: ImageDraw.ImageDraw, left: int, still: Still, last: int) -> None:
+    def draw_counts(self, draw: ImageDraw.ImageDraw, left: int, still: TrajectoryFrame, last: int) -> None:
         """Step, evaluations, what is hidden, each at its own place so that growing numbers push nothing; and a bar."""
         base, right = MARGIN + round(2.1 * self.size), left + self.each
         texts = (f"step {still.step} of {last}", f"NFE {still.nfe}", f"{count_hidden(still)} hidden")
         for i, text in enumerate(texts):
             start = left + i / 2 * (self.each - length_of(text, self.small))
-            write(draw, round(start), base, text, self.small, colours.QUIET)
+            write(draw, round(start), base, text, self.small, colors.QUIET)
         bar = base + round(0.5 * self.size)
-        draw.rectangle((left, bar, right - 1, bar + 2), colours.LINE)
+        draw.rectangle((left, bar, right - 1, bar + 2), colors.LINE)
         done = round(self.each * min(1.0, still.step / max(1, last)))
         if done:
-            draw.rectangle((left, bar, left + done - 1, bar + 2), colours.ACCENT)
+            draw.rectangle((left, bar, left + done - 1, bar + 2), colors.ACCENT)
 
     def draw_box(
-        self, draw: ImageDraw.ImageDraw, left: int, box: Box, cell: Cell, *, is_fresh: bool, base: int | None = None
+        self,
+        draw: ImageDraw.ImageDraw,
+        left: int,
+        box: Box,
+        cell: TokenState,
+        *,
+        is_fresh: bool,
+        base: int | None = None,
     ) -> None:
         """A token at its place: a block with its guess, or its text."""
         start, size = left + box.left, self.size
@@ -249,20 +254,20 @@ class Painter:
         radius = round(0.2 * size)
         if cell.is_masked:
             guess, probability = cell.guesses[0] if self.show_guesses and cell.guesses else ("", 0.0)
-            level = colours.sureness(probability)
+            level = colors.sureness(probability)
             inset = (frame[0] + 1, frame[1], max(frame[0] + 1, frame[2] - 1), frame[3])
             if is_fresh:
-                hatch(draw, inset, colours.REMASKED_GROUND, HATCH)
+                hatch(draw, inset, colors.REMASKED_GROUND, HATCH)
             else:
-                draw.rounded_rectangle(inset, radius, colours.GUESS_BLOCKS[level] if guess else colours.BLOCK)
+                draw.rounded_rectangle(inset, radius, colors.GUESS_BLOCKS[level] if guess else colors.BLOCK)
             if guess and cell.is_anchor:
-                draw.rectangle((inset[0], inset[3] - 1, inset[2], inset[3]), colours.ANCHOR_MARK)
-            write_inside(draw, start, base, text_in(box, guess), box.width, self.font, colours.GUESS_INKS[level])
+                draw.rectangle((inset[0], inset[3] - 1, inset[2], inset[3]), colors.ANCHOR_MARK)
+            write_inside(draw, start, base, text_in(box, guess), box.width, self.font, colors.GUESS_INKS[level])
             return
-        ink, text = colours.GIVEN_INK if cell.state == GIVEN else colours.INK, text_in(box, cell.text)
+        ink, text = colors.GIVEN_INK if cell.state == GIVEN else colors.INK, text_in(box, cell.text)
         if text and is_fresh and cell.state != GIVEN:
-            draw.rounded_rectangle(frame, radius, colours.REVEALED_GROUND)
-            draw.rectangle((start, frame[3] - 1, frame[2], frame[3]), colours.REVEALED_MARK)
+            draw.rounded_rectangle(frame, radius, colors.REVEALED_GROUND)
+            draw.rectangle((start, frame[3] - 1, frame[2], frame[3]), colors.REVEALED_MARK)
         for x in range(start, start + box.width - 1, 4) if text and cell.state == GIVEN else ():
             draw.rectangle((x, base + 4, x + 1, base + 4), ink)
         write_inside(draw, start, base, text, box.width, self.font, ink)
@@ -275,19 +280,19 @@ def text_in(box: Box, text: str) -> str:
     return tame(" ".join(text.split())) if box.is_first else ""
 
 
-def explain(recordings: Sequence[Recording], show_guesses: bool) -> list[tuple[Cell, str, str]]:
+def explain(recordings: Sequence[Trajectory], show_guesses: bool) -> list[tuple[TokenState, str, str]]:
     """A sample, its text and what it means, for every look that occurs."""
     cells = [cell for recording in recordings for still in recording.stills for cell in still.cells]
     states = {cell.state for cell in cells}
     has_guesses = show_guesses and any(cell.guesses for cell in cells if cell.is_masked)
     has_anchors = has_guesses and any(cell.is_anchor for cell in cells if cell.is_masked)
     entries = [
-        (HIDDEN in states, Cell("", HIDDEN), "text", "hidden"),
-        (has_guesses, Cell("", HIDDEN, (("guess", 0.6),)), "guess", "the warmer, the surer"),
-        (has_anchors, Cell("", HIDDEN, (("anchor", 0.6),), is_anchor=True), "anchor", "a rare word, guessed"),
-        (REVEALED in states, Cell("new", REVEALED), "new", "just revealed"),
-        (REMASKED in states, Cell("", REMASKED), "text", "hidden again"),
-        (GIVEN in states, Cell("text", GIVEN), "text", "given"),
+        (HIDDEN in states, TokenState("", HIDDEN), "text", "hidden"),
+        (has_guesses, TokenState("", HIDDEN, (("guess", 0.6),)), "guess", "the warmer, the surer"),
+        (has_anchors, TokenState("", HIDDEN, (("anchor", 0.6),), is_anchor=True), "anchor", "a rare word, guessed"),
+        (REVEALED in states, TokenState("new", REVEALED), "new", "just revealed"),
+        (REMASKED in states, TokenState("", REMASKED), "text", "hidden again"),
+        (GIVEN in states, TokenState("text", GIVEN), "text", "given"),
     ]
     return [(cell, sample, meaning) for occurs, cell, sample, meaning in entries if occurs]
 
@@ -382,11 +387,11 @@ def make_palette() -> Image.Image:
     """Every ink on every ground that it is written on, with the shades between them."""
     from PIL import Image
 
-    pairs = [(colours.PAPER, ink) for ink in (colours.INK, colours.QUIET, colours.GIVEN_INK)]
-    pairs += zip(colours.GUESS_BLOCKS, colours.GUESS_INKS)
-    pairs += [(colours.REVEALED_GROUND, colours.INK), (colours.REMASKED_GROUND, colours.GUESS_INKS[1])]
-    flat = [colours.LINE, colours.ACCENT, colours.BLOCK, colours.REVEALED_MARK, colours.ANCHOR_MARK, HATCH]
-    shades = [colours.mix(ground, ink, i / SHADES) for ground, ink in pairs for i in range(SHADES + 1)]
+    pairs = [(colors.PAPER, ink) for ink in (colors.INK, colors.QUIET, colors.GIVEN_INK)]
+    pairs += zip(colors.GUESS_BLOCKS, colors.GUESS_INKS)
+    pairs += [(colors.REVEALED_GROUND, colors.INK), (colors.REMASKED_GROUND, colors.GUESS_INKS[1])]
+    flat = [colors.LINE, colors.ACCENT, colors.BLOCK, colors.REVEALED_MARK, colors.ANCHOR_MARK, HATCH]
+    shades = [colors.mix(ground, ink, i / SHADES) for ground, ink in pairs for i in range(SHADES + 1)]
     palette = Image.new("P", (1, 1))
-    palette.putpalette(b"".join(bytes.fromhex(colour[1:]) for colour in dict.fromkeys([*flat, *shades])))
+    palette.putpalette(b"".join(bytes.fromhex(color[1:]) for color in dict.fromkeys([*flat, *shades])))
     return palette

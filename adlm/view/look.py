@@ -1,11 +1,11 @@
-"""The look of all plots: colours, and matplotlib's settings."""
+"""The look of all plots: colors, and matplotlib's settings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Okabe and Ito's colours, which people who see fewer colours tell apart; black and yellow are left out.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colors, which people who see fewer colors tell apart; black and yellow are left out.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, LIGHT = "#555555", "#DDDDDD"
 STYLE: Any = {
     "font.size": 9,

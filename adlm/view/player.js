@@ -55,7 +55,7 @@
   const plain = (text) => text.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥") || "∅";
   const quoted = (text) => `“${plain(text)}”`;
 
-  // Space around a token's letters is laid out but not coloured.
+  // Space around a token's letters is laid out but not colored.
   function pieces(text) {
     const [, lead, ink, tail] = /^(\s*)([^]*?)(\s*)$/.exec(text);
     if (ink) return [lead, ink, tail];

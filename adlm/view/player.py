@@ -13,12 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from adlm.stills import STATES, Cell, Recording
+from adlm.trajectory import STATES, TokenState, Trajectory
 
 TITLE = "From masks to text"
 
 
-def write_player(recordings: Sequence[Recording], path: Path, *, title: str = TITLE) -> Path:
+def write_player(recordings: Sequence[Trajectory], path: Path, *, title: str = TITLE) -> Path:
     """Write the page that plays the recordings, side by side where there are several, and return where it is."""
     path = Path(path)
     if path.is_dir():
@@ -29,7 +29,7 @@ def write_player(recordings: Sequence[Recording], path: Path, *, title: str = TI
     return path
 
 
-def player_html(recordings: Sequence[Recording], title: str = TITLE) -> str:
+def player_html(recordings: Sequence[Trajectory], title: str = TITLE) -> str:
     """The page: style, script and data in one text, under a policy that lets it run its own script and load nothing."""
     if not recordings:
         raise ValueError("there are no recordings: give at least one")
@@ -50,7 +50,7 @@ def player_html(recordings: Sequence[Recording], title: str = TITLE) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("player.html"))
 
 
-def encoded(recording: Recording) -> dict[str, Any]:
+def encoded(recording: Trajectory) -> dict[str, Any]:
     """A recording as numbers and one list of strings; a still holds the cells that differ from the still before.
 
     A still is [step, nfe, cells]; cells are flat: for each, its distance from the cell named before it (the first:
@@ -63,7 +63,7 @@ def encoded(recording: Recording) -> dict[str, Any]:
         return numbers.setdefault(string, len(numbers))
 
     stills: list[list[Any]] = []
-    before: tuple[Cell | None, ...] = (None,) * len(recording.stills[0].cells)
+    before: tuple[TokenState | None, ...] = (None,) * len(recording.stills[0].cells)
     for still in recording.stills:
         flat: list[int] = []
         place = -1
@@ -86,7 +86,7 @@ def encoded(recording: Recording) -> dict[str, Any]:
     }
 
 
-def check(recording: Recording) -> None:
+def check(recording: Trajectory) -> None:
     """Refuse what could not be played, or would be played as something else."""
     name = f"recording {recording.title!r}"
     if not recording.stills:

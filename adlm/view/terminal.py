@@ -16,8 +16,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, Cell, Still
-from adlm.view.colours import ANCHOR, DONE, GUESSES, REST, STYLES, SURE, sureness
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, TrajectoryFrame
+from adlm.view.colors import ANCHOR, DONE, GUESSES, REST, STYLES, SURE, sureness
 
 # Three columns and a space: about what a token takes, so a text hardly grows while it appears.
 BLOCKS = {HIDDEN: "░░░", REMASKED: "▒▒▒"}
@@ -37,7 +37,7 @@ def tame(text: str) -> str:
     return text.translate(STAND_INS)
 
 
-def draw_still(still: Still, *, show_guesses: bool = True) -> Text:
+def draw_still(still: TrajectoryFrame, *, show_guesses: bool = True) -> Text:
     """A text as it stands: hidden tokens as blocks or as the likeliest guess, everything else as it reads."""
     drawn = Text()
     for cell in still.cells:
@@ -51,7 +51,7 @@ def draw_still(still: Still, *, show_guesses: bool = True) -> Text:
     return drawn
 
 
-def look(cell: Cell, *, show_guesses: bool) -> tuple[str, Style]:
+def look(cell: TokenState, *, show_guesses: bool) -> tuple[str, Style]:
     """What is written at a position, and how."""
     style = STYLES[cell.state] + ANCHOR if cell.is_anchor else STYLES[cell.state]
     if not cell.is_masked:
@@ -59,8 +59,8 @@ def look(cell: Cell, *, show_guesses: bool) -> tuple[str, Style]:
     if show_guesses and cell.guesses:
         guess, probability = cell.guesses[0]
         if guess.strip(" "):
-            coloured = style + GUESSES[sureness(probability)] if cell.state == HIDDEN else style
-            return tame(guess.replace("\n", "↵")), coloured
+            colored = style + GUESSES[sureness(probability)] if cell.state == HIDDEN else style
+            return tame(guess.replace("\n", "↵")), colored
     return " " + BLOCKS[cell.state], style
 
 
@@ -81,12 +81,12 @@ def draw_legend(width: int, *, show_guesses: bool = True) -> Text:
     return legend
 
 
-def count_hidden(still: Still) -> int:
+def count_hidden(still: TrajectoryFrame) -> int:
     """Tokens that are still to come."""
     return sum(cell.is_masked for cell in still.cells)
 
 
-def say_step(still: Still, steps: int | None) -> str:
+def say_step(still: TrajectoryFrame, steps: int | None) -> str:
     return f"step {still.step}" if steps is None else f"step {still.step} of {steps}"
 
 
@@ -94,7 +94,7 @@ def say_step(still: Still, steps: int | None) -> str:
 class View:
     """Panels that a console can print; between frames they keep their height and the lines they show."""
 
-    stills: Sequence[Still]
+    stills: Sequence[TrajectoryFrame]
     titles: Sequence[str]
     steps: Sequence[int | None]
     show_guesses: bool = True
@@ -173,7 +173,7 @@ def is_busy(style: str | Style) -> bool:
 
 
 def draw_panels(
-    stills: Sequence[Still],
+    stills: Sequence[TrajectoryFrame],
     titles: Sequence[str],
     *,
     steps: Sequence[int | None],
@@ -193,20 +193,20 @@ def check(count: int, what: str, titles: Sequence[str], steps: Sequence[int | No
 
 
 def watch(
-    streams: Sequence[Iterator[Still]],
+    streams: Sequence[Iterator[TrajectoryFrame]],
     titles: Sequence[str],
     console: Console,
     *,
     steps: Sequence[int | None],
     pause: float = 0.0,
     show_guesses: bool = True,
-) -> list[list[Still]]:
+) -> list[list[TrajectoryFrame]]:
     """Draw the streams as they come, one still of each at a time, and return all stills of every stream.
 
     The last picture stays, whole. What is no terminal gets a few stills as plain lines.
     """
     check(len(streams), "stream", titles, steps)
-    seen: list[list[Still]] = [[] for _ in streams]
+    seen: list[list[TrajectoryFrame]] = [[] for _ in streams]
     if console.is_terminal and not console.is_dumb_terminal:
         draw_live(streams, seen, View([], titles, steps, show_guesses), console, pause)
     else:
@@ -214,7 +214,7 @@ def watch(
     return seen
 
 
-def advance(streams: Sequence[Iterator[Still]], seen: Sequence[list[Still]]) -> Iterator[list[int]]:
+def advance(streams: Sequence[Iterator[TrajectoryFrame]], seen: Sequence[list[TrajectoryFrame]]) -> Iterator[list[int]]:
     """Add a still of every stream to what was seen; yields which streams had one, until none has."""
     while True:
         brought = []
@@ -231,7 +231,11 @@ def advance(streams: Sequence[Iterator[Still]], seen: Sequence[list[Still]]) -> 
 
 
 def draw_live(
-    streams: Sequence[Iterator[Still]], seen: Sequence[list[Still]], view: View, console: Console, pause: float
+    streams: Sequence[Iterator[TrajectoryFrame]],
+    seen: Sequence[list[TrajectoryFrame]],
+    view: View,
+    console: Console,
+    pause: float,
 ) -> None:
     """The live view; however it ends, the cursor is back and the last picture is there."""
     drawn = -REFRESH
@@ -250,8 +254,8 @@ def draw_live(
 
 
 def print_some(
-    streams: Sequence[Iterator[Still]],
-    seen: Sequence[list[Still]],
+    streams: Sequence[Iterator[TrajectoryFrame]],
+    seen: Sequence[list[TrajectoryFrame]],
     titles: Sequence[str],
     steps: Sequence[int | None],
     console: Console,

@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from adlm.cli.main import app
-from tests.train.runs import ROOT, run, shelf
+from tests.training.runs import ROOT, run, shelf
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -71,11 +71,11 @@ def test_a_terminal_tells_given_from_filled() -> None:
     shown, code = screen(*words, "--pause", 0)
     found = answered(*words[1:])
     assert code == 0 and tame(found["texts"][0]) in without_escapes(shown)
-    last = shown[shown.rindex("\x1b[3;38;5;31mThe ") :]  # italic, in the colour of what is given
+    last = shown[shown.rindex("\x1b[3;38;5;31mThe ") :]  # italic, in the color of what is given
     assert "\x1b[1;32m" in last and last.count("\x1b[3;38;5;31m") == 3  # bold and green: the two fills between
 
 
-def test_marks_do_without_colours() -> None:
+def test_marks_do_without_colors() -> None:
     lm = adlm.load(trained(), device="cpu")
     writer = Writer(lm, lm.job(template="It ___{2} was", seed=1), "")
     writer.rest()

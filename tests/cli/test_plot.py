@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from adlm.cli.figures import draw_run, nice_perplexities, read_run, smooth
 from adlm.cli.plot import plot
-from adlm.train.metrics import MetricsFile
+from adlm.training.metrics import MetricsFile
 
 app = typer.Typer()
 app.command()(plot)

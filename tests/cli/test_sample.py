@@ -65,9 +65,10 @@ def test_a_pipe_and_a_file_get_the_texts_alone(tmp_path: Path) -> None:
     result = invoke("sample", trained(), *SHORT, "--rows", 2, "--out", out)
     assert result.exit_code == 0, result.output
     assert result.stdout_bytes == out.read_bytes()
-    assert out.read_text("utf-8").removesuffix("\n").split("\n<|endoftext|>\n") == answered(
-        trained(), *SHORT, "--n", 2
-    )["texts"]
+    assert (
+        out.read_text("utf-8").removesuffix("\n").split("\n<|endoftext|>\n")
+        == answered(trained(), *SHORT, "--n", 2)["texts"]
+    )
     assert f"written: {out}" in result.stderr
 
 
@@ -154,7 +155,7 @@ def test_a_prompt_comes_by_stdin() -> None:
         (("--gif", "a.png"), "does not end in .gif: call it a.gif"),
         (("--steps", "0"), "--steps"),
         (("--seed", "-1"), "--seed"),
-        (("--colour", "red"), "--colour"),
+        (("--color", "red"), "--color"),
     ],
 )
 def test_mistakes_are_told_in_a_line(options: tuple[str, ...], said: str) -> None:

@@ -17,10 +17,10 @@ from adlm.checkpoint import load, verified
 from adlm.cli.main import app
 from adlm.data.prepare import prepare
 from adlm.data.tokenizers import train_bpe
-from adlm.train.metrics import read_metrics
-from tests.train.runs import ROOT, TEXT, arguments, data, run
+from adlm.training.metrics import read_metrics
+from tests.training.runs import ROOT, TEXT, arguments, data, run
 
-SMALL = ("batch=8", "model.dim=32", "model.heads=2", "model.anchor_layers=1", "optimiser.warmup=3", "device=cpu")
+SMALL = ("batch=8", "model.dim=32", "model.heads=2", "model.anchor_layers=1", "optimizer.warmup=3", "device=cpu")
 
 
 def nano(folder: Path, *changes: str, source: Path | None = None) -> list[str]:
@@ -103,7 +103,7 @@ def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("optimiser.lrate=1", "did you mean optimiser.lr"),
+        ("optimizer.lrate=1", "did you mean optimizer.lr"),
         ("steps=lots", "steps"),
         ("method=gpt", "unknown method 'gpt'; known: mdlm, adlm"),
         ("model.preset=giant", "unknown preset 'giant'; known: nano"),
@@ -142,8 +142,8 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     ids=["seen in the loss", "seen in validation", "not looked for"],
 )
 def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple[str, ...]) -> None:
-    result = invoke("train", *arguments(tmp_path, "optimiser.lr=1e30", "checkpoint.every=100", *changes))
-    assert_told(result, 1, "step", "failures", "optimiser.lr")
+    result = invoke("train", *arguments(tmp_path, "optimizer.lr=1e30", "checkpoint.every=100", *changes))
+    assert_told(result, 1, "step", "failures", "optimizer.lr")
     kept = list((tmp_path / "failures").glob("step-*-process-0"))
     assert len(kept) == 1
     assert load_file(kept[0] / "batch.safetensors")["tokens"].shape == (8, 32)
@@ -151,7 +151,7 @@ def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple
 
 
 def test_a_leap_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    leap = ("guard.window=5", "guard.spike=0.01", "optimiser.lr=1e-6", "steps=60", "log.every=1")
+    leap = ("guard.window=5", "guard.spike=0.01", "optimizer.lr=1e-6", "steps=60", "log.every=1")
     result = invoke("train", *arguments(tmp_path, *leap))
     assert_told(result, 1, "guard.spike=0.01", "failures")
     path = verified(tmp_path / "checkpoints" / "latest")

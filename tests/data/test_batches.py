@@ -24,7 +24,7 @@ def numbers(found: list[Batch]) -> list[list[int]]:
     return [batch.number.tolist() for batch in found]
 
 
-def gathered(parts: list[Batch]) -> dict[int, int]:
+def all_gather(parts: list[Batch]) -> dict[int, int]:
     """Place in the global batch -> row."""
     places: list[tuple[int, int]] = [
         (place, number) for part in parts for place, number in zip(part.place.tolist(), part.number.tolist())
@@ -77,18 +77,18 @@ def test_it_goes_on_in_the_middle_of_an_epoch(stop: int, workers: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_the_global_batch_does_not_depend_on_the_processes(size: int) -> None:
-    whole = [gathered([batch]) for batch in batches(5)]
+    whole = [all_gather([batch]) for batch in batches(5)]
     shares = [batches(5, rank=rank, size=size) for rank in range(size)]
-    assert [gathered([share[k] for share in shares]) for k in range(5)] == whole
+    assert [all_gather([share[k] for share in shares]) for k in range(5)] == whole
     assert all(len(share[0].tokens) == 6 // size and share[0].total == 6 for share in shares)
     assert {tuple(share[k].state.items()) for share in shares for k in range(1)} == {(("epoch", 0), ("rows", 6))}
 
 
 def test_it_goes_on_with_another_number_of_processes() -> None:
-    straight = [gathered([batch]) for batch in batches(6)]
+    straight = [all_gather([batch]) for batch in batches(6)]
     state = batches(2, rank=1, size=3)[-1].state
     shares = [batches(4, state=state, rank=rank, size=2) for rank in range(2)]
-    assert [gathered([share[k] for share in shares]) for k in range(4)] == straight[2:]
+    assert [all_gather([share[k] for share in shares]) for k in range(4)] == straight[2:]
 
 
 def test_rows_that_are_read_ahead_do_not_count() -> None:

@@ -9,7 +9,7 @@ import torch
 from adlm.data.sources import Source, excerpt
 from adlm.data.streaming import BEGINNING, StreamedBatches, StreamedRows
 from adlm.data.tokenizers import Tokenizer, train_bpe
-from tests.train.runs import assert_same, run
+from tests.training.runs import assert_same, run
 
 DOCUMENTS = [part for part in excerpt()[:40_000].split("\n\n") if part.strip()]
 TOKENIZER = train_bpe(DOCUMENTS, 300, end_token="<|endoftext|>")

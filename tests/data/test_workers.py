@@ -99,19 +99,19 @@ def pool(folder: Path, workers: int = 2) -> TokenizerPool:
 def test_results_come_in_the_order_of_the_chunks(tmp_path: Path) -> None:
     texts = ["long " * 20_000, *(f"short {i}" for i in range(40)), "", "half \ud800 a pair"]
     with pool(tmp_path) as workers:
-        found = list(workers.tokenise(([text], i) for i, text in enumerate(texts)))
+        found = list(workers.tokenize(([text], i) for i, text in enumerate(texts)))
     assert [note for _, note in found] == list(range(len(texts)))
     texts[-1] = "half ? a pair"
-    for text, (tokenised, _) in zip(texts, found):
-        assert tokenised.ids.tolist() == FAST["gpt2"].encode(text)
-        assert tokenised.lengths.tolist() == [len(tokenised.ids)] and tokenised.sizes.tolist() == [len(text.encode())]
+    for text, (tokenized, _) in zip(texts, found):
+        assert tokenized.ids.tolist() == FAST["gpt2"].encode(text)
+        assert tokenized.lengths.tolist() == [len(tokenized.ids)] and tokenized.sizes.tolist() == [len(text.encode())]
 
 
 def test_a_worker_that_dies_is_told(tmp_path: Path) -> None:
     with pool(tmp_path, 1) as workers:
         workers.processes[0].kill()
         with pytest.raises(ChildProcessError, match=r"ended with code -9.*fewer --workers"):
-            list(workers.tokenise(([text], None) for text in TEXTS))
+            list(workers.tokenize(([text], None) for text in TEXTS))
 
 
 def test_an_error_of_the_source_is_raised_and_ends_the_workers(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_an_error_of_the_source_is_raised_and_ends_the_workers(tmp_path: Path) -
         raise ValueError("line 7 is not JSON")
 
     with pytest.raises(ValueError, match="line 7"), pool(tmp_path) as workers:
-        list(workers.tokenise(broken()))
+        list(workers.tokenize(broken()))
     assert all(process.returncode is not None for process in workers.processes)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from adlm.diffusion import categorical
-from adlm.diffusion.categorical import Draw, distribution, draw
-from adlm.models.language_model import NEVER
+from adlm.diffusion.categorical import SamplingParams, distribution, draw
+from adlm.models.language_model import NEG_INF
 from tests.world import filtered
 
 
@@ -19,11 +19,19 @@ def numbers(rows, seed=1):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("how", [Draw(temperature=0.0), Draw(top_k=1), Draw(top_p=1e-6), Draw(temperature=1e-6)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=1),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(temperature=1e-6),
+    ],
+)
 @pytest.mark.parametrize("nucleus", ["usual", "lineage"])
 def test_no_choice_is_argmax(how, nucleus):
     logits = logits_of(500, 30, 2.0)
-    drawn = draw(logits, numbers(500), Draw(how.temperature, how.top_k, how.top_p, nucleus))
+    drawn = draw(logits, numbers(500), SamplingParams(how.temperature, how.top_k, how.top_p, nucleus))
     assert torch.equal(drawn.tokens, logits.argmax(-1))
     assert torch.equal(drawn.probs, torch.ones(500, dtype=torch.float64))
 
@@ -44,26 +52,26 @@ def test_no_choice_is_argmax(how, nucleus):
 def test_nuclei_by_hand(top_p, nucleus, kept):
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     order = torch.tensor([2, 0, 3, 1])  # the law does not depend on where the tokens stand
-    found = distribution(probs.log()[:, order], Draw(top_p=top_p, nucleus=nucleus))
+    found = distribution(probs.log()[:, order], SamplingParams(top_p=top_p, nucleus=nucleus))
     expected = torch.tensor([kept], dtype=torch.float64)[:, order]
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
 
 
 def test_equally_likely_tokens_share_their_fate():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    found = distribution(logits, Draw(top_p=0.3))
+    found = distribution(logits, SamplingParams(top_p=0.3))
     torch.testing.assert_close(found, torch.tensor([[1, 1, 1, 0]]).double() / 3)
 
 
 HOWS = [
-    Draw(),
-    Draw(temperature=0.7),
-    Draw(top_p=0.9),
-    Draw(top_p=0.5, nucleus="lineage"),
-    Draw(top_k=5),
-    Draw(top_k=5, top_p=0.8),
-    Draw(top_k=17, top_p=0.95, temperature=1.7, nucleus="lineage"),
-    Draw(top_k=100, top_p=0.8),
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=0.5, nucleus="lineage"),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=5, top_p=0.8),
+    SamplingParams(top_k=17, top_p=0.95, temperature=1.7, nucleus="lineage"),
+    SamplingParams(top_k=100, top_p=0.8),
 ]
 
 
@@ -112,7 +120,15 @@ def test_a_draw_inverts_its_distribution(how):
     torch.testing.assert_close(drawn.probs, law[drawn.tokens], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", [Draw(), Draw(temperature=1 + 1e-9), Draw(top_k=3), Draw(top_k=3, nucleus="lineage")])
+@pytest.mark.parametrize(
+    "how",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1 + 1e-9),
+        SamplingParams(top_k=3),
+        SamplingParams(top_k=3, nucleus="lineage"),
+    ],
+)
 @pytest.mark.parametrize("shift", [0.0, 30.0, 300.0])
 def test_rare_tokens_are_reachable(how, shift):
     """Draws are float64: a token of probability 1e-9 has its share of the numbers, however large the logits are."""
@@ -126,7 +142,7 @@ def test_rare_tokens_are_reachable(how, shift):
 def test_impossible_tokens_are_never_drawn():
     """At both ends of the unit interval, with -inf and with the finite stand-in."""
     u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    for never in (-torch.inf, NEVER):
+    for never in (-torch.inf, NEG_INF):
         logits = torch.tensor([[never, 0.3, -0.2, never]]).expand(2, -1)
         for how in HOWS:
             tokens = draw(logits, u, how).tokens.tolist()
@@ -146,4 +162,4 @@ def test_impossible_tokens_are_never_drawn():
 )
 def test_settings_out_of_range_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Draw(**wrong)
+        SamplingParams(**wrong)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import anchor_weight, rare_in_sequence
-from adlm.diffusion.masking import noised, shifted, stratified_times
+from adlm.diffusion.masking import collect_batch, shift_tokens, stratified_times
 from adlm.diffusion.objectives import token_nll
 from adlm.diffusion.schedules import (
     Cosine,
@@ -75,7 +75,7 @@ def test_anchor_masks_and_ramp():
 def golden_batch(kind, multiple=1):
     golden = arrays(f"loss_{kind}_gpt2like")
     t, schedule = golden["t"], LogLinear()
-    return golden, noised(
+    return golden, collect_batch(
         golden["x0"], golden["xt"], t, loss_weight(schedule, t), noise_level(schedule, t),
         mask_id=MASK, anchor_rule=rare_in_sequence(5), valid=golden["attention_mask"].bool(),
         attend_padding=True, multiple=multiple,
@@ -115,7 +115,7 @@ def test_token_losses_and_discrete_time(kind):
     t = discrete_time(golden["t"], 100)
     torch.testing.assert_close(t, golden["discrete_T100/t_used"])
     weight = discrete_loss_weight(LogLinear(), t, 100)
-    discrete = noised(golden["x0"], golden["xt"], t, weight, golden["sigma"], mask_id=MASK)
+    discrete = collect_batch(golden["x0"], golden["xt"], t, weight, golden["sigma"], mask_id=MASK)
     each = selected_loss(final, ours.head, discrete.x0, discrete.hidden, without=MASK)
     per_token = token_nll(each, discrete.hidden, discrete.x0.shape)
     torch.testing.assert_close(per_token, golden["discrete_T100/per_token"], atol=1e-4, rtol=1e-4)
@@ -145,7 +145,7 @@ def test_every_gradient(kind, case):
 
 def test_next_token_loss():
     golden = arrays("ar_gpt2like")
-    batch = shifted(golden["x0"], valid=golden["attention_mask"].bool())
+    batch = shift_tokens(golden["x0"], valid=golden["attention_mask"].bool())
     loss = training_loss(model("ar"), batch)
     torch.testing.assert_close(loss.total.detach(), golden["loss"], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(loss.row_nll, golden["nlls"].sum(-1), atol=1e-3, rtol=1e-5)

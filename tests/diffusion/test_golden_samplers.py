@@ -5,9 +5,9 @@ from functools import lru_cache
 import pytest
 import torch
 
-from adlm.diffusion.categorical import Draw, distribution
-from adlm.diffusion.plans import LINEAGE_END, Transition, dfm_step, reverse_distribution, spread
-from adlm.generate import ready
+from adlm.diffusion.categorical import SamplingParams, distribution
+from adlm.diffusion.plans import LINEAGE_END, Transition, confidence_remask_prob, dfm_step, reverse_distribution
+from adlm.generate import compile_for_sampling
 from adlm.methods import build_sampler
 from tests.goldens import MASK, arrays, facts, model
 
@@ -26,7 +26,7 @@ OPTIONS = {
 
 @lru_cache
 def predictor(kind, time_conditioning=False):
-    return ready(model(kind, time_conditioning))
+    return compile_for_sampling(model(kind, time_conditioning))
 
 
 def plan_of(name, steps):
@@ -47,7 +47,7 @@ def dist_of(plan, step, xt, probs, confidence=None):
     transition = plan[step]
     if plan.by_confidence:
         is_hidden = xt == MASK
-        remask = spread(transition.remask_prob, confidence.double(), is_hidden)
+        remask = confidence_remask_prob(transition.remask_prob, confidence.double(), is_hidden)
         transition = type(transition)(
             transition.t, transition.alpha_t, transition.alpha_s, remask, transition.noise_level
         )
@@ -59,7 +59,7 @@ def dist_of(plan, step, xt, probs, confidence=None):
 def test_reverse_distributions(name, top_p):
     golden, plan = arrays(f"reverse_adlm_p{top_p}"), plan_of(name, 64)
     xt = golden["xt"]
-    how = Draw(top_p=top_p if plan.nucleus else 1.0, nucleus="lineage")
+    how = SamplingParams(top_p=top_p if plan.nucleus else 1.0, nucleus="lineage")
     probs = predicted(xt, None, how)
     tried = 0
     for i, t in enumerate(golden["t"].double()):
@@ -69,7 +69,7 @@ def test_reverse_distributions(name, top_p):
         torch.testing.assert_close(ours, golden[f"{name}/{i}/dist"], atol=1e-4, rtol=0)
         tried += 1
         if name == "remdm-conf":
-            sigma = spread(plan[step].remask_prob, -golden["conf_in"].double(), xt == MASK)
+            sigma = confidence_remask_prob(plan[step].remask_prob, -golden["conf_in"].double(), xt == MASK)
             torch.testing.assert_close(sigma.float(), golden[f"{name}/{i}/sigma"], atol=1e-5, rtol=0)
     assert tried == 9
 
@@ -78,7 +78,7 @@ def test_reverse_distributions(name, top_p):
 def test_reverse_distribution_of_flow_matching(top_p):
     """dfm's steps depend on where it stands: its rule is asked at each golden time, and the plan follows the rule."""
     golden = arrays(f"reverse_adlm_p{top_p}")
-    xt, probs = golden["xt"], predicted(golden["xt"], None, Draw(top_p=top_p, nucleus="lineage"))
+    xt, probs = golden["xt"], predicted(golden["xt"], None, SamplingParams(top_p=top_p, nucleus="lineage"))
     for i, t in enumerate(golden["t"].double()):
         dt, remask = dfm_step(float(t), 64)
         step = Transition(t, 1 - t, 1 - t + dt, torch.tensor(remask, dtype=torch.float64), t)
@@ -98,7 +98,7 @@ def test_confidences_in_half_precision():
     golden, plan = arrays("reverse_adlm_conf_bf16"), plan_of("remdm-conf", 64)
     for i, t in enumerate(golden["t"].double()):
         most = plan.remask_prob[int((plan.t - t).abs().argmin())]
-        ours = spread(most, -golden["conf_in"].double(), golden["xt"] == MASK)
+        ours = confidence_remask_prob(most, -golden["conf_in"].double(), golden["xt"] == MASK)
         torch.testing.assert_close(ours.float(), golden[f"{i}/sigma"], atol=1e-3, rtol=1.5e-2)
 
 
@@ -111,7 +111,7 @@ def test_trajectories(run):
     golden, noise, info = arrays("trajectory_adlm"), arrays("trajectory_noise")["u"], RUNS[run]
     plan = plan_of(run.split("_")[0], 32)
     kind = ("adlm", info["time_conditioning"])
-    how = Draw(top_p=info["nucleus_p"] if plan.nucleus else 1.0, nucleus="lineage")
+    how = SamplingParams(top_p=info["nucleus_p"] if plan.nucleus else 1.0, nucleus="lineage")
     xt = torch.full_like(golden[f"{run}/final"], MASK)
     confidence = torch.zeros(xt.shape, dtype=torch.float64)
     calls, probs = 0, None
@@ -130,7 +130,7 @@ def test_trajectories(run):
             probs = None
         xt = xs
         assert torch.equal(xt, golden[f"{run}/x"][step]), f"step {step}"
-    final = predicted(xt, torch.full((len(xt),), 1e-5), Draw(temperature=0.0), kind).argmax(-1)
+    final = predicted(xt, torch.full((len(xt),), 1e-5), SamplingParams(temperature=0.0), kind).argmax(-1)
     assert torch.equal(torch.where(xt == MASK, final, xt), golden[f"{run}/final"])
     assert calls + 1 == info["network_calls"]
 
@@ -144,6 +144,6 @@ def test_autoregressive_sampling(top_p):
     for i in range(14):
         with torch.no_grad():
             logits = ours.logits_at(ours.model(x[:, -1:], cache=cache).final[:, -1])
-        law = distribution(logits, Draw(top_p=top_p, nucleus="lineage"))
+        law = distribution(logits, SamplingParams(top_p=top_p, nucleus="lineage"))
         x = torch.cat([x, (law.log() + golden["gumbel"][:, i]).argmax(-1, keepdim=True)], 1)
     assert torch.equal(x, expected[:, :15])

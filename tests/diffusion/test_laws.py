@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import random_positions, rare_in_sequence, tf_idf
-from adlm.diffusion.masking import corrupt, noised, shifted
+from adlm.diffusion.masking import collect_batch, corrupt, shift_tokens
 from adlm.diffusion.objectives import Loss, diffusion_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
@@ -28,7 +28,7 @@ def text(rows, length=LENGTH, seed=0):
 
 def batch_of(method, x0, rule=None, **where):
     if METHODS[method].is_causal:
-        return shifted(x0, anchor_rule=rule, valid=where.get("valid"))
+        return shift_tokens(x0, anchor_rule=rule, valid=where.get("valid"))
     rng = CounterRng.of(0, x0.shape[0])
     return corrupt(x0, LogLinear(), rng, 0, mask_id=MASK, anchor_rule=rule, **where)
 
@@ -84,7 +84,7 @@ def test_factored_bridge_is_the_linear_map_of_the_logits():
         model = build(bridge=bridge)
         with torch.no_grad():
             anchor_logits, _ = plain_logits(model, xt)
-            crossed = model.cross(model(xt).anchor)
+            crossed = model.apply_bridge(model(xt).anchor)
             outputs[bridge] = model(xt).final
             through = model.bridge(anchor_logits)
             assert torch.allclose(crossed, through, atol=1e-5) == (bridge == "factored")
@@ -100,7 +100,7 @@ def test_direct_bridge_starts_as_the_identity():
     model = LanguageModel(build_config("adlm", "nano", **SIZE, heads=2, anchor_layers=1, denoiser_layers=1))
     assert model.config.bridge == "direct"
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(model.cross(x), x)
+    assert torch.equal(model.apply_bridge(x), x)
 
 
 FOLDS = [(method, {}) for method in METHOD_NAMES]
@@ -142,7 +142,7 @@ def test_rows_do_not_see_each_other(method):
 
     def loss(number):
         if METHODS[method].is_causal:
-            return shifted(x0[number], anchor_rule=rule)
+            return shift_tokens(x0[number], anchor_rule=rule)
         rng = CounterRng.of(5, number)
         return corrupt(
             x0[number], LogLinear(), rng, 2, mask_id=MASK, anchor_rule=rule, index=number, total=rows
@@ -240,7 +240,9 @@ def test_fixed_positions_are_neither_hidden_nor_counted():
 def test_a_nan_is_raised_and_its_row_named():
     model, x0 = build(), text(4)
     xt = torch.full_like(x0, MASK)
-    batch = noised(x0, xt, torch.ones(4), torch.ones(4), torch.zeros(4), mask_id=MASK, anchor_rule=rare_in_sequence(1))
+    batch = collect_batch(
+        x0, xt, torch.ones(4), torch.ones(4), torch.zeros(4), mask_id=MASK, anchor_rule=rare_in_sequence(1)
+    )
     features = model(xt)
     final = features.final.detach().clone()
     final[2, 5] = torch.nan

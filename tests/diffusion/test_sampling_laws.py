@@ -5,11 +5,11 @@ import torch
 
 from adlm.diffusion import denoise as denoise_module
 from adlm.diffusion import plans
-from adlm.diffusion.categorical import Draw, distribution
+from adlm.diffusion.categorical import SamplingParams, distribution
 from adlm.diffusion.denoise import denoise
-from adlm.diffusion.plans import spread
+from adlm.diffusion.plans import confidence_remask_prob
 from adlm.diffusion.rng import CounterRng
-from adlm.generate import ready, stream_tokens
+from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import SAMPLERS, build_sampler
 from tests.world import OPTIONS, random_model
 
@@ -22,9 +22,9 @@ def model_of(method="adlm", **changes):
     return random_model(method, **(size | changes))
 
 
-LEARNED = ready(model_of(positions="learned"))
-ROTARY = ready(model_of())
-TOLD = ready(model_of(positions="learned", time_conditioning=True))
+LEARNED = compile_for_sampling(model_of(positions="learned"))
+ROTARY = compile_for_sampling(model_of())
+TOLD = compile_for_sampling(model_of(positions="learned", time_conditioning=True))
 
 
 def templates(seed, rows=ROWS, length=LENGTH):
@@ -106,11 +106,11 @@ def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
     """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
     for seed, predictor in ((0, LEARNED), (1, TOLD)):
         xt, numbers = templates(seed), torch.arange(ROWS) * 1000 + 7
-        whole = frames_of(predictor, xt, name, rows=numbers, block=block, how=Draw(top_p=0.95))[-1]
+        whole = frames_of(predictor, xt, name, rows=numbers, block=block, how=SamplingParams(top_p=0.95))[-1]
         for place in PLACES:
             for rows in place:
                 frames = frames_of(
-                    predictor, xt[rows], name, rows=numbers[rows], block=block, how=Draw(top_p=0.95)
+                    predictor, xt[rows], name, rows=numbers[rows], block=block, how=SamplingParams(top_p=0.95)
                 )  # fmt: skip
                 if not frames:  # nothing to do in this block of rows
                     assert torch.equal(whole.tokens[rows], xt[rows])
@@ -146,7 +146,7 @@ def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_causal_padding_is_kept_and_changes_nothing(method):
-    predictor = ready(model_of(method))
+    predictor = compile_for_sampling(model_of(method))
     xt = torch.tensor([[0, 1, 2, 2, 2, 7, 7]])
     is_fixed, valid = torch.tensor([[1, 1, 0, 0, 0, 0, 0]]).bool(), torch.tensor([[1, 1, 1, 1, 1, 0, 0]]).bool()
     *_, padded = stream_tokens(predictor, xt, seed=2, is_fixed=is_fixed, valid=valid)
@@ -157,14 +157,16 @@ def test_causal_padding_is_kept_and_changes_nothing(method):
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_causal_rows_do_not_depend_on_their_neighbours(method):
-    predictor = ready(model_of(method))
+    predictor = compile_for_sampling(model_of(method))
     xt, rng = templates(0), torch.Generator().manual_seed(0)
     xt[:, 0] = torch.randint(MASK, (ROWS,), generator=rng)
     is_fixed, numbers = xt != MASK, torch.arange(ROWS) + 50
 
     def run(rows):
         frames = list(
-            stream_tokens(predictor, xt[rows], seed=9, rows=numbers[rows], is_fixed=is_fixed[rows], how=Draw(top_k=6))
+            stream_tokens(
+                predictor, xt[rows], seed=9, rows=numbers[rows], is_fixed=is_fixed[rows], how=SamplingParams(top_k=6)
+            )
         )
         for frame in frames:
             assert torch.equal(frame.tokens[is_fixed[rows]], xt[rows][is_fixed[rows]])
@@ -177,7 +179,7 @@ def test_causal_rows_do_not_depend_on_their_neighbours(method):
             assert torch.equal(run(torch.tensor(rows)), whole[rows]), f"rows {rows}"
     wide = torch.nn.functional.pad(xt, (0, 4), value=2)
     padded = torch.nn.functional.pad(is_fixed, (0, 4), value=True)
-    *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, is_fixed=padded, how=Draw(top_k=6))
+    *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, is_fixed=padded, how=SamplingParams(top_k=6))
     assert torch.equal(last.tokens[:, :LENGTH], whole) and (last.tokens[:, LENGTH:] == 2).all()
 
 
@@ -248,10 +250,10 @@ def test_confidence_is_the_probability_of_the_draw(monkeypatch):
 
     def spy(remask_prob, confidence, is_hidden):
         seen.append(confidence.clone())
-        return spread(remask_prob, confidence, is_hidden)
+        return confidence_remask_prob(remask_prob, confidence, is_hidden)
 
-    monkeypatch.setattr(denoise_module, "spread", spy)
-    how, before, compared = Draw(temperature=1.3, top_k=4), xt, 0
+    monkeypatch.setattr(denoise_module, "confidence_remask_prob", spy)
+    how, before, compared = SamplingParams(temperature=1.3, top_k=4), xt, 0
     frames = frames_of(LEARNED, xt, "remask_conf", how=how)
     for frame, confidence in zip(frames, seen[1:], strict=False):
         logits = LEARNED.logits_at(LEARNED.predict(before, torch.zeros(ROWS), None))
@@ -297,13 +299,13 @@ def test_first_hitting_times_are_those_of_uniform_arrivals():
 def test_a_row_that_is_all_hidden_shares_out_nothing():
     confidence = torch.tensor([[0.9, 0.1, 0.5], [0.0, 0.0, 0.0]], dtype=torch.float64)
     is_hidden = torch.tensor([[False, False, True], [True, True, True]])
-    shared = spread(torch.tensor(0.4, dtype=torch.float64), confidence, is_hidden)
+    shared = confidence_remask_prob(torch.tensor(0.4, dtype=torch.float64), confidence, is_hidden)
     assert torch.equal(shared[1], torch.zeros(3, dtype=torch.float64))
     assert float(shared[0].sum()) == pytest.approx(0.4)
     assert shared[0, 1] > shared[0, 0] and shared[0, 2] == 0
 
 
-@pytest.mark.parametrize("how", [Draw(temperature=0.0), Draw(top_k=1), Draw(top_p=1e-9)])
+@pytest.mark.parametrize("how", [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)])
 @pytest.mark.parametrize("name", ["confidence", "margin", "entropy_bounded"])
 def test_without_chance_the_seed_does_not_matter(name, how):
     xt = templates(6)
@@ -339,7 +341,7 @@ def test_there_is_always_a_frame(name):
     for block in (None, 4):
         *_, last = stream_tokens(LEARNED, xt, sampler_of(name), seed=0, block=block)
         assert torch.equal(last.tokens, xt) and not last.nfe.any()
-    causal = ready(model_of("ar"))
+    causal = compile_for_sampling(model_of("ar"))
     *_, last = stream_tokens(causal, xt, seed=0, is_fixed=torch.ones_like(xt).bool())
     assert torch.equal(last.tokens, xt) and not last.is_masked.any()
 
@@ -354,10 +356,17 @@ def test_rows_may_be_at_different_times():
         rng = CounterRng.of(7, torch.tensor(rows))
         is_hidden = part == MASK
         state = denoise_module.State(
-            part.clone(), is_hidden, torch.ones_like(is_hidden), TOLD.predict, TOLD.logits_at, MASK, rng, Draw()
+            part.clone(),
+            is_hidden,
+            torch.ones_like(is_hidden),
+            TOLD.predict,
+            TOLD.logits_at,
+            MASK,
+            rng,
+            SamplingParams(),
         )
         with torch.no_grad():
-            return denoise_module.step_plan(state, transition, Draw()).tokens
+            return denoise_module.step_plan(state, transition, SamplingParams()).tokens
 
     together = stepped([0, 1], plans.Transition(*columns))
     for row, step in ((0, 2), (1, 4)):
@@ -378,6 +387,6 @@ def test_what_cannot_be_asked_is_refused():
     with torch.no_grad():
         broken.head.bias[0] = torch.nan
     with pytest.raises(ValueError, match=r"head\.bias among them: this model has diverged"):
-        ready(broken)
+        compile_for_sampling(broken)
     with pytest.raises(ValueError, match="fixed_batch must be at least 1"):
-        ready(model_of(), fixed_batch=0)
+        compile_for_sampling(model_of(), fixed_batch=0)

@@ -8,14 +8,14 @@ from torch import nn
 
 from adlm.diffusion import selected
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import Draw, distribution
-from adlm.diffusion.masking import Selection, corrupt, noised, select
+from adlm.diffusion.categorical import SamplingParams, distribution
+from adlm.diffusion.masking import Selection, collect_batch, corrupt, select
 from adlm.diffusion.objectives import diffusion_loss, score_entropy_loss, token_nll
 from adlm.diffusion.plans import ancestral, remask_cap, reverse_distribution
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import _SelectedLoss, selected_loss
-from adlm.generate import ready
+from adlm.generate import compile_for_sampling
 from adlm.methods import training_loss
 from bench.plain import plain_law, plain_logits, plain_loss, subs
 from tests.world import random_model
@@ -126,7 +126,9 @@ def test_an_empty_selection_costs_nothing(frozen):
 
 def test_a_batch_with_nothing_hidden_has_loss_zero():
     model, x0 = build(), text(2)
-    batch = noised(x0, x0, torch.ones(2), torch.ones(2), torch.zeros(2), mask_id=MASK, anchor_rule=rare_in_sequence(0))
+    batch = collect_batch(
+        x0, x0, torch.ones(2), torch.ones(2), torch.zeros(2), mask_id=MASK, anchor_rule=rare_in_sequence(0)
+    )
     loss = training_loss(model, batch, anchor_weight=0.1)
     loss.total.backward()
     assert float(loss.total.detach()) == 0 and not loss.row_nll.any()
@@ -168,7 +170,7 @@ def test_score_entropy_is_sedds_in_value_and_gradient():
     schedule = LogLinear()
     t = torch.linspace(0.1, 0.95, 6, dtype=torch.float64)
     xt = torch.where(torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0)
-    batch = noised(x0, xt, t, loss_weight(schedule, t), noise_level(schedule, t), mask_id=MASK)
+    batch = collect_batch(x0, xt, t, loss_weight(schedule, t), noise_level(schedule, t), mask_id=MASK)
     features = model(xt).final.detach().requires_grad_()
     head = model.head
     ours = score_entropy_loss(features, head, batch, mask_id=MASK)
@@ -211,8 +213,8 @@ def test_the_law_of_a_sampling_step_is_the_plain_one(step, top_p):
     for plan in (ancestral(7), remask_cap(7, eta=0.3)):
         with torch.no_grad():
             plain = plain_law(model, xt, plan[step], top_p)
-            logits = ready(model).logits_at(model(xt).final)
-        probs = distribution(logits.flatten(0, 1), Draw(top_p=top_p)).view(logits.shape)
+            logits = compile_for_sampling(model).logits_at(model(xt).final)
+        probs = distribution(logits.flatten(0, 1), SamplingParams(top_p=top_p)).view(logits.shape)
         ours = reverse_distribution(xt, probs, plan[step], MASK)
         torch.testing.assert_close(ours, plain.double(), atol=1e-6, rtol=0)
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import every_token, listed, random_positions, rare_in_sequence
-from adlm.diffusion.masking import corrupt, noised
+from adlm.diffusion.masking import collect_batch, corrupt
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import ancestral, reverse_distribution, reverse_divergence
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import Cosine, LogLinear, discrete_loss_weight, discrete_time, loss_weight
 from adlm.evaluate.likelihood import held_out_bound
 from adlm.methods import training_loss
-from tests.world import World, joint, law_of, random_model
+from tests.world import TinyWorld, joint, law_of, random_model
 
-WORLDS = {2: World(random_model(seed=39, length=2)), 3: World(random_model(seed=113, positions="learned"))}
+WORLDS = {2: TinyWorld(random_model(seed=39, length=2)), 3: TinyWorld(random_model(seed=113, positions="learned"))}
 LENGTHS = tuple(WORLDS)
 EXACT = LogLinear(eps=0.0)
 
@@ -61,7 +61,7 @@ def discrete_nelbo(world, x0, steps):
 def loss_of(world, x0, xt, weight, anchor_weight=None, **where):
     """The library's loss summed over tokens, for hiding patterns with given weights."""
     rows = len(xt)
-    batch = noised(
+    batch = collect_batch(
         x0.expand(rows, -1), xt, torch.ones(rows), weight.float(), torch.zeros(rows), mask_id=world.mask, **where
     )
     with torch.no_grad():
@@ -242,7 +242,7 @@ def anelbo(world, x0, rule, gamma, steps, scope):
 
 def silent_world(length):
     """A world whose anchor network never names the mask, as its theory assumes."""
-    world = World(random_model(seed=39 if length == 2 else 48, length=length))
+    world = TinyWorld(random_model(seed=39 if length == 2 else 48, length=length))
     with torch.no_grad():
         world.model.anchor_head.bias[world.mask] = -1e4
         world.model.bridge.weight[:, world.mask] = 0  # so that the denoiser does not hear the -1e4

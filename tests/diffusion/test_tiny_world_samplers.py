@@ -6,23 +6,23 @@ import pytest
 import torch
 
 from adlm.diffusion import denoise
-from adlm.diffusion.categorical import Draw
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
-from adlm.generate import ready, stream_tokens
+from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import SAMPLERS, build_sampler
-from tests.world import World, chi_square_p, joint, law_of, random_model
+from tests.world import TinyWorld, chi_square_p, joint, law_of, random_model
 
 ROWS = 20_000
 WORLDS = {
-    "two": World(random_model(seed=39, length=2)),
+    "two": TinyWorld(random_model(seed=39, length=2)),
     # Rotary positions are relative: from a start that is all hidden every position predicts the same.
-    "rotary": World(random_model(seed=39)),
-    "learned": World(random_model(seed=113, positions="learned")),
-    "told": World(random_model(seed=113, positions="learned", time_conditioning=True)),
-    "inside": World(random_model(seed=39, mask_id=1)),  # the mask is not the last token
-    "direct": World(random_model(seed=69, bridge="direct")),
-    "mdlm": World(random_model("mdlm", seed=4, positions="learned", denoiser_layers=2)),
+    "rotary": TinyWorld(random_model(seed=39)),
+    "learned": TinyWorld(random_model(seed=113, positions="learned")),
+    "told": TinyWorld(random_model(seed=113, positions="learned", time_conditioning=True)),
+    "inside": TinyWorld(random_model(seed=39, mask_id=1)),  # the mask is not the last token
+    "direct": TinyWorld(random_model(seed=69, bridge="direct")),
+    "mdlm": TinyWorld(random_model("mdlm", seed=4, positions="learned", denoiser_layers=2)),
 }
 
 
@@ -37,7 +37,9 @@ def p_value(world, sampler, *, seed=5, how=None, start=None, is_free=None, block
     start = world.start() if start is None else start
     is_fixed = None if is_free is None else ~is_free.expand(ROWS, -1)
     xt = start.expand(ROWS, -1)
-    *_, last = stream_tokens(ready(world.model), xt, sampler, seed=seed, how=how, is_fixed=is_fixed, block=block)
+    *_, last = stream_tokens(
+        compile_for_sampling(world.model), xt, sampler, seed=seed, how=how, is_fixed=is_fixed, block=block
+    )
     assert not (last.tokens == world.mask).any() and not last.is_masked.any()
     counts = torch.bincount(world.number(last.tokens), minlength=len(world.states))
     law = law_of(world, sampler, how, start, is_free, block)
@@ -109,12 +111,12 @@ def test_every_sampler_is_counted():
 
 
 DRAWS = {
-    "cool": Draw(temperature=0.6),
-    "hot": Draw(temperature=2.5),
-    "two best": Draw(top_k=2),
-    "nucleus": Draw(top_p=0.8),
-    "lineage": Draw(top_p=0.95, nucleus="lineage"),
-    "all": Draw(temperature=1.5, top_k=2, top_p=0.7),
+    "cool": SamplingParams(temperature=0.6),
+    "hot": SamplingParams(temperature=2.5),
+    "two best": SamplingParams(top_k=2),
+    "nucleus": SamplingParams(top_p=0.8),
+    "lineage": SamplingParams(top_p=0.95, nucleus="lineage"),
+    "all": SamplingParams(temperature=1.5, top_k=2, top_p=0.7),
 }
 
 
@@ -215,7 +217,7 @@ def test_the_count_notices_a_wrong_law():
     """The chi-square is sharp enough: a neighbouring setting's law is refused."""
     world = WORLDS["learned"]
     for right, wrong in ((ancestral(2), ancestral(3)), (first_hitting(), ancestral(4))):
-        *_, last = stream_tokens(ready(world.model), world.start().expand(ROWS, -1), right, seed=5)
+        *_, last = stream_tokens(compile_for_sampling(world.model), world.start().expand(ROWS, -1), right, seed=5)
         counts = torch.bincount(world.number(last.tokens), minlength=len(world.states))
         assert chi_square_p(counts, law_of(world, right)) > 1e-3
         assert chi_square_p(counts, law_of(world, wrong)) < 1e-3

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adlm.evaluate.judges import Judge, load_judge
-from tests.train.runs import shelf
+from tests.training.runs import shelf
 
 PROSE = Path(__file__).parent / "fixtures" / "prose.txt.gz"
 MODULES = {"transformers": "eval", "gguf": "eval", "accelerate": "eval", "mauve": "mauve"}

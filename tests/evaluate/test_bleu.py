@@ -89,5 +89,5 @@ def test_errors_teach() -> None:
         self_bleu([[1, 2, 3, 4]])
     with pytest.raises(ValueError, match=r"1 of 2 texts are shorter than 4 tokens \(text 1 has 3\)"):
         self_bleu([[1, 2, 3, 4], [1, 2, 3]])
-    with pytest.raises(ValueError, match="text 0 is not tokenised"):
+    with pytest.raises(ValueError, match="text 0 is not tokenized"):
         self_bleu(["a text", [1, 2, 3, 4]])

@@ -123,7 +123,7 @@ def test_errors_teach() -> None:
         distinct([[1, 2, 3], [1, 2], []], 3)
     with pytest.raises(ValueError, match=r"1 of 2 texts are shorter than 1 tokens \(text 1 has 0\)"):
         entropy([[1], []])
-    with pytest.raises(ValueError, match="text 1 is not tokenised"):
+    with pytest.raises(ValueError, match="text 1 is not tokenized"):
         distinct([["a", "text"], "a text"], 1)
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         distinct(ROWS, 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adlm.data.batches import TensorRows, is_valid
-from adlm.diffusion.masking import Noised, stratified_times
+from adlm.diffusion.masking import NoisyBatch, stratified_times
 from adlm.diffusion.objectives import Loss
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.rng import CounterRng, Purpose
@@ -19,7 +19,7 @@ from adlm.evaluate.likelihood import held_out_bound, place_of, unigram_nll
 from adlm.evaluate.metrics import Bound
 from adlm.methods import METHODS, build_config, training_loss
 from adlm.models.language_model import LanguageModel
-from tests.world import World, law_of, random_model
+from tests.world import TinyWorld, law_of, random_model
 
 VOCAB = 50
 MARKS = (0, 1)
@@ -113,7 +113,7 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
     told: dict[int, Tensor] = {}
 
     def shared(rank: int) -> Bound:
-        def loss_of(noised: Noised) -> Loss:
+        def loss_of(noised: NoisyBatch) -> Loss:
             calls[rank] += 1
             return training_loss(model, noised)
 
@@ -171,7 +171,7 @@ def times(draws: int, count: int = 40, batch: int = 40, seed: int = 0) -> Tensor
     """The time of every row and draw."""
     found: list[Tensor] = []
 
-    def loss_of(noised: Noised) -> Loss:
+    def loss_of(noised: NoisyBatch) -> Loss:
         found.append(noised.t.double())
         zero = torch.zeros(())
         return Loss(zero, zero, zero, torch.rand(len(noised.t)), torch.zeros(len(noised.t)))
@@ -217,7 +217,7 @@ def test_over_seeds_every_row_is_seen_at_every_time(draws: int) -> None:
 def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int) -> None:
     """Half of the rows cost what is hidden of them, half cost nothing: a quarter, whichever rows they are."""
 
-    def loss_of(noised: Noised) -> Loss:
+    def loss_of(noised: NoisyBatch) -> Loss:
         zero, cost = torch.zeros(()), noised.t * (noised.x0[:, 0] == 1) * noised.x0.shape[1]
         return Loss(zero, zero, zero, cost, torch.zeros(len(noised.t)))
 
@@ -279,7 +279,7 @@ def test_marks_are_given_and_not_counted(method: str) -> None:
     """What is counted is the text's own tokens; the marks are seen, by a masked model at every time."""
     model, seen = awake(method), []
 
-    def loss_of(noised: Noised) -> Loss:
+    def loss_of(noised: NoisyBatch) -> Loss:
         if not model.config.is_causal:
             assert (noised.xt[noised.x0 < 2] == noised.x0[noised.x0 < 2]).all()
         seen.append(noised)
@@ -310,7 +310,7 @@ def test_bits_per_byte_are_all_nats_over_the_bytes() -> None:
         Bound(2.0, 0.1, 30).bits_per_byte(0)
 
 
-def enumerated(world: World, rows: Tensor, steps: int | None = None) -> float:
+def enumerated(world: TinyWorld, rows: Tensor, steps: int | None = None) -> float:
     """The NELBO's nats of rows, by all patterns of hidden tokens, and the times that are drawn or all steps."""
     t = 1e-3 + (1 - 1e-3) * (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
     weight = loss_weight(LogLinear(), t)
@@ -335,7 +335,7 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
 
     Also of rows in order of their text, though a row's place decides its first time: further draws make up for it.
     """
-    world = World(random_model(seed=113, positions="learned"))
+    world = TinyWorld(random_model(seed=113, positions="learned"))
     law = law_of(world, first_hitting())[world.texts]
     picks = torch.multinomial(law, 3000, replacement=True, generator=torch.Generator().manual_seed(1))
     picks = picks.sort().values if is_sorted else picks
@@ -350,7 +350,7 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 40])
 def test_the_bound_of_so_many_steps_is_the_enumerated_one(steps: int) -> None:
-    world = World(random_model(seed=113, positions="learned"))
+    world = TinyWorld(random_model(seed=113, positions="learned"))
     rows = world.states[world.texts].repeat(40, 1)
     bound = held_out_bound(world.model, rows, batch=2000, draws=8, steps=steps)
     expected = enumerated(world, rows, steps) / rows.numel()

@@ -15,7 +15,7 @@ from adlm.evaluate.likelihood import Walk, held_out_bound
 from adlm.evaluate.lines import OnProgress, Settings, Subject, figures, lines
 from adlm.evaluate.reading import Reading, read
 from tests.text.models import lm, tokenizer
-from tests.train.runs import TEXT
+from tests.training.runs import TEXT
 
 
 def small(method: str = "adlm", name: str = "small", words: str = "bytes", **changes: Any) -> Subject:

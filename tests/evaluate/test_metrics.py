@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from adlm.diffusion.masking import noised
+from adlm.diffusion.masking import collect_batch
 from adlm.diffusion.objectives import token_nll
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import selected_loss
@@ -125,7 +125,7 @@ def test_a_validation_pass_is_the_authors(multiple):
     x0, total, tokens = golden["x0"], 0.0, 0.0
     for i in (0, 1):
         t = golden[f"t{i}"]
-        batch = noised(
+        batch = collect_batch(
             x0, golden[f"xt{i}"], t, loss_weight(schedule, t), noise_level(schedule, t),
             mask_id=MASK, valid=mask.bool(), attend_padding=True, multiple=multiple,
         )  # fmt: skip

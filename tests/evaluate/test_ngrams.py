@@ -16,7 +16,7 @@ from adlm.evaluate.likelihood import held_out_bound, unigram_nll
 from adlm.evaluate.ngrams import Bigram, count_bigrams, held_out_nll, per_token
 from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel
-from tests.train.runs import data
+from tests.training.runs import data
 
 VOCAB = 7  # of which 5 and 6 never occur, and 4 only at the end of a row
 

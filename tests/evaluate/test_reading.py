@@ -1,4 +1,4 @@
-"""Rows are the same whoever tokenises, are those of `adlm prepare`, and say what they hold and what was lost."""
+"""Rows are the same whoever tokenizes, are those of `adlm prepare`, and say what they hold and what was lost."""
 
 import hashlib
 import json

@@ -12,13 +12,13 @@ from adlm.diffusion.orders import Order, confidence, entropy_bounded, first_hitt
 from adlm.evaluate.likelihood import Walk, held_out_bound
 from adlm.evaluate.unmasking import ORDERS, SCORED, levelled, step_at, steps_of, unmasking_likelihood
 from adlm.models.language_model import LanguageModel
-from tests.world import World, law_of, random_model
+from tests.world import TinyWorld, law_of, random_model
 
-WORLDS = {2: World(random_model(seed=39, length=2)), 3: World(random_model(seed=113, positions="learned"))}
+WORLDS = {2: TinyWorld(random_model(seed=39, length=2)), 3: TinyWorld(random_model(seed=113, positions="learned"))}
 DETERMINISTIC = [name for name in ORDERS if name != "random"]
 
 
-def texts(world: World) -> Tensor:
+def texts(world: TinyWorld) -> Tensor:
     return world.states[world.texts]
 
 
@@ -215,7 +215,7 @@ def test_what_differs_by_rounding_is_equal() -> None:
 
 
 def test_a_model_that_is_told_the_time_is_told_what_is_hidden() -> None:
-    world = World(random_model("mdlm", seed=5, time_conditioning=True))
+    world = TinyWorld(random_model("mdlm", seed=5, time_conditioning=True))
     for order in DETERMINISTIC:
         found = nats(world.model, texts(world), order)
         assert float((-found).exp().sum()) == pytest.approx(1, abs=1e-5)

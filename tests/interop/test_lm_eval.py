@@ -19,7 +19,7 @@ from adlm.interop.lm_eval import asked_rows, until_first, windows
 from tests.cli.terminal import env_of, trained
 from tests.text.models import lm, rigged
 from tests.text.test_scoring import exact_nelbo
-from tests.train.runs import ROOT
+from tests.training.runs import ROOT
 
 # A missing extra is a skip, and a failure where all must be there.
 harness: Any = import_module("lm_eval") if os.environ.get("ADLM_ALL") == "1" else pytest.importorskip("lm_eval")

@@ -37,7 +37,7 @@ def test_every_layer_of_adlm(time_conditioning):
             hooks.append(layer.register_forward_hook(lambda _m, _i, out, name=name: seen.__setitem__(name, out)))
     with torch.no_grad():
         features = ours(golden["xt"], golden["sigma"])
-        crossed = ours.cross(features.anchor)
+        crossed = ours.apply_bridge(features.anchor)
     for hook in hooks:
         hook.remove()
     assert len(seen) == 6

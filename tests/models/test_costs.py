@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from adlm.diffusion import selected
-from adlm.diffusion.masking import Noised, Selection
+from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.methods import METHODS, build_config, training_loss
 from adlm.models import costs
 from adlm.models.costs import flops_per_token, memory_estimate, parameter_count, parameters, peak_flops
@@ -95,7 +95,7 @@ def test_flops_are_what_torch_counts(method: str, bridge: str) -> None:
     x0, ones = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows)
     two = config.anchor_layers > 0
     hidden = some(1.0 if config.is_causal else 0.5)
-    batch = Noised(x0, x0, ones, ones, hidden, some(share) if two else None, torch.tensor(float(tokens)))
+    batch = NoisyBatch(x0, x0, ones, ones, hidden, some(share) if two else None, torch.tensor(float(tokens)))
     batch = replace(batch, is_causal=config.is_causal)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         training_loss(model, batch, anchor_weight=1.0 if two else None).total.backward()
@@ -169,7 +169,7 @@ def test_nothing_is_guessed(name: str) -> None:
 
 
 def bytes_of(config: ModelConfig, **changes: object) -> costs.Memory:
-    settings = {"rows": 32, "length": 1024, "bytes_per_activation": 2, "ema": True, "optimiser": "adamw"}
+    settings = {"rows": 32, "length": 1024, "bytes_per_activation": 2, "ema": True, "optimizer": "adamw"}
     return memory_estimate(config, **(settings | {"is_cuda": True} | changes))  # type: ignore[arg-type]
 
 
@@ -182,12 +182,12 @@ def test_memory_is_near_what_an_h200_took(bridge: str, gib: float) -> None:
 def test_memory_follows_its_parts() -> None:
     config = small()
     base, count = bytes_of(config), parameter_count(config)
-    assert base.weights == base.gradients == base.average == base.optimiser // 2 == 4 * count
+    assert base.weights == base.gradients == base.average == base.optimizer // 2 == 4 * count
     assert base.total == sum(vars(base).values())
     assert bytes_of(config, ema=False).average == 0
-    assert base.optimiser - bytes_of(config, optimiser="muon").optimiser == 4 * 18 * 12 * 768**2
+    assert base.optimizer - bytes_of(config, optimizer="muon").optimizer == 4 * 18 * 12 * 768**2
     sharded = bytes_of(config, shards=8)
-    assert sharded.optimiser == base.optimiser // 8 and sharded.average == base.average // 8
+    assert sharded.optimizer == base.optimizer // 8 and sharded.average == base.average // 8
     assert 4 * count // 8 < sharded.weights < 4 * count
     assert bytes_of(config, checkpoint_activations=True).activations < base.activations / 5
     assert bytes_of(config, bytes_per_activation=4).activations > 1.7 * base.activations
@@ -201,7 +201,7 @@ def test_memory_follows_its_parts() -> None:
 
 def test_memory_refuses_what_it_does_not_know() -> None:
     with pytest.raises(ValueError, match="'sgd' is not one of adamw, muon"):
-        bytes_of(small(), optimiser="sgd")
+        bytes_of(small(), optimizer="sgd")
     with pytest.raises(ValueError, match=r"2 .* or 4"):
         bytes_of(small(), bytes_per_activation=1)
     with pytest.raises(ValueError, match="at least 1"):
@@ -227,7 +227,7 @@ from adlm.models.language_model import LanguageModel, ModelConfig
 def steps(config, rows):
     model = LanguageModel(config)
     average = [p.detach().clone() for p in model.parameters()]
-    optimiser = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x0 = torch.randint(config.vocab_size - 1, (rows, config.length))
     for step in range(6):
         batch = corrupt(x0, LogLinear(), CounterRng.of(0, rows), step, mask_id=config.mask_id,
@@ -235,8 +235,8 @@ def steps(config, rows):
         loss = training_loss(model, batch, anchor_weight=3e-3)
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.1)
 
 def peak():  # of this program alone: ru_maxrss would count the process that started it

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adlm.diffusion.masking import shifted
+from adlm.diffusion.masking import shift_tokens
 from adlm.methods import build_config, training_loss
 from adlm.models.language_model import LanguageModel, ModelConfig
 from tests.goldens import facts
@@ -241,7 +241,7 @@ def test_gpt2_of_transformers():
         ours = ours_from_gpt2(state)
         expected = theirs(TOKENS, labels=TOKENS)
         torch.testing.assert_close(ours.head(ours(TOKENS).final), expected.logits, atol=1e-4, rtol=1e-4)
-        loss = training_loss(ours, shifted(TOKENS))
+        loss = training_loss(ours, shift_tokens(TOKENS))
         assert float(loss.total) == pytest.approx(float(expected.loss), rel=1e-5)
         assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 

@@ -8,7 +8,7 @@ from typing import Any
 from tests.cli.terminal import invoke, trained
 from tests.evaluate.test_programs import FILE, PROBLEMS
 from tests.evaluate.test_zeroshot import write_sets
-from tests.train.runs import TEXT, shelf
+from tests.training.runs import TEXT, shelf
 
 ONE = ("--seed", 0, "--device", "cpu", "--json")
 

@@ -32,12 +32,12 @@ def small(method: str = "adlm", **changes: Any) -> LanguageModel:
 def trained() -> LanguageModel:
     """A model that has learned its few rows, so that what it is told matters."""
     model = small(scale=0.3).train()
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(60):
         batch = corrupt(ROWS, LogLinear(), CounterRng.of(1, 24), step, mask_id=VOCAB - 1, anchor_rule=every_token())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         training_loss(model, batch, anchor_weight=0.1).total.backward()
-        optimiser.step()
+        optimizer.step()
     return model.eval()
 
 

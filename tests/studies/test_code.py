@@ -57,7 +57,7 @@ def test_what_is_written_is_what_prepare_reads(tmp_path: Path) -> None:
     said = write_sources(file, SOURCES[:20])
     read = [document for document, _ in open_source(file).read()]
     assert read == [source.text for source in SOURCES[:20]]
-    assert said["sha256"] == hash_of(SOURCES[:20]) and said["licence"].startswith("PSF-2.0")
+    assert said["sha256"] == hash_of(SOURCES[:20]) and said["license"].startswith("PSF-2.0")
     assert said["bytes"] == sum(len(text.encode()) for text in read)
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from adlm.studies.collection import SAMPLES, SETTINGS, Sample, collect, read
 from adlm.text.lm import LM, load
-from adlm.train.distributed import joined
+from adlm.training.distributed import init_distributed
 from tests.cli.terminal import env_of, trained
 from tests.text.models import lm, rigged
-from tests.train.runs import ROOT, torchrun
+from tests.training.runs import ROOT, torchrun
 
 HOW = {"length": 12, "steps": 8, "sampler": "ancestral", "seed": 5, "top_p": 1.0}
 N = 10
@@ -28,7 +28,7 @@ def collected(folder: Path, who: LM | None = None, **changes) -> list[Sample]:
 
 def main(folder: str, model: str, n: str, pause: str) -> None:
     """What other processes of these tests run: texts one by one, slowly."""
-    with joined("cpu") as world:
+    with init_distributed("cpu") as world:
         who = load(model, device="cpu")
         job = who.job(n=int(n), batch=1, **HOW)
         collect(who, Path(folder), job, world=world, on_texts=lambda done, total: time.sleep(float(pause)))

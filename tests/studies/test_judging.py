@@ -15,13 +15,13 @@ from adlm.evaluate.judges import load_judge
 from adlm.evaluate.passages import passages
 from adlm.evaluate.quality import Plan, figures_of, planned
 from adlm.studies.judging import judge_together
-from adlm.train.distributed import World, joined
+from adlm.training.distributed import DistributedContext, init_distributed
 from tests.cli.terminal import env_of
 from tests.evaluate.small_judges import causal_folder, documents, needs
-from tests.train.runs import ROOT, torchrun
+from tests.training.runs import ROOT, torchrun
 
 N = 12
-ALONE = World(torch.device("cpu"))
+ALONE = DistributedContext(torch.device("cpu"))
 
 
 def plan_of(folder: Path) -> Plan:
@@ -31,7 +31,7 @@ def plan_of(folder: Path) -> Plan:
 
 def main(folder: str, judge: str, pause: str) -> None:
     """What other processes of these tests run: text by text, slowly."""
-    with joined("cpu") as world:
+    with init_distributed("cpu") as world:
         how = {"batch": 1, "every": 0.0, "on_texts": lambda done, total: time.sleep(float(pause))}
         judge_together(plan_of(Path(judge)).requests, world, Path(folder), **how)
 
@@ -74,7 +74,7 @@ def test_two_processes_find_what_one_does(tmp_path: Path) -> None:
 
 def test_several_processes_need_a_folder() -> None:
     with pytest.raises(ValueError, match="2 processes give each other their verdicts in a folder"):
-        judge_together([], World(torch.device("cpu"), 0, 2))
+        judge_together([], DistributedContext(torch.device("cpu"), 0, 2))
 
 
 if __name__ == "__main__":

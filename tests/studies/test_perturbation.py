@@ -13,7 +13,7 @@ from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear
 from adlm.evaluate.likelihood import held_out_bound
-from adlm.generate import ready
+from adlm.generate import compile_for_sampling
 from adlm.models.language_model import LanguageModel
 from adlm.studies.noising import TOKENS_AT_ONCE, noised_rows, pieces
 from adlm.studies.perturbation import (
@@ -29,7 +29,7 @@ from adlm.studies.perturbation import (
     taken,
 )
 from adlm.studies.stages import first_stage, require_two_stages, second_stage
-from adlm.text.jobs import Job
+from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, Row, frames
 from tests.studies.small import LENGTH, LENGTHS, PADDED, ROWS, VOCAB, small, trained
 from tests.text.models import lm
@@ -162,7 +162,7 @@ def test_what_was_seen_earlier_was_seen_through_more_masks() -> None:
     turn._first = lambda tokens, level: seen.append(tokens) or turn.own  # type: ignore[assignment,func-returns-value]
     for steps in (1, 8, LEVELS):
         turn.features(Change("stale", steps))
-    hidden = [turn.noised.xt == VOCAB - 1, *(tokens == VOCAB - 1 for tokens in seen)]
+    hidden = [turn.corrupt.xt == VOCAB - 1, *(tokens == VOCAB - 1 for tokens in seen)]
     for later, earlier in pairwise(hidden):
         assert bool((earlier | ~later).all()) and int(earlier.sum()) > int(later.sum())
     assert float(hidden[-1].float().mean()) > 0.99  # as far back as there is: all but all of it
@@ -204,7 +204,7 @@ def test_who_listens_hears_before_every_evaluation_which_rows_it_is_for(sampler:
     writer = lm("adlm")
     steps = {} if sampler == "first_hitting" else {"steps": 6}
     job = writer.job(prompt=["the cat", "where did you go"], n=2, length=20, seed=2, sampler=sampler, **steps)
-    predictor, heard, state = ready(writer.model), list[Tensor](), Tensor()
+    predictor, heard, state = compile_for_sampling(writer.model), list[Tensor](), Tensor()
     own = predictor.final
 
     def final(tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
@@ -251,9 +251,9 @@ class Alone:
         return second_stage(self.model, anchor, noise_level, valid)
 
 
-def written_alone(writer: LM, job: Job, change: Change) -> list[tuple[str, int]]:
+def written_alone(writer: LM, job: GenerationRequest, change: Change) -> list[tuple[str, int]]:
     """The texts of a job, written one at a time."""
-    found, predictor = [], ready(writer.model)
+    found, predictor = [], compile_for_sampling(writer.model)
     for layout, number in job.rows:
         predictor.final = Alone(predictor.model, change, number, job.seed).final
         *_, frame = frames(predictor, job, [(layout, number)])

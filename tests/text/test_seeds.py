@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from adlm import LM, Draw, Hole
+from adlm import LM, Hole, SamplingParams
 from adlm.diffusion.categorical import draw
 from adlm.methods import ALIASES, SAMPLERS
 from tests.text.models import lm
@@ -104,7 +104,7 @@ def test_rounding_hardly_ever_changes_a_draw() -> None:
     logits = torch.randn(1000, 3000, generator=rng)
     u = torch.rand(1000, generator=rng, dtype=torch.float64)
     nudged = logits + 1e-5 * torch.randn(logits.shape, generator=rng)
-    for how in (Draw(top_p=0.9), Draw(top_k=2000), Draw()):
+    for how in (SamplingParams(top_p=0.9), SamplingParams(top_k=2000), SamplingParams()):
         changed = draw(logits, u, how).tokens != draw(nudged, u, how).tokens
         assert int(changed.sum()) <= 5, how
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, Cell, Recording, Still
-from adlm.view import colours
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+from adlm.view import colors
 from adlm.view.gif import GLOW, HOLD, MARGIN, Painter, lay_out, length_of, load_font, plan_frames, write_gif
 from adlm.view.player import asset
 from tests.view.test_terminal import PARAGRAPH, record
@@ -35,10 +35,10 @@ def frames_of(path: Path) -> tuple[list["Image.Image"], list[int], int | None]:
         return [frame for frame, _ in frames], [duration for _, duration in frames], image.info.get("loop")
 
 
-def of(*states: list[Cell]) -> Recording:
+def of(*states: list[TokenState]) -> Trajectory:
     """A recording of some lists of cells."""
-    stills = tuple(Still(step, step, tuple(cells)) for step, cells in enumerate(states))
-    return Recording("made", stills[-1].text, stills)
+    stills = tuple(TrajectoryFrame(step, step, tuple(cells)) for step, cells in enumerate(states))
+    return Trajectory("made", stills[-1].text, stills)
 
 
 @pytest.mark.parametrize(("steps", "seconds", "count"), [(9, 2.0, 10), (63, 1.5, 30), (1, 1.0, 2)])
@@ -98,30 +98,30 @@ def test_a_block_does_not_tell_what_is_below(tmp_path: Path) -> None:
     recording = record(steps=6, remask=0)
     frames, _, _ = frames_of(write_gif([recording], tmp_path / "a.gif", show_guesses=False))
     painter = Painter([recording], 720, 18, None, False)
-    expected = {tuple(bytes.fromhex(colour[1:])) for colour in (colours.BLOCK, colours.PAPER)}  # corners are round
+    expected = {tuple(bytes.fromhex(color[1:])) for color in (colors.BLOCK, colors.PAPER)}  # corners are round
     for i, cell in enumerate(recording.stills[0].cells):
         if cell.state == HIDDEN and len(recording.stills[-1].cells[i].text.strip()) > 2:
-            assert {colour for _, colour in frames[0].crop(place(painter, i)).getcolors() or []} <= expected
+            assert {color for _, color in frames[0].crop(place(painter, i)).getcolors() or []} <= expected
 
 
-def test_a_picture_has_the_colours_of_the_page() -> None:
+def test_a_picture_has_the_colors_of_the_page() -> None:
     """Or the same amber would mean "sure" here and "anchor" there."""
     light = asset("player.css").partition("@media")[0]
     page = dict(re.findall(r"--([\w-]+): (#\w{6});", light))
     same = {
-        "paper": colours.PAPER,
-        "ink": colours.INK,
-        "quiet": colours.QUIET,
-        "line": colours.LINE,
-        "accent": colours.ACCENT,
-        "block": colours.BLOCK,
-        "sure": colours.SURE_BLOCK,
-        "anchor-mark": colours.ANCHOR_MARK,
-        "revealed": colours.REVEALED_GROUND,
-        "revealed-mark": colours.REVEALED_MARK,
-        "remasked": colours.REMASKED_GROUND,
-        "remasked-mark": colours.REMASKED_MARK,
-        "given": colours.GIVEN_INK,
+        "paper": colors.PAPER,
+        "ink": colors.INK,
+        "quiet": colors.QUIET,
+        "line": colors.LINE,
+        "accent": colors.ACCENT,
+        "block": colors.BLOCK,
+        "sure": colors.SURE_BLOCK,
+        "anchor-mark": colors.ANCHOR_MARK,
+        "revealed": colors.REVEALED_GROUND,
+        "revealed-mark": colors.REVEALED_MARK,
+        "remasked": colors.REMASKED_GROUND,
+        "remasked-mark": colors.REMASKED_MARK,
+        "given": colors.GIVEN_INK,
     }
     assert {name: page[name] for name in same} == same
 
@@ -129,17 +129,17 @@ def test_a_picture_has_the_colours_of_the_page() -> None:
 def test_every_look_differs(tmp_path: Path) -> None:
     guesses = ((" word", 0.9),)
     looks = {
-        "hidden": Cell("", HIDDEN),
-        "guess": Cell("", HIDDEN, guesses),
-        "unsure": Cell("", HIDDEN, ((" word", 0.1),)),
-        "anchor": Cell("", HIDDEN, guesses, is_anchor=True),
-        "remasked": Cell("", REMASKED, guesses),
-        "revealed": Cell(" word", REVEALED),
-        "visible": Cell(" word", VISIBLE),
-        "given": Cell(" word", GIVEN),
-        "another": Cell(" sword", VISIBLE),
+        "hidden": TokenState("", HIDDEN),
+        "guess": TokenState("", HIDDEN, guesses),
+        "unsure": TokenState("", HIDDEN, ((" word", 0.1),)),
+        "anchor": TokenState("", HIDDEN, guesses, is_anchor=True),
+        "remasked": TokenState("", REMASKED, guesses),
+        "revealed": TokenState(" word", REVEALED),
+        "visible": TokenState(" word", VISIBLE),
+        "given": TokenState(" word", GIVEN),
+        "another": TokenState(" sword", VISIBLE),
     }
-    final = [Cell(" word", GIVEN if name == "given" else VISIBLE) for name in looks]
+    final = [TokenState(" word", GIVEN if name == "given" else VISIBLE) for name in looks]
     recording = of(list(looks.values()), final)
     frames, _, _ = frames_of(write_gif([recording], tmp_path / "a.gif"))
     painter = Painter([recording], 720, 18, None, True)
@@ -173,28 +173,39 @@ def test_what_the_font_lacks_is_a_box_and_a_dash_is_a_line(tmp_path: Path) -> No
     assert font.getmask("中").getbbox() is not None
     assert bytes(font.getmask("中")) == bytes(font.getmask("\uffff")) != bytes(font.getmask("a"))
     assert length_of("—", font) == 18 and length_of("a—b", font) == length_of("a", font) + 18 + length_of("b", font)
-    recording = of([Cell("", HIDDEN)] * 2, [Cell("中", VISIBLE), Cell(" —", VISIBLE)])
+    recording = of([TokenState("", HIDDEN)] * 2, [TokenState("中", VISIBLE), TokenState(" —", VISIBLE)])
     frames, _, _ = frames_of(write_gif([recording], tmp_path / "a.gif"))
-    painter, ink = Painter([recording], 720, 18, None, True), tuple(bytes.fromhex(colours.INK[1:]))
+    painter, ink = Painter([recording], 720, 18, None, True), tuple(bytes.fromhex(colors.INK[1:]))
     for i in range(2):
-        assert ink in {colour for _, colour in frames[-1].crop(place(painter, i)).getcolors() or []}
+        assert ink in {color for _, color in frames[-1].crop(place(painter, i)).getcolors() or []}
 
 
 def test_odd_recordings_are_drawn(tmp_path: Path) -> None:
-    nasty = [Cell("\x1b[31m\r\x00", VISIBLE), Cell("", VISIBLE), Cell("\n\n", VISIBLE), Cell("\ud800\u202e", GIVEN)]
-    hidden = [Cell("", HIDDEN, (("\n\x1b", 0.3),)), Cell("", REMASKED), Cell("", HIDDEN, ((" of\nthe", 1.0),))]
-    last = Cell("x" * 300, VISIBLE)
+    nasty = [
+        TokenState("\x1b[31m\r\x00", VISIBLE),
+        TokenState("", VISIBLE),
+        TokenState("\n\n", VISIBLE),
+        TokenState("\ud800\u202e", GIVEN),
+    ]
+    hidden = [
+        TokenState("", HIDDEN, (("\n\x1b", 0.3),)),
+        TokenState("", REMASKED),
+        TokenState("", HIDDEN, ((" of\nthe", 1.0),)),
+    ]
+    last = TokenState("x" * 300, VISIBLE)
     for number, recording in enumerate(
         [
-            of([*hidden, Cell("", HIDDEN)], nasty),
+            of([*hidden, TokenState("", HIDDEN)], nasty),
             of([*hidden, last]),  # one still, which has not ended
             of([]),
-            of([Cell("", HIDDEN)], [last]),
+            of([TokenState("", HIDDEN)], [last]),
         ]
     ):
         frames, durations, _ = frames_of(write_gif([recording], tmp_path / f"{number}.gif"))
         assert len(frames) == len(recording.stills) and durations[-1] in (0, 1000 * HOLD)
-    long = Recording("a title that is far longer than the picture is wide " * 5, "x", of([Cell("x", VISIBLE)]).stills)
+    long = Trajectory(
+        "a title that is far longer than the picture is wide " * 5, "x", of([TokenState("x", VISIBLE)]).stills
+    )
     assert write_gif([long], tmp_path / "title.gif", width=300).is_file()
 
 
@@ -212,9 +223,9 @@ def test_errors_name_the_value_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no recordings: give at least one"):
         write_gif([], out)
     with pytest.raises(ValueError, match="'empty' has no stills"):
-        write_gif([Recording("empty", "", ())], out)
+        write_gif([Trajectory("empty", "", ())], out)
     with pytest.raises(ValueError, match="'made' differ in their number of cells"):
-        write_gif([of([], [Cell("x", VISIBLE)])], out)
+        write_gif([of([], [TokenState("x", VISIBLE)])], out)
     with pytest.raises(ValueError, match=r"'a\.png' does not end in \.gif: call it a\.gif"):
         write_gif([recording], tmp_path / "a.png")
     with pytest.raises(ValueError, match="is a folder"):

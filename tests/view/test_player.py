@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adlm.stills import STATES, Cell, Recording, Still
+from adlm.trajectory import STATES, TokenState, Trajectory, TrajectoryFrame
 from adlm.view.player import TITLE, player_html, write_player
 
 PROSE = (
@@ -24,7 +24,7 @@ PROSE = (
     "slate, and on it, far from any shore, a single lamp was burning. Nobody had lit it. Nobody, the keeper said, ever "
     "rowed out to put it out — not in café talk, not in winter, not even 冬."
 )
-NASTY = "</script><script>window.broken=1</script><!-- <b>&amp; \"quotes\" ' \u2028 {{script}} \\u003c \ud800 \x00 \r\n"
+NASTY = '</script><script>window.broken=1</script><!-- <b>&amp; "quotes" \' \u2028 {{script}} \\u003c \ud800 \x00 \r\n'
 
 
 def tokens_of(text: str) -> list[str]:
@@ -33,27 +33,27 @@ def tokens_of(text: str) -> list[str]:
     return [piece for word in words for piece in ((word[:6], word[6:]) if len(word) > 9 else (word,))]
 
 
-def simulated(text: str = PROSE, *, steps: int = 32, remask: float = 0.0, prompt: int = 0, seed: int = 1) -> Recording:
+def simulated(text: str = PROSE, *, steps: int = 32, remask: float = 0.0, prompt: int = 0, seed: int = 1) -> Trajectory:
     """A text that comes out of its masks at random, some of it put back; guesses grow surer as more is visible."""
     rng = random.Random(seed)
     final = tokens_of(text)
     vocabulary = sorted({*final, " the", " of", ","})
     tokens: list[str | None] = [token if at < prompt else None for at, token in enumerate(final)]
 
-    def look(at: int, before: list[str | None], share: float) -> Cell:
+    def look(at: int, before: list[str | None], share: float) -> TokenState:
         token, is_anchor = tokens[at], final.count(final[at]) == 1 and len(final[at]) > 5
         if at < prompt or token is not None:
             state = "given" if at < prompt else "revealed" if token != before[at] else "visible"
-            return Cell(token or "", state, (), is_anchor)
+            return TokenState(token or "", state, (), is_anchor)
         p = min(0.97, 0.04 + rng.random() * (0.2 + share))
         guesses = [(final[at], p), (rng.choice(vocabulary), p * 0.4), (" the", p * 0.2)]
         if rng.random() > 0.3 + 0.7 * share:
             guesses = [(rng.choice(vocabulary), p), (" the", p * 0.5), (final[at], p * 0.3)]
         scale = max(1.0, sum(p for _, p in guesses))
         state = "remasked" if before[at] is not None else "hidden"
-        return Cell("", state, tuple((guess, p / scale) for guess, p in guesses), is_anchor)
+        return TokenState("", state, tuple((guess, p / scale) for guess, p in guesses), is_anchor)
 
-    stills = [Still(0, 0, tuple(look(at, tokens, 0.0) for at in range(len(final))))]
+    stills = [TrajectoryFrame(0, 0, tuple(look(at, tokens, 0.0) for at in range(len(final))))]
     for step in range(1, steps + 1):
         before = list(tokens)
         for at in range(prompt, len(final)):
@@ -65,9 +65,9 @@ def simulated(text: str = PROSE, *, steps: int = 32, remask: float = 0.0, prompt
             elif tokens[at] is not None and rng.random() < remask * (1 if tokens[at] == final[at] else 4):
                 tokens[at] = None
         share = sum(token is not None for token in tokens) / len(final)
-        stills.append(Still(step, step, tuple(look(at, before, share) for at in range(len(final)))))
+        stills.append(TrajectoryFrame(step, step, tuple(look(at, before, share) for at in range(len(final)))))
     told = {"sampler": "remask_cap" if remask else "ancestral", "steps": steps, "seed": seed, "top_p": 0.9}
-    return Recording(f"{told['sampler']}, {steps} steps", "".join(final), tuple(stills), 1.25, told)
+    return Trajectory(f"{told['sampler']}, {steps} steps", "".join(final), tuple(stills), 1.25, told)
 
 
 def data_in(page: str) -> Any:
@@ -76,17 +76,17 @@ def data_in(page: str) -> Any:
     return json.loads(found[0])
 
 
-def decoded(recording: dict[str, Any]) -> list[Still]:
+def decoded(recording: dict[str, Any]) -> list[TrajectoryFrame]:
     """The stills as the page's script reads them."""
-    stills, cells = [], [Cell("", "") for _ in range(recording["cells"])]
+    stills, cells = [], [TokenState("", "") for _ in range(recording["cells"])]
     for step, nfe, flat in recording["stills"]:
         numbers, at = iter(flat), -1
         for gap in numbers:
             at += gap
             kind, text, count = (next(numbers) for _ in range(3))
             pairs = [(recording["strings"][next(numbers)], next(numbers) / 1000) for _ in range(count)]
-            cells[at] = Cell(recording["strings"][text], STATES[kind // 2], tuple(pairs), kind % 2 == 1)
-        stills.append(Still(step, nfe, tuple(cells)))
+            cells[at] = TokenState(recording["strings"][text], STATES[kind // 2], tuple(pairs), kind % 2 == 1)
+        stills.append(TrajectoryFrame(step, nfe, tuple(cells)))
     return stills
 
 
@@ -95,7 +95,7 @@ def units(text: str) -> bytes:
     return text.encode("utf-16-le", "surrogatepass")
 
 
-def rounded(still: Still) -> tuple[object, ...]:
+def rounded(still: TrajectoryFrame) -> tuple[object, ...]:
     cells = [
         (units(c.text), c.state, [(units(g), round(1000 * p)) for g, p in c.guesses], c.is_anchor) for c in still.cells
     ]
@@ -104,24 +104,24 @@ def rounded(still: Still) -> tuple[object, ...]:
 
 TEXTS = st.text(st.characters(), max_size=5)  # surrogates and controls included
 GUESSES = st.lists(st.tuples(TEXTS, st.floats(0, 1)), max_size=3).map(tuple)
-CELLS = st.builds(Cell, TEXTS, st.sampled_from(STATES), GUESSES, st.booleans())
+CELLS = st.builds(TokenState, TEXTS, st.sampled_from(STATES), GUESSES, st.booleans())
 
 
 @st.composite
-def recordings(draw: st.DrawFn) -> Recording:
+def recordings(draw: st.DrawFn) -> Trajectory:
     """Stills in which most cells are as before."""
     cells = draw(st.lists(CELLS, max_size=6))
-    stills = [Still(0, draw(st.integers(0, 3)), tuple(cells))]
+    stills = [TrajectoryFrame(0, draw(st.integers(0, 3)), tuple(cells))]
     for step in range(1, draw(st.integers(1, 5))):
         for at in draw(st.sets(st.integers(0, len(cells) - 1))) if cells else ():
             cells[at] = draw(CELLS)
-        stills.append(Still(step, stills[-1].nfe + draw(st.integers(0, 2)), tuple(cells)))
-    return Recording(draw(TEXTS), stills[-1].text, tuple(stills), draw(st.floats(0, 100)), {"seed": 1}, draw(TEXTS))
+        stills.append(TrajectoryFrame(step, stills[-1].nfe + draw(st.integers(0, 2)), tuple(cells)))
+    return Trajectory(draw(TEXTS), stills[-1].text, tuple(stills), draw(st.floats(0, 100)), {"seed": 1}, draw(TEXTS))
 
 
 @given(st.lists(recordings(), min_size=1, max_size=3), TEXTS)
 @settings(deadline=None)
-def test_every_still_comes_back(made: list[Recording], title: str) -> None:
+def test_every_still_comes_back(made: list[Trajectory], title: str) -> None:
     data = data_in(player_html(made, title))
     assert units(data["title"]) == units(title) and data["states"] == list(STATES)
     assert len(data["recordings"]) == len(made)
@@ -133,10 +133,10 @@ def test_every_still_comes_back(made: list[Recording], title: str) -> None:
 
 
 def test_a_still_holds_what_changed() -> None:
-    same = tuple(Cell(token, "given") for token in (" a", " b", " c"))
-    changed = (same[0], Cell(" d", "given"), same[2])
-    stills = (Still(0, 0, same), Still(1, 1, same), Still(2, 2, changed))
-    found = data_in(player_html([Recording("t", " a d c", stills)]))["recordings"][0]
+    same = tuple(TokenState(token, "given") for token in (" a", " b", " c"))
+    changed = (same[0], TokenState(" d", "given"), same[2])
+    stills = (TrajectoryFrame(0, 0, same), TrajectoryFrame(1, 1, same), TrajectoryFrame(2, 2, changed))
+    found = data_in(player_html([Trajectory("t", " a d c", stills)]))["recordings"][0]
     assert [still[:2] for still in found["stills"]] == [[0, 0], [1, 1], [2, 2]]
     assert found["stills"][1][2] == [] and found["stills"][2][2][0] == 2  # the second cell: two after -1
     assert found["strings"] == [" a", " b", " c", " d"]
@@ -146,13 +146,13 @@ def test_an_ordinary_recording_is_a_small_file(tmp_path: Path) -> None:
     rng = random.Random(0)
     words = [f" word{number}" for number in range(8000)]
 
-    def cell(at: int, step: int) -> Cell:
+    def cell(at: int, step: int) -> TokenState:
         if at < step:
-            return Cell(words[at], "visible")
-        return Cell("", "hidden", tuple((rng.choice(words), rng.random()) for _ in range(3)))
+            return TokenState(words[at], "visible")
+        return TokenState("", "hidden", tuple((rng.choice(words), rng.random()) for _ in range(3)))
 
-    stills = tuple(Still(step, step, tuple(cell(at, step) for at in range(128))) for step in range(129))
-    path = write_player([Recording("128 × 128", stills[-1].text, stills)], tmp_path / "a.html")
+    stills = tuple(TrajectoryFrame(step, step, tuple(cell(at, step) for at in range(128))) for step in range(129))
+    path = write_player([Trajectory("128 × 128", stills[-1].text, stills)], tmp_path / "a.html")
     assert path.stat().st_size < 600_000
 
 
@@ -182,14 +182,14 @@ def elements(page: str) -> Elements:
     return found
 
 
-def nasty() -> Recording:
-    cells = (Cell(NASTY, "revealed"), Cell("", "hidden", ((NASTY, 0.5),)))
-    return Recording(NASTY, NASTY, (Still(0, 0, cells),), 0.0, {NASTY: NASTY, "nan": float("nan")}, NASTY)
+def nasty() -> Trajectory:
+    cells = (TokenState(NASTY, "revealed"), TokenState("", "hidden", ((NASTY, 0.5),)))
+    return Trajectory(NASTY, NASTY, (TrajectoryFrame(0, 0, cells),), 0.0, {NASTY: NASTY, "nan": float("nan")}, NASTY)
 
 
 def test_no_text_breaks_out(tmp_path: Path) -> None:
     page = write_player([nasty()], tmp_path / "a.html", title=NASTY).read_text("utf-8")
-    harmless = player_html([Recording("t", "x", (Still(0, 0, (Cell("x", "given"),)),))], "t")
+    harmless = player_html([Trajectory("t", "x", (TrajectoryFrame(0, 0, (TokenState("x", "given"),)),))], "t")
     assert [tag for tag, _ in elements(page).tags] == [tag for tag, _ in elements(harmless).tags]
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data and data[1].isascii() and not set("<>&") & set(data[1])
@@ -227,30 +227,33 @@ def test_title_and_parents(tmp_path: Path) -> None:
     assert f"<title>{TITLE}</title>" in player_html([recording])
 
 
-def still(*cells: Cell, step: int = 0) -> Still:
-    return Still(step, step, cells)
+def still(*cells: TokenState, step: int = 0) -> TrajectoryFrame:
+    return TrajectoryFrame(step, step, cells)
 
 
 @pytest.mark.parametrize(
     ("made", "told"),
     [
         ([], "no recordings: give at least one"),
-        ([Recording("empty", "", ())], "'empty' has no stills"),
-        ([Recording("a", "abc", (still(Cell("abd", "given")),))], "'abc' differs from its last still, 'abd'"),
+        ([Trajectory("empty", "", ())], "'empty' has no stills"),
+        ([Trajectory("a", "abc", (still(TokenState("abd", "given")),))], "'abc' differs from its last still, 'abd'"),
         (
-            [Recording("a", "x", (still(), still(Cell("x", "given"), step=1)))],
+            [Trajectory("a", "x", (still(), still(TokenState("x", "given"), step=1)))],
             "step 1 has 1 cells and the first still 0",
         ),
-        ([Recording("a", "x", (still(Cell("x", "seen")),))], "position 0: state 'seen' is not one of hidden, remasked"),
         (
-            [Recording("a", "", (still(Cell("", "hidden", (("x", 1.2),))),))],
+            [Trajectory("a", "x", (still(TokenState("x", "seen")),))],
+            "position 0: state 'seen' is not one of hidden, remasked",
+        ),
+        (
+            [Trajectory("a", "", (still(TokenState("", "hidden", (("x", 1.2),))),))],
             "guess 'x' has probability 1.2: expected one from 0 to 1",
         ),
-        ([Recording("a", "", (still(Cell("", "hidden", (("x", float("nan")),))),))], "probability nan"),
-        ([Recording("a", "", (still(),), float("inf"))], "took inf seconds"),
+        ([Trajectory("a", "", (still(TokenState("", "hidden", (("x", float("nan")),))),))], "probability nan"),
+        ([Trajectory("a", "", (still(),), float("inf"))], "took inf seconds"),
     ],
 )
-def test_errors_name_the_value_and_the_expectation(made: list[Recording], told: str, tmp_path: Path) -> None:
+def test_errors_name_the_value_and_the_expectation(made: list[Trajectory], told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         write_player(made, tmp_path / "new" / "a.html")
     assert not list(tmp_path.iterdir())  # nothing half done

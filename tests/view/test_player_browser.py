@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adlm.stills import Cell, Recording, Still
+from adlm.trajectory import TokenState, Trajectory, TrajectoryFrame
 from adlm.view.player import write_player
 from tests.browser import console, media, open_browser, requests
 from tests.view.test_player import NASTY, nasty, simulated, units
@@ -23,13 +23,17 @@ ODD = ["", " a", "b ", "\n", "\n\n c", " ", "\t", "é", " 冬", "😀", "\ud83d"
 TEXT_UNITS = "[...Array(t.textContent.length).keys()].map((i) => t.textContent.charCodeAt(i))"
 
 
-def story() -> Recording:
+def story() -> Trajectory:
     guesses = ((" dog", 0.625), ("<b>bold</b>", 0.25), (" cat", 0.125))
     stills = [
-        Still(10 * step, 11 * step, tuple(Cell(t, kind, () if t else guesses, kind == "hidden") for kind, t in cells))
+        TrajectoryFrame(
+            10 * step,
+            11 * step,
+            tuple(TokenState(t, kind, () if t else guesses, kind == "hidden") for kind, t in cells),
+        )
         for step, cells in enumerate(zip(*STORY, strict=True))
     ]
-    return Recording("a <i>story</i>", "The dog.", tuple(stills), 0.5, {"sampler": "remask_cap", "top_p": 0.9})
+    return Trajectory("a <i>story</i>", "The dog.", tuple(stills), 0.5, {"sampler": "remask_cap", "top_p": 0.9})
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ class Page:
     def __init__(self, driver: Any, folder: Path) -> None:
         self.driver, self.folder = driver, folder
 
-    def open(self, *recordings: Recording, moving: bool = False, title: str = "A title") -> None:
+    def open(self, *recordings: Trajectory, moving: bool = False, title: str = "A title") -> None:
         media(self.driver, prefers_reduced_motion="no-preference" if moving else "reduce")
         path = write_player(recordings, self.folder / "page.html", title=title)
         self.driver.get(path.as_uri())
@@ -160,10 +164,12 @@ def test_every_still_reads_as_it_was_recorded(page: Page) -> None:
 def test_tokens_that_add_nothing_or_a_line_are_there(page: Page) -> None:
     texts = ["", "\n", " ", "a\n", "\n b"]
     stills = [
-        Still(step, step, tuple(Cell(text if step else "", "revealed" if step else "hidden") for text in texts))
+        TrajectoryFrame(
+            step, step, tuple(TokenState(text if step else "", "revealed" if step else "hidden") for text in texts)
+        )
         for step in range(2)
     ]
-    page.open(Recording("odd", "".join(texts), tuple(stills)))
+    page.open(Trajectory("odd", "".join(texts), tuple(stills)))
     assert min(page.widths(".text .ink")) > 2  # something to point at
     page.press("\ue010")  # End
     assert page.texts() == [units("\n a\n\n b")]
@@ -240,7 +246,7 @@ def shades(page: Page, selector: str) -> dict[str, str]:
     return dict(zip(names, page.run(script, selector, names)))
 
 
-def test_states_differ_by_more_than_colour(page: Page) -> None:
+def test_states_differ_by_more_than_color(page: Page) -> None:
     page.open(simulated(steps=24, remask=0.06, prompt=5))
     page.scrub(14)
     looks = {
@@ -321,11 +327,11 @@ def test_light_and_dark(page: Page) -> None:
 
 def test_markup_in_a_text_is_text(page: Page) -> None:
     alarm = "<script>window.broken=1</script><img src=x onerror='window.broken=1'>"
-    cells = (Cell(alarm, "given"), Cell("", "hidden", ((alarm, 0.5),)))
-    last = (Cell(alarm, "given"), Cell("</script><!--", "revealed"))
-    stills = (Still(0, 0, cells), Still(1, 1, last))
+    cells = (TokenState(alarm, "given"), TokenState("", "hidden", ((alarm, 0.5),)))
+    last = (TokenState(alarm, "given"), TokenState("</script><!--", "revealed"))
+    stills = (TrajectoryFrame(0, 0, cells), TrajectoryFrame(1, 1, last))
     page.open(
-        Recording(alarm, alarm + "</script><!--", stills, 0.0, {alarm: alarm}, alarm), nasty(), title=f"{alarm}{NASTY}"
+        Trajectory(alarm, alarm + "</script><!--", stills, 0.0, {alarm: alarm}, alarm), nasty(), title=f"{alarm}{NASTY}"
     )
     assert page.said("h1")[0].startswith(alarm) and page.said("h2")[0] == alarm
     assert page.said("dt")[0] == page.said("dd")[0] == alarm and page.said("title")[0].startswith(alarm)
@@ -352,6 +358,6 @@ def test_the_policy_refuses_what_is_not_the_page_s_own(page: Page) -> None:
 
 
 def test_one_still_is_a_page_without_a_timeline(page: Page) -> None:
-    page.open(Recording("done", "x", (Still(7, 9, (Cell("x", "given"),)),)), moving=True)
+    page.open(Trajectory("done", "x", (TrajectoryFrame(7, 9, (TokenState("x", "given"),)),)), moving=True)
     assert page.texts() == [units("x")] and page.said(".step") == ["7"] and page.said(".nfe") == ["9"]
     assert not page.find("#play").is_enabled() and not page.find("#scrub").is_enabled()

@@ -1,4 +1,4 @@
-"""The terminal view: what stands is what is read, states differ without colour, every still comes back."""
+"""The terminal view: what stands is what is read, states differ without color, every still comes back."""
 
 import random
 import re
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from rich.segment import Segment
 
-from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, STATES, VISIBLE, Cell, Recording, Still
-from adlm.view.colours import SURE
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+from adlm.view.colors import SURE
 from adlm.view.terminal import BLOCKS, View, draw_panels, draw_still, tame, watch
 
 PARAGRAPH = (
@@ -30,22 +30,22 @@ SGR = re.compile(r"\x1b\[[0-9;]*m")
 
 def record(
     paragraph: str = PARAGRAPH, *, steps: int = 64, remask: float = 0.05, seed: int = 0, title: str = "loop"
-) -> Recording:
+) -> Trajectory:
     """A made-up denoising of a paragraph: tokens appear at random, some are hidden again, guesses grow surer."""
     rng, prompt = random.Random(seed), 5
     words = re.findall(r"\s*[A-Za-z]{1,6}|\s*[^A-Za-z\s]|\s+", paragraph)
     standing = [i < prompt for i in range(len(words))]
     before, stills = list(standing), []
 
-    def cell_at(i: int, progress: float) -> Cell:
+    def cell_at(i: int, progress: float) -> TokenState:
         is_rare = len(words[i].strip()) >= 5 and words.count(words[i]) == 1
         if i < prompt:
-            return Cell(words[i], GIVEN)
+            return TokenState(words[i], GIVEN)
         if standing[i]:
-            return Cell(words[i], VISIBLE if before[i] else REVEALED, is_anchor=is_rare)
+            return TokenState(words[i], VISIBLE if before[i] else REVEALED, is_anchor=is_rare)
         sure = min(0.99, rng.random() * (0.3 + progress))
         guess = words[i] if rng.random() < 0.3 + progress / 2 else rng.choice(words)
-        return Cell("", REMASKED if before[i] else HIDDEN, ((guess, sure), (" the", sure / 2)), is_rare)
+        return TokenState("", REMASKED if before[i] else HIDDEN, ((guess, sure), (" the", sure / 2)), is_rare)
 
     for step in range(steps + 1):
         before = list(standing)
@@ -55,8 +55,8 @@ def record(
         for i in range(prompt, len(words)):
             if before[i] and step < 0.8 * steps and rng.random() < remask:
                 standing[i] = False
-        stills.append(Still(step, step, tuple(cell_at(i, step / steps) for i in range(len(words)))))
-    return Recording(title, paragraph, tuple(stills))
+        stills.append(TrajectoryFrame(step, step, tuple(cell_at(i, step / steps) for i in range(len(words)))))
+    return Trajectory(title, paragraph, tuple(stills))
 
 
 def terminal(**how: Any) -> Console:
@@ -65,7 +65,7 @@ def terminal(**how: Any) -> Console:
 
 
 def segments(drawn: RenderableType, console: Console) -> list[Segment]:
-    """What the console would write, colours taken out where it has none."""
+    """What the console would write, colors taken out where it has none."""
     with console.capture():
         found = [segment for line in console.render_lines(drawn, pad=False, new_lines=True) for segment in line]
     return list(Segment.remove_color(found)) if console.no_color else found
@@ -80,8 +80,8 @@ def written(console: Console) -> str:
     return console.file.getvalue()
 
 
-def only(text: str, state: str = VISIBLE, **how: Any) -> Still:
-    return Still(0, 0, (Cell(text, state, **how),))
+def only(text: str, state: str = VISIBLE, **how: Any) -> TrajectoryFrame:
+    return TrajectoryFrame(0, 0, (TokenState(text, state, **how),))
 
 
 def test_what_stands_is_what_is_read() -> None:
@@ -92,7 +92,9 @@ def test_what_stands_is_what_is_read() -> None:
 
 @given(st.lists(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"], include_characters="\n"))))
 def test_text_of_any_script_is_not_altered(texts: list[str]) -> None:
-    still = Still(0, 0, tuple(Cell(text, STATES[2 + i % 3], is_anchor=i % 2 == 0) for i, text in enumerate(texts)))
+    still = TrajectoryFrame(
+        0, 0, tuple(TokenState(text, STATES[2 + i % 3], is_anchor=i % 2 == 0) for i, text in enumerate(texts))
+    )
     assert draw_still(still).plain == still.text
 
 
@@ -100,9 +102,9 @@ def test_text_of_any_script_is_not_altered(texts: list[str]) -> None:
 @settings(deadline=None)
 def test_no_control_reaches_the_terminal(text: str, state: str) -> None:
     is_hidden = state in (HIDDEN, REMASKED)
-    cell = Cell("", state, ((text, 0.5),)) if is_hidden else Cell(text, state)
+    cell = TokenState("", state, ((text, 0.5),)) if is_hidden else TokenState(text, state)
     console = terminal()
-    console.print(draw_panels([Still(1, 1, (cell,))], [text], steps=[2]))
+    console.print(draw_panels([TrajectoryFrame(1, 1, (cell,))], [text], steps=[2]))
     left = SGR.sub("", written(console)).replace("\n", "")
     left.encode("utf-8")  # no lone surrogate either
     assert not [c for c in left if unicodedata.category(c) == "Cc"]
@@ -116,7 +118,7 @@ def test_stand_ins_are_seen() -> None:
 
 
 @pytest.mark.parametrize("show_guesses", [True, False])
-def test_every_state_has_its_own_look_without_colour(show_guesses: bool) -> None:
+def test_every_state_has_its_own_look_without_color(show_guesses: bool) -> None:
     console = terminal(no_color=True)
     looks = {}
     for state, is_anchor in product(STATES, (False, True)):
@@ -128,7 +130,7 @@ def test_every_state_has_its_own_look_without_colour(show_guesses: bool) -> None
     assert len(set(looks.values())) == 2 * len(STATES), looks
 
 
-def test_states_differ_in_colour_too_and_guesses_by_how_sure_they_are() -> None:
+def test_states_differ_in_color_too_and_guesses_by_how_sure_they_are() -> None:
     console = terminal()
     sure = [0.0, *SURE]
     stills = [only("", HIDDEN, guesses=((" word", p),)) for p in sure]
@@ -139,7 +141,9 @@ def test_states_differ_in_colour_too_and_guesses_by_how_sure_they_are() -> None:
 
 
 def test_a_hidden_token_is_a_block_or_its_likeliest_guess() -> None:
-    still = Still(1, 1, (Cell("It", GIVEN), Cell("", HIDDEN, ((" was", 0.7), (" is", 0.2))), Cell("", REMASKED)))
+    still = TrajectoryFrame(
+        1, 1, (TokenState("It", GIVEN), TokenState("", HIDDEN, ((" was", 0.7), (" is", 0.2))), TokenState("", REMASKED))
+    )
     assert draw_still(still, show_guesses=False).plain == f"It {BLOCKS[HIDDEN]} {BLOCKS[REMASKED]}"
     assert draw_still(still).plain == f"It was {BLOCKS[REMASKED]}"
     assert draw_still(only("", HIDDEN, guesses=(("\n\n", 0.9),))).plain == "↵↵"  # a guess breaks no line
@@ -206,15 +210,15 @@ def test_the_window_follows_a_text_that_is_written_from_left_to_right() -> None:
     words = [f" word{i}" for i in range(400)]
     view, console, tops = View([], ["t"], [400], height=12), terminal(width=60), []
     for step in range(0, 400, 7):
-        cells = [Cell(word, VISIBLE) if i < step else Cell("", HIDDEN) for i, word in enumerate(words)]
-        view.stills = [Still(step, step, tuple(cells))]
+        cells = [TokenState(word, VISIBLE) if i < step else TokenState("", HIDDEN) for i, word in enumerate(words)]
+        view.stills = [TrajectoryFrame(step, step, tuple(cells))]
         drawn = "\n".join(line for line in lines_of(view, console) if "│" in line)
         assert "░" in drawn and (step == 0 or words[step - 1] in drawn)
         tops.append(view.tops[0])
     assert tops == sorted(tops) and len(set(tops)) < len(tops) / 2  # it moves on, but not with every frame
 
 
-def streams() -> tuple[list[Recording], list[Iterator[Still]]]:
+def streams() -> tuple[list[Trajectory], list[Iterator[TrajectoryFrame]]]:
     recordings = [record(steps=12), record(steps=5, seed=1, title="quick")]
     return recordings, [iter(recording.stills) for recording in recordings]
 
@@ -253,7 +257,7 @@ def test_a_dumb_terminal_is_a_pipe() -> None:
 
 
 def test_an_interrupt_is_passed_on_after_the_cursor_is_back() -> None:
-    def interrupted() -> Iterator[Still]:
+    def interrupted() -> Iterator[TrajectoryFrame]:
         yield from record().stills[:9]
         raise KeyboardInterrupt
 

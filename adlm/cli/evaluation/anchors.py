@@ -13,11 +13,11 @@ from rich.table import Table
 
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import bar, check_folder, save_json, values_of
 
 if TYPE_CHECKING:
-    from adlm.data.batches import Fetch
+    from adlm.data.batches import RowDataset
     from adlm.studies.anchors import Extent, Study
     from adlm.studies.comparison import Together
     from adlm.studies.ledger import Ledger
@@ -77,7 +77,7 @@ def anchors(
     With three models or more: how anchor accuracy goes together with the bound, and with the quality of texts, over
     all of them, within runs and at equal steps.
     """
-    with told():
+    with report_errors():
         if data is None:
             raise ValueError("what to measure on is not said: give --data FILE, a folder or the name of a corpus")
         if judge is not None and not samples:
@@ -164,7 +164,7 @@ def assessor(lm: LM, judge: str | None, window: int | None) -> Assessor:
 
 def studied(
     lm: LM,
-    held_out: tuple[Fetch, dict[str, Any]],
+    held_out: tuple[RowDataset, dict[str, Any]],
     max_count: int | None,
     extent: Extent,
     assess: Assessor | None,
@@ -215,7 +215,7 @@ def related(found: Sequence[Study], told_of: Sequence[dict[str, Any]]) -> Togeth
         return Together([], [str(error)])
 
 
-def held_out_rows(lm: LM, data: str, rows: str | None, limit: int | None) -> tuple[Fetch, dict[str, Any]]:
+def held_out_rows(lm: LM, data: str, rows: str | None, limit: int | None) -> tuple[RowDataset, dict[str, Any]]:
     """The rows of a source: those of `adlm eval ppl`."""
     from adlm.evaluate.reading import read
 

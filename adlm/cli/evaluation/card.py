@@ -19,7 +19,7 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.agenda import Asked, own_words, planned
 from adlm.cli.evaluation.lists import check_folder, save_json, values_of
 
@@ -84,7 +84,7 @@ def card(
         ),
     ] = None,
     rows: Annotated[str | None, typer.Option(help="wrapped, documents (one a row, cut). (wrapped)")] = None,
-    licence: Annotated[
+    license: Annotated[
         str | None,
         typer.Option("--license", help="Of the weights, as the Hub names it. (bundled: apache-2.0, else unknown)"),
     ] = None,
@@ -97,7 +97,7 @@ def card(
 
     Every figure comes from a command that the card names; what was not measured is said to be so.
     """
-    with told():
+    with report_errors():
         if data is None:
             raise ValueError("what to measure on is not said: give --data FILE, a folder or the name of a corpus")
         check_folder("--out", out)
@@ -109,8 +109,8 @@ def card(
             names = list(dict.fromkeys(models or [DEFAULT]))
             what = (names, data, reference, judge, rows, seed, device, is_quick)
             asked = Asked(*what, n, length, *several, limit, words)
-            licence = licence or ("apache-2.0" if set(asked.models) <= set(MODELS) else "unknown")
-            made = made_card(asked, train, out, {"license": licence, "language": language})
+            license = license or ("apache-2.0" if set(asked.models) <= set(MODELS) else "unknown")
+            made = made_card(asked, train, out, {"license": license, "language": language})
             files = written(made, out)
         if is_json:
             print_json(made | {"files": [str(path) for path in files]})
@@ -135,7 +135,7 @@ def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str])
         raise ImportError("a card's pictures need matplotlib: pip install 'adlm[eval]'")
     check_extent(asked, loaded)
     facts = [facts_of(lm) for lm in loaded]
-    found = gathered(asked, facts, out)
+    found = all_gather(asked, facts, out)
     if train is not None and "ppl" in found.answers:
         beside = baselines(loaded[0], train, asked.data, **rows_of(found.answers["ppl"]))
         save_json(out / "baselines.json", beside)
@@ -174,7 +174,7 @@ def check_extent(asked: Asked, loaded: Sequence[LM]) -> None:
             lm.job(length=asked.length, n=1, **setting.how())
 
 
-def gathered(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gathered:
+def all_gather(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gathered:
     """Each section's answers: of files that lie in the folder, or of commands."""
     found = Gathered()
     ledger = out / ASKED

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from adlm.cli import options
 from adlm.cli.answers import answering, check_files, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import values_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def code(
     Without --problems it writes --texts functions and fills --infills holes in real functions of the standard library.
     With --problems it runs candidates against their tests; that takes --allow-code-execution.
     """
-    with told():
+    with report_errors():
         check_files({"--write-data": write_data})
         if write_data is not None:
             data_written(write_data, is_json)
@@ -128,7 +128,7 @@ def data_written(path: Path, is_json: bool) -> None:
     for each in said:
         size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256'][:16]}…"
         notes().print(f"{each['file']}: {size}", markup=False)
-    notes().print(f"Licence: {said[0]['licence']}. Next: adlm prepare {path}", markup=False)
+    notes().print(f"License: {said[0]['license']}. Next: adlm prepare {path}", markup=False)
 
 
 def parse_figures(lm: LM, texts: int, infills: int, length: int | None, how: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from adlm.cli import options
 from adlm.cli.answers import answering, check_files, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.table import Models, measured, name_of, remarks, screen, subjects_of, wanted_rows
 
 
@@ -29,7 +29,7 @@ def domains(
     limit: Annotated[int | None, typer.Option(min=2, help="Only so many rows of each.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time; it changes nothing but speed.")] = 32,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same figures.")] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise; they change nothing but speed.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize; they change nothing but speed.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="A JSON file, written after every line; lines that it holds are not done again.")
     ] = None,
@@ -40,15 +40,15 @@ def domains(
 
     Give several models to compare them. Under torchrun the rows are shared out.
     """
-    with told():
+    with report_errors():
         check_files({"--out": out})
         sources = named_sources(given or [])
         manner = wanted_rows(rows)
         with answering(is_json):
             from adlm.studies.domains import domain_bounds
-            from adlm.train.distributed import joined
+            from adlm.training.distributed import init_distributed
 
-            with joined(device) as world:
+            with init_distributed(device) as world:
                 subjects = subjects_of(models, world, draws=draws, seed=seed, length=length)
                 how = {"rows": manner, "limit": limit}
                 answer = measured(

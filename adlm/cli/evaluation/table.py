@@ -16,7 +16,7 @@ from adlm.cli.evaluation.lists import bar_of_many, save_json
 
 if TYPE_CHECKING:
     from adlm.evaluate.lines import Line, Subject
-    from adlm.train.distributed import World
+    from adlm.training.distributed import DistributedContext
 
 FORMAT = 2  # of the file that --out writes
 FEW = 20  # documents or rows that a standard error is hardly to be had from
@@ -35,7 +35,7 @@ def wanted_rows(rows: str | None) -> Any:
 
 
 def subjects_of(
-    models: Sequence[str] | None, world: World, *, draws: int, seed: int, length: int | None
+    models: Sequence[str] | None, world: DistributedContext, *, draws: int, seed: int, length: int | None
 ) -> list[Subject]:
     """The models, each once, the bundled one if none is named."""
     from adlm.bundled import DEFAULT
@@ -49,7 +49,7 @@ def subjects_of(
 def measured(
     lines: Callable[..., Iterator[tuple[Line, bool]]],
     subjects: Sequence[Subject],
-    world: World,
+    world: DistributedContext,
     *,
     kind: str,
     batch: int,
@@ -99,7 +99,7 @@ def composed(
 
 
 def recalled_by_all(
-    out: Path | None, kind: str, subjects: Sequence[Subject], world: World
+    out: Path | None, kind: str, subjects: Sequence[Subject], world: DistributedContext
 ) -> tuple[dict[str, Any], list[Line]]:
     """What the first process finds in the file: processes that disagree on it would wait for each other for ever."""
     held: dict[str, Any] = {}
@@ -107,8 +107,8 @@ def recalled_by_all(
     def recall() -> None:
         held["models"], held["lines"] = recalled(out, kind, subjects)
 
-    world.agreed(recall)
-    found = world.gathered(held)[0]
+    world.run_on_rank0(recall)
+    found = world.all_gather(held)[0]
     return found["models"], found["lines"]
 
 

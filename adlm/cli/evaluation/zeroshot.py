@@ -13,7 +13,7 @@ from rich.text import Text
 
 from adlm.cli import options
 from adlm.cli.answers import answering, check_files, notes, print_json
-from adlm.cli.errors import told
+from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.table import Models, measured, name_of, remarks, screen, subjects_of, wanted_rows
 
 
@@ -44,7 +44,7 @@ def zeroshot(
     limit: Annotated[int | None, typer.Option(min=2, help="Only so many rows of each set.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a time; it changes nothing but speed.")] = 32,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same figures.")] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenise; they change nothing but speed.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that tokenize; they change nothing but speed.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="A JSON file, written after every set; sets that it holds are not done again.")
     ] = None,
@@ -56,12 +56,12 @@ def zeroshot(
     Each line has its settings and a hash of its rows; where a set is not what the paper measured on, it says so. Under
     torchrun the rows are shared out.
     """
-    with told():
+    with report_errors():
         check_files({"--out": out})
         manner = wanted_rows(rows)
         with answering(is_json):
             from adlm.evaluate import zeroshot as suite
-            from adlm.train.distributed import joined
+            from adlm.training.distributed import init_distributed
 
             names = list(dict.fromkeys(suite.find_set(name) for each in sets or [] for name in each.split(",")))
             places = {name: Path(place) for name, place in pairs("--set", given or [], suite.find_set).items()}
@@ -69,11 +69,11 @@ def zeroshot(
             names = names or (list(suite.SETS) if data_dir or not places else list(places))
             if unasked := [name for name in {**places, **labels} if name not in names]:
                 raise ValueError(f"{unasked[0]} is described and not asked for: name it among --sets too")
-            with joined(device) as world:
+            with init_distributed(device) as world:
                 subjects = subjects_of(models, world, draws=draws, seed=seed, length=length)
                 here = suite.located(names, folder=data_dir, given=places, skip_missing=skip_missing)
                 # As the first process has it: one that has other sets would wait for the others for ever.
-                found, missing = world.gathered({"located": here})[0]["located"]
+                found, missing = world.all_gather({"located": here})[0]["located"]
                 if not found:
                     raise ValueError(f"none of the sets is there: {'; '.join(missing.values())}")
                 how = {"rows": manner, "limit": limit, "workers": workers, "stand_ins": labels}

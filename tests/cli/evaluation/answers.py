@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from tests.cli.terminal import invoke
-from tests.train.runs import TEXT, shelf
+from tests.training.runs import TEXT, shelf
 
 
 @cache

@@ -14,7 +14,7 @@ from tests.cli.evaluation.answers import text
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.small_judges import causal_folder, needs
 from tests.studies.drawn import pixels, with_matplotlib
-from tests.train.runs import run, shelf
+from tests.training.runs import run, shelf
 
 FEW = ("--limit", 8, "--draws", 2, "--perturb", "0.5", "--stale", "2", "--device", "cpu")
 TEXTS = ("--samples", 2, "--length", 12, "--steps", 3)
@@ -78,7 +78,7 @@ def test_checkpoints_of_several_runs_are_compared_as_they_are(tmp_path: Path) ->
     """Nothing is changed, texts are written and judged once, and everything is done once."""
     needs("transformers")
     runs = [
-        kept_run(f"seed-{seed}", f"seed={seed}", f"optimiser.lr={lr}") for seed, lr in ((1, 3e-3), (2, 1e-3), (3, 1e-2))
+        kept_run(f"seed-{seed}", f"seed={seed}", f"optimizer.lr={lr}") for seed, lr in ((1, 3e-3), (2, 1e-3), (3, 1e-2))
     ]
     words = (*runs, "--checkpoints", "--data", text(), "--limit", 8, "--draws", 2, "--perturb", "", "--stale", "")
     texts = ("--samples", 6, "--length", 24, "--steps", 4, "--judge", causal_folder())
@@ -107,7 +107,7 @@ def test_checkpoints_of_several_runs_are_compared_as_they_are(tmp_path: Path) ->
 
 def test_what_does_not_compare_is_not_correlated() -> None:
     words = ("--data", text(), "--limit", 4, "--draws", 1, "--perturb", "", "--stale", "", "--device", "cpu")
-    models = (long_run(), trained(), kept_run("seed-1", "seed=1", "optimiser.lr=0.003"))
+    models = (long_run(), trained(), kept_run("seed-1", "seed=1", "optimizer.lr=0.003"))
     found = answered(*models, *words)
     assert found["correlations"] == [] and "give --max-count N" in found["no_correlation"][0]
     found = answered(*models, *words, "--max-count", 2)

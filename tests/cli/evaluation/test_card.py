@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adlm.cli.evaluation.agenda import Asked, own_words, planned
-from adlm.cli.evaluation.card import files_in, gathered, hashes, short_names
+from adlm.cli.evaluation.card import all_gather, files_in, hashes, short_names
 from adlm.studies.card import scrubbed
 from tests.cli.terminal import assert_told, invoke, process, trained
 from tests.evaluate.small_judges import causal_folder, documents, needs
@@ -217,11 +217,11 @@ def test_an_answer_holds_as_long_as_what_it_follows_from(tmp_path: Path, monkeyp
     for changed, expected in (({}, every), ({}, []), ({"weights_sha256": "b"}, every)):
         run.clear()
         facts = [facts[0] | changed]
-        found = gathered(asked, facts, tmp_path / "card")
+        found = all_gather(asked, facts, tmp_path / "card")
         assert run == expected and list(found.answers) == every
     data.write_text("two", "utf-8")
     run.clear()
-    gathered(asked, facts, tmp_path / "card")
+    all_gather(asked, facts, tmp_path / "card")
     assert run == ["ppl", "frontier", "anchors"]
     judge = tmp_path / "judge.gguf"
     for content, expected in (("one", ["frontier", "anchors"]), ("one", []), ("two", ["frontier", "anchors"])):
@@ -229,9 +229,9 @@ def test_an_answer_holds_as_long_as_what_it_follows_from(tmp_path: Path, monkeyp
         run.clear()
         with monkeypatch.context() as without:
             without.setattr("adlm.cli.evaluation.agenda.find_spec", lambda name: None)  # no texts are judged here
-            gathered(replace(asked, judge=str(judge)), facts, tmp_path / "card")
+            all_gather(replace(asked, judge=str(judge)), facts, tmp_path / "card")
         assert run == expected
-    gathered(asked, facts, tmp_path / "card")
+    all_gather(asked, facts, tmp_path / "card")
     (sets := tmp_path / "sets").mkdir()
     (sets / "one").write_text("1", "utf-8")
     wider = replace(asked, own=own_words([f"zeroshot --data-dir {sets}", f"domains --set prose={data}"]))
@@ -239,7 +239,7 @@ def test_an_answer_holds_as_long_as_what_it_follows_from(tmp_path: Path, monkeyp
         if content != "1":
             (sets / "one").write_text(content, "utf-8")
         run.clear()
-        gathered(wider, facts, tmp_path / "card")
+        all_gather(wider, facts, tmp_path / "card")
         assert run == expected
 
     def interrupted(words: list[str]) -> dict[str, Any]:
@@ -247,10 +247,10 @@ def test_an_answer_holds_as_long_as_what_it_follows_from(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("adlm.cli.evaluation.card.answer_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        gathered(replace(asked, seed=1), facts, tmp_path / "card")
+        all_gather(replace(asked, seed=1), facts, tmp_path / "card")
     monkeypatch.setattr("adlm.cli.evaluation.card.answer_of", answer_of)
     run.clear()
-    gathered(replace(asked, seed=1), facts, tmp_path / "card")
+    all_gather(replace(asked, seed=1), facts, tmp_path / "card")
     assert run == every  # no half of it is taken for somebody else's file
 
 

@@ -15,7 +15,7 @@ from adlm.evaluate.zeroshot import weights_hash
 from adlm.studies.code import standard_library
 from tests.cli.evaluation.answers import answered
 from tests.cli.terminal import assert_told, invoke, trained
-from tests.train.runs import TEXT, torchrun
+from tests.training.runs import TEXT, torchrun
 
 SMALL = ("--limit", 8, "--draws", 2, "--device", "cpu")
 FIGURES = ("nll", "se", "se_noise", "ppl", "bits_per_byte", "bits_per_byte_se", "tokens")

@@ -21,7 +21,7 @@ from adlm.evaluate.reading import read
 from adlm.evaluate.unmasking import ORDERS, unmasking_likelihood
 from adlm.evaluate.zeroshot import weights_hash
 from tests.cli.terminal import assert_told, invoke, process, trained
-from tests.train.runs import TEXT, data, shelf, torchrun
+from tests.training.runs import TEXT, data, shelf, torchrun
 
 KEYS = {"nll", "ppl", "se", "se_noise", "bits_per_byte", "tokens", "is_bound", "settings", "rows_hash", "provenance"}
 
@@ -127,7 +127,7 @@ def test_the_batch_changes_nothing_in_an_order(order: str) -> None:
 
 
 def test_two_processes_are_one() -> None:
-    """Both tokenise, each measures half of the pieces, one answers."""
+    """Both tokenize, each measures half of the pieces, one answers."""
     words = ("--draws", 2, "--limit", 50, "--rows", "documents", "--order", "confidence", "--tokens-a-step", 8)
     expected = answered(trained(), *words, "--batch", 7)
     given = ["eval", "ppl", trained(), *map(str, words), "--batch", "7", "--data", str(text())]

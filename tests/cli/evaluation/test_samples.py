@@ -14,7 +14,7 @@ from adlm.cli.answers import SEPARATOR
 from adlm.evaluate.passages import passages
 from tests.cli.terminal import assert_told, invoke, process
 from tests.evaluate.small_judges import PROSE, causal_folder, documents, encoder_folder, needs
-from tests.train.runs import ROOT, torchrun
+from tests.training.runs import ROOT, torchrun
 
 HOW = ("--count", 12, "--length", 24, "--steps", 4, "--seed", 3, "--device", "cpu", "--reference", PROSE)
 

@@ -15,7 +15,7 @@ from tests.cli.evaluation import answers
 from tests.cli.evaluation.test_domains import assert_same
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.test_zeroshot import write_sets
-from tests.train.runs import torchrun
+from tests.training.runs import torchrun
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 
 from adlm.checkpoint import latest, read_state
 from adlm.methods import METHODS
-from adlm.train.progress import RunProgress
-from tests.train.runs import assert_same, curve, data, ended, in_process, run, tensors, until
+from adlm.training.progress import RunProgress
+from tests.training.runs import assert_same, curve, data, ended, in_process, run, tensors, until
 
 
 class Crash(Exception):
@@ -55,11 +55,11 @@ def checked(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") ->
 @pytest.mark.parametrize(
     "changes",
     [
-        ("optimiser.name=adamw",),
-        ("optimiser.name=muon", "optimiser.muon_lr=0.01"),
+        ("optimizer.name=adamw",),
+        ("optimizer.name=muon", "optimizer.muon_lr=0.01"),
         ("ema=null",),
         ("model.dropout=0.1", "parallel.checkpoint_activations=true"),
-        ("model.tied=true", "micro_batch=3", "optimiser.decay=wsd"),
+        ("model.tied=true", "micro_batch=3", "optimizer.decay=wsd"),
         ("data.workers=2", "batch=96", "checkpoint.background=false"),  # into a second epoch
         ("objective.anchor_ramp=false", "objective.anchor_rule=random", "objective.fraction=0.3"),
     ],
@@ -117,8 +117,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     run(tmp_path, "steps=5")
     before = (tmp_path / "config.yaml").read_bytes(), curve(tmp_path)
     with pytest.raises(ValueError, match="other settings") as caught:
-        run(tmp_path, "steps=10", "batch=4", "optimiser.lr=0.1", "ema=null")
-    for said in ("batch: 8 then, 4 now", "optimiser.lr: 0.003 then, 0.1 now", "ema: 0.9 then, None now"):
+        run(tmp_path, "steps=10", "batch=4", "optimizer.lr=0.1", "ema=null")
+    for said in ("batch: 8 then, 4 now", "optimizer.lr: 0.003 then, 0.1 now", "ema: 0.9 then, None now"):
         assert said in str(caught.value)
     assert "steps" not in str(caught.value)
     assert before == ((tmp_path / "config.yaml").read_bytes(), curve(tmp_path))

@@ -1,6 +1,6 @@
 """Tiny text, a tiny recipe, and runs of it: in this process, in one of their own, in many.
 
-`python -m tests.train.runs JOBS`, started by torchrun, is many runs after each other in the same processes: to start
+`python -m tests.training.runs JOBS`, started by torchrun, is many runs after each other in the same processes: to start
 them is what takes the time.
 """
 
@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from adlm import checkpoint
 from adlm.data.prepare import prepare
 from adlm.data.sources import excerpt
-from adlm.train.loop import Run, train
-from adlm.train.metrics import Record, read_metrics, without_times
+from adlm.training.loop import Run, train
+from adlm.training.metrics import Record, read_metrics, without_times
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = excerpt()[:30_000]
@@ -39,7 +39,7 @@ TINY: dict[str, Any] = {
     "ema": 0.9,
     "device": "cpu",
     "model": {"preset": "nano", "dim": 32, "heads": 2, "anchor_layers": 1, "denoiser_layers": 1, "dropout": 0.0},
-    "optimiser": {"lr": 3e-3, "warmup": 3},
+    "optimizer": {"lr": 3e-3, "warmup": 3},
     "valid": {"every": 5, "rows": 16},
     "checkpoint": {"every": 5},
     "log": {"every": 2, "show": False},
@@ -204,7 +204,7 @@ def many(processes: int, jobs: dict[str, list[str]], seconds: float = 100) -> di
     folder = Path(tempfile.mkdtemp(dir=shelf()))
     listed = folder / "jobs.json"
     listed.write_text(json.dumps(jobs), "utf-8")
-    done = torchrun(processes, "-m", "tests.train.runs", str(listed), seconds=seconds)
+    done = torchrun(processes, "-m", "tests.training.runs", str(listed), seconds=seconds)
     assert done.returncode == 0, done.stderr[-4000:]
     told = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("told-*.json"))]
     assert len(told) == processes

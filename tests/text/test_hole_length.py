@@ -7,7 +7,7 @@ import torch
 
 from adlm import LM, Hole, LanguageModel
 from adlm.methods import build_config
-from adlm.text.fitting import NEIGHBOURS, neighbours
+from adlm.text.hole_length import NEIGHBOURS, neighbours
 from adlm.text.templates import MOST, lay_out, parsed
 from tests.text.models import lm, tokenizer, wrap
 

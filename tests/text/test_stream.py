@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from adlm import LM, Shot
+from adlm import LM, StreamStep
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
-from adlm.text.shots import MAX_COUNT
+from adlm.text.stream import MAX_COUNT
 from adlm.text.templates import BLOCK, classes_of
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
 from tests.world import OPTIONS
 
@@ -26,7 +26,7 @@ KINDS: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
-def shots_of(model: LM, **how: Any) -> list[Shot]:
+def shots_of(model: LM, **how: Any) -> list[StreamStep]:
     return list(model.stream(template=TEMPLATES, n=2, top_p=1.0, seed=4, **how))
 
 
@@ -74,7 +74,7 @@ def test_stills_say_what_frames_say(name: str) -> None:
     assert (REMASKED in seen) == (name.startswith("remask") or name in ("dfm", "forward_backward"))
 
 
-def by_hand(model: LM, shot: Shot, row: int) -> torch.Tensor:
+def by_hand(model: LM, shot: StreamStep, row: int) -> torch.Tensor:
     """The law of every position as the network that guesses gives it, for a row by itself and without folding."""
     length = len(shot.layouts[row])
     tokens = shot.frame.tokens[row : row + 1, :length]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adlm.checkpoint import PARTIAL, complete, verified
-from tests.train.runs import assert_same, ended, in_process, run, until
+from tests.training.runs import assert_same, ended, in_process, run, until
 
 # A checkpoint at every step, at other steps than those that are told and validated.
 OFTEN = ("checkpoint.every=1", "log.every=3", "valid.every=4", "model.dropout=0.1")

@@ -14,19 +14,19 @@ from adlm.config import Config
 from adlm.data.batches import is_valid
 from adlm.data.shards import PreparedData, Rows
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.categorical import Draw
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.evaluate.likelihood import unigram_nll
-from adlm.generate import ready, write
+from adlm.generate import compile_for_sampling, generate_texts
 from adlm.methods import build_sampler
 from adlm.models.costs import parameter_count
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.train.distributed import World
+from adlm.training.distributed import DistributedContext
 
 
 def opening(
-    config: Config, shape: ModelConfig, data: PreparedData, world: World, kind: str, source: Path | None
+    config: Config, shape: ModelConfig, data: PreparedData, world: DistributedContext, kind: str, source: Path | None
 ) -> str:
     """The first lines of a run."""
     rows = len(data.rows("train"))
@@ -82,9 +82,9 @@ def write_samples(
     model = LanguageModel(shape)
     model.load_state_dict(restored(weights, model))
     asked, sampler = config.samples, sampler_of(config, shape)
-    predictor = ready(model, device, is_compiled=False)
-    how = Draw(top_p=asked.top_p)
-    texts = write(predictor, tokenizer, sampler, rows=asked.rows, seed=config.seed, how=how)
+    predictor = compile_for_sampling(model, device, is_compiled=False)
+    how = SamplingParams(top_p=asked.top_p)
+    texts = generate_texts(predictor, tokenizer, sampler, rows=asked.rows, seed=config.seed, how=how)
     path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n<|endoftext|>\n\n".join(texts) + "\n", "utf-8")

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from adlm.data.batches import Batch
 from adlm.diffusion.anchors import AnchorRule, anchor_weight, rare_in_sequence
-from adlm.diffusion.masking import Noised, corrupt, shifted
+from adlm.diffusion.masking import NoisyBatch, corrupt, shift_tokens
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule
 from adlm.models.language_model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Task:
+class Objective:
     """Hidden tokens or, for a causal model, the next one; with two stages, anchors too. Defaults as in the paper."""
 
     is_causal: bool
@@ -31,16 +31,16 @@ class Task:
     multiple: int = 1  # what selections are rounded up to: a GPU's products like round sizes
 
     @staticmethod
-    def of(config: ModelConfig, **changes: object) -> Task:
+    def of(config: ModelConfig, **changes: object) -> Objective:
         """The paper's task for a model."""
         rule = rare_in_sequence(max_count=5) if config.anchor_layers else None
-        return replace(Task(config.is_causal, config.mask_id, rule), **changes)  # type: ignore[arg-type]
+        return replace(Objective(config.is_causal, config.mask_id, rule), **changes)  # type: ignore[arg-type]
 
-    def noised(self, batch: Batch, seed: int, step: int, tokens: Tensor | None = None) -> Noised:
+    def corrupt(self, batch: Batch, seed: int, step: int, tokens: Tensor | None = None) -> NoisyBatch:
         """The batch of a step. `tokens` is what the mean is over, if that is not this batch's own number of tokens."""
         valid = batch.valid()
         if self.is_causal:
-            made = shifted(batch.tokens, anchor_rule=self.anchor_rule, valid=valid, multiple=self.multiple)
+            made = shift_tokens(batch.tokens, anchor_rule=self.anchor_rule, valid=valid, multiple=self.multiple)
         else:
             assert self.mask_id is not None
             made = corrupt(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from adlm.train.ema import EMA
+from adlm.training.ema import EMA
 from tests.goldens import arrays, facts
 
 

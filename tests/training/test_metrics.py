@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from adlm.train import metrics
-from adlm.train.metrics import MetricsFile, flat, open_trackers, read_metrics, to_line, without_times
+from adlm.training import metrics
+from adlm.training.metrics import MetricsFile, flat, open_trackers, read_metrics, to_line, without_times
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -242,7 +242,7 @@ def test_tensorboard_shows_what_the_checkpoint_has_seen(tmp_path: Path) -> None:
 TRACKED = """
 import sys
 from pathlib import Path
-from adlm.train.metrics import open_trackers
+from adlm.training.metrics import open_trackers
 for after, steps in ((None, (1, 2)), (2, (3,))):
     name, folder = sys.argv[1], Path(sys.argv[2])
     (tracker,) = open_trackers([name], folder=folder, run="r", config={"lr": 0.1}, resumed_after=after)

@@ -18,7 +18,7 @@ class RunProgress:
 
     def __init__(self, console: Console | None, first: int, steps: int) -> None:
         self.console, self.first, self.steps = console, first, steps
-        self.began, self.told = time.perf_counter(), float("-inf")
+        self.began, self.last_print = time.perf_counter(), float("-inf")
         self.bar: Progress | None = None
 
     def __enter__(self) -> RunProgress:
@@ -49,9 +49,9 @@ class RunProgress:
             self.bar.update(self.task, description=text)
             return
         now, is_last = time.perf_counter(), record["step"] >= self.steps
-        if now - self.told < PAUSE and not is_last:
+        if now - self.last_print < PAUSE and not is_last:
             return
-        self.told = now
+        self.last_print = now
         left = (now - self.began) / max(record["step"] - self.first + 1, 1) * (self.steps - record["step"])
         self.console.print(f"step {record['step']:>7,} of {self.steps:,}  {text}  {duration(left)} left", markup=False)
 

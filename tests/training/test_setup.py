@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from adlm.data.prepare import prepare
-from adlm.train import setup
-from adlm.train.loop import train
-from tests.train.runs import TEXT, arguments, run, tiny_recipe
+from adlm.training import setup
+from adlm.training.loop import train
+from tests.training.runs import TEXT, arguments, run, tiny_recipe
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:

@@ -23,33 +23,33 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from adlm.config import Parallel
-from adlm.diffusion.masking import Noised
+from adlm.config import ParallelSettings
+from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Loss
 from adlm.generate import pick_device
 from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.models.transformer import Layer
 
-ALONE = Parallel()
+ALONE = ParallelSettings()
 PATIENCE = timedelta(minutes=30)  # for the slowest process, in a collective
 
 
-class Learner(nn.Module):
+class LossModule(nn.Module):
     """A model and its loss as one module: the loss runs inside the forward that DDP and FSDP wrap."""
 
     def __init__(self, model: LanguageModel, *, score_entropy: bool = False) -> None:
         super().__init__()
         self.model, self.score_entropy = model, score_entropy
 
-    def forward(self, batch: Noised, anchor_weight: Tensor | None) -> Loss:
+    def forward(self, batch: NoisyBatch, anchor_weight: Tensor | None) -> Loss:
         return training_loss(
             self.model, batch, anchor_weight=anchor_weight, score_entropy=self.score_entropy, check=False
         )
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     """The processes of a run, and this one among them."""
 
     device: torch.device
@@ -74,7 +74,7 @@ class World:
         """Whether any process says so."""
         return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
-    def agreed(self, act: Callable[[], Path | None] | Callable[[], None]) -> Path | None:
+    def run_on_rank0(self, act: Callable[[], Path | None] | Callable[[], None]) -> Path | None:
         """The first process acts; all have what it found, or all raise."""
         found, error = None, None
         if self.is_first:
@@ -92,7 +92,7 @@ class World:
             raise error
         return found
 
-    def gathered(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+    def all_gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """What every process says, in order."""
         if self.host is None:
             return [value]
@@ -107,7 +107,7 @@ class World:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[World]:
+def init_distributed(device: str) -> Iterator[DistributedContext]:
     """The world that torchrun describes in the environment; without it, this process alone."""
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_torchelastic_launched():
@@ -116,23 +116,23 @@ def joined(device: str) -> Iterator[World]:
                 f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but this process was not started by torchrun: start it with "
                 "torchrun --nproc-per-node N -m adlm train …, or unset WORLD_SIZE for a run of one process"
             )
-        yield World(chosen)
+        yield DistributedContext(chosen)
         return
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
-    store = dist.PrefixStore(meeting_place(store, rank, size), store)
+    store = dist.PrefixStore(rendezvous_prefix(store, rank, size), store)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size)
     try:
         host, writing = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
         here, there = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        yield World(chosen, rank, size, here, there, host, writing)
+        yield DistributedContext(chosen, rank, size, here, there, host, writing)
     finally:
         dist.destroy_process_group()
 
 
-def meeting_place(store: dist.Store, rank: int, size: int) -> str:
+def rendezvous_prefix(store: dist.Store, rank: int, size: int) -> str:
     """A name that only the processes alive now know.
 
     torchrun starts dead processes again with the store that the dead wrote their addresses to, and its count of
@@ -156,7 +156,7 @@ def meeting_place(store: dist.Store, rank: int, size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Shared:
+class ParallelModel:
     """A learner as its processes run it, and what differs between the ways to share it."""
 
     module: nn.Module  # to call
@@ -164,7 +164,7 @@ class Shared:
     kind: str
     host_mesh: DeviceMesh | None = None  # of sharded weights: the same processes, for copies in host memory
 
-    def loss(self, batch: Noised) -> Loss:
+    def loss(self, batch: NoisyBatch) -> Loss:
         """The loss without a backward after it; sharded weights are put away again, which a backward would do."""
         loss = self.module(batch, None)
         if isinstance(self.module, FSDPModule):
@@ -177,7 +177,7 @@ class Shared:
         return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
 
-def share(learner: Learner, world: World, how: Parallel = ALONE) -> Shared:
+def parallelize(learner: LossModule, world: DistributedContext, how: ParallelSettings = ALONE) -> ParallelModel:
     """Apply data or weight sharding from outside; the model does not know."""
     kind = how.kind
     if kind == "auto":
@@ -191,11 +191,11 @@ def share(learner: Learner, world: World, how: Parallel = ALONE) -> Shared:
         for layer in layers:  # the instance's own forward: names and parameters stay as they are
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
     if kind == "none":
-        return Shared(learner, learner.model, kind)
+        return ParallelModel(learner, learner.model, kind)
     if kind == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
         wrapped = DistributedDataParallel(learner, device_ids=ids, gradient_as_bucket_view=True)
-        return Shared(wrapped, learner.model, kind)
+        return ParallelModel(wrapped, learner.model, kind)
     mesh = weight_mesh(world, kind, how.shard)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
@@ -205,10 +205,10 @@ def share(learner: Learner, world: World, how: Parallel = ALONE) -> Shared:
     is_host = mesh.device_type == "cpu"
     names = mesh.mesh_dim_names
     host_mesh = mesh if is_host else init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=names)
-    return Shared(learner, learner.model, kind, host_mesh)
+    return ParallelModel(learner, learner.model, kind, host_mesh)
 
 
-def weight_mesh(world: World, kind: str, shard: int | None) -> DeviceMesh:
+def weight_mesh(world: DistributedContext, kind: str, shard: int | None) -> DeviceMesh:
     """fsdp: one dimension; hsdp: copies × the processes that share one."""
     if kind == "fsdp":
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))

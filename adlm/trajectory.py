@@ -9,7 +9,7 @@ HIDDEN, REMASKED, REVEALED, VISIBLE, GIVEN = STATES = ("hidden", "remasked", "re
 
 
 @dataclass(frozen=True)
-class Cell:
+class TokenState:
     """One position. `remasked` is hidden, and was visible a step ago; `revealed` is visible since this step."""
 
     text: str  # what the token adds to the text: nothing while hidden; a character of several tokens is its last one's
@@ -23,12 +23,12 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Still:
+class TrajectoryFrame:
     """One text after one step; the cells' texts together are the text."""
 
     step: int  # 0: before the first
     nfe: int  # network evaluations so far
-    cells: tuple[Cell, ...]
+    cells: tuple[TokenState, ...]
 
     @property
     def text(self) -> str:
@@ -36,12 +36,12 @@ class Still:
 
 
 @dataclass(frozen=True)
-class Recording:
+class Trajectory:
     """One text from its masks to its end."""
 
     title: str
     text: str  # the sample; the last still's text
-    stills: tuple[Still, ...]
+    stills: tuple[TrajectoryFrame, ...]
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     guesser: str = "anchor network"  # whose guesses the cells hold

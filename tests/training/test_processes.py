@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from adlm.checkpoint import read_state
-from tests.train.runs import arguments, assert_close, many, run, shelf, torchrun
+from tests.training.runs import arguments, assert_close, many, run, shelf, torchrun
 
 # Adam divides by the size of a gradient: where that is rounding alone, eps keeps it so.
-STEADY = ("optimiser.eps=1e-5",)
+STEADY = ("optimizer.eps=1e-5",)
 SHAPES: dict[str, tuple[str, ...]] = {
     "full": (),
     "padded": (),
@@ -61,7 +61,7 @@ def two() -> dict[str, str]:
     """All runs of two processes, and the errors of those that must fail."""
     jobs = {f"{shape} {kind}": job(2, shape, kind) for shape, kind in TWO}
     jobs["half"] = job(2, "halves", "fsdp", "steps=5", name="half")
-    jobs["muon"] = job(2, "full", "fsdp", "optimiser.name=muon", name="muon")
+    jobs["muon"] = job(2, "full", "fsdp", "optimizer.name=muon", name="muon")
     jobs["odd"] = job(2, "full", "ddp", "batch=7", name="odd")
     jobs["none"] = job(2, "full", "none", name="none")
     jobs["shard"] = job(2, "full", "hsdp", "parallel.shard=3", name="shard")
@@ -84,7 +84,7 @@ def test_two_processes_are_one(shape: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("muon", "optimiser.name=muon needs whole matrices"),
+        ("muon", "optimizer.name=muon needs whole matrices"),
         ("odd", "batch=7 rows cannot be shared evenly by 2 processes"),
         ("none", "parallel.kind=none, but torchrun started 2 processes"),
         ("shard", "parallel.shard=3 does not divide the 2 processes"),
@@ -114,7 +114,7 @@ def test_a_run_survives_the_death_of_a_process(tmp_path: Path) -> None:
     changes = (*STEADY, "steps=40", "checkpoint.every=4", "log.every=4", "valid.every=20")
     run(tmp_path / "alone", *changes)
     given = arguments(tmp_path / "torn", *changes, "parallel.kind=ddp")
-    done = torchrun(2, "-m", "tests.train.runs", "--dies", *given, restarts=1, seconds=120)
+    done = torchrun(2, "-m", "tests.training.runs", "--dies", *given, restarts=1, seconds=120)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "torn/killed").exists(), "nobody died: the test is void"
     assert_close(tmp_path / "torn", tmp_path / "alone")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from adlm.config import Optimiser as Settings
+from adlm.config import OptimizerSettings as Settings
 from adlm.models.transformer import Layer
-from adlm.train.distributed import norm_of
-from adlm.train.ema import EMA
+from adlm.training.distributed import norm_of
+from adlm.training.ema import EMA
 
 DECAYS = ("constant", "cosine", "wsd")
 PAPER = Settings()
@@ -67,62 +67,62 @@ def layer_matrices(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def build_optimisers(model: nn.Module, how: Settings = PAPER) -> list[Optimizer]:
+def build_optimizers(model: nn.Module, how: Settings = PAPER) -> list[Optimizer]:
     """AdamW for everything, or for everything but the layers' matrices, which Muon moves."""
     matrices = layer_matrices(model) if how.name == "muon" else {}
     rest = [p for key, p in model.named_parameters() if key not in matrices and p.requires_grad]
-    optimisers: list[Optimizer] = [
+    optimizers: list[Optimizer] = [
         AdamW(rest, lr=how.lr, betas=how.betas, eps=how.eps, weight_decay=how.weight_decay, fused=True)
     ]
     if matrices:
         if any(hasattr(p, "placements") for p in matrices.values()):
             raise ValueError(
-                "optimiser.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp, or adamw"
+                "optimizer.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp, or adamw"
             )
         whole = list(matrices.values())
-        optimisers.append(Muon(whole, lr=how.muon_lr, momentum=how.muon_momentum, weight_decay=how.weight_decay))
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
+        optimizers.append(Muon(whole, lr=how.muon_lr, momentum=how.muon_momentum, weight_decay=how.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group["peak"] = group["lr"]
-    return optimisers
+    return optimizers
 
 
-def set_rate(optimisers: Sequence[Optimizer], share: float) -> None:
+def set_rate(optimizers: Sequence[Optimizer], share: float) -> None:
     """A share of each group's own peak."""
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group["lr"] = group["peak"] * share
 
 
-def update(model: nn.Module, optimisers: Sequence[Optimizer], clip: float, ema: EMA | None) -> Tensor:
+def update(model: nn.Module, optimizers: Sequence[Optimizer], clip: float, ema: EMA | None) -> Tensor:
     """After the backward: clip, step, forget the gradients, average; the norm before clipping. Nothing here waits."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    for optimiser in optimisers:
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     if ema is not None:
         ema.update(model)
     return norm_of(norm)
 
 
-def optimiser_tensors(model: nn.Module, optimisers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """The optimisers' state by parameter name, `NAME.KEY`; what has no state yet gets its start."""
+def optimizer_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The optimizers' state by parameter name, `NAME.KEY`; what has no state yet gets its start."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             for p in group["params"]:
-                state = optimiser.state[p]
+                state = optimizer.state[p]
                 if not state:
-                    state.update(fresh_state(optimiser, p))
+                    state.update(fresh_state(optimizer, p))
                 found |= {f"{names[p]}.{key}": value for key, value in state.items()}
     return found
 
 
-def fresh_state(optimiser: Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """What the optimiser would begin with for a parameter."""
+def fresh_state(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """What the optimizer would begin with for a parameter."""
     data = p.detach()
-    if isinstance(optimiser, Muon):
+    if isinstance(optimizer, Muon):
         return {"momentum_buffer": torch.zeros_like(data)}
     return {
         "step": torch.zeros((), device=data.device),

@@ -18,7 +18,9 @@ ROWS = 64  # evaluated at a time
 RARER = 2.0
 
 
-def fitted(predictor: Callable[[], Predictor], pieces: Pieces, room: int, *, lay: Callable[[Pieces], Layout]) -> Pieces:
+def choose_hole_lengths(
+    predictor: Callable[[], Predictor], pieces: Pieces, room: int, *, lay: Callable[[Pieces], Layout]
+) -> Pieces:
     """The pieces with every hole of one length; those that leave a choice are chosen one by one, from the left.
 
     The score of a length is the sum of log p(token | all the rest, the hole hidden) over the given tokens next to the

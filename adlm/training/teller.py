@@ -16,16 +16,18 @@ from adlm.config import Config
 from adlm.data.shards import sync
 from adlm.models.costs import flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
-from adlm.train.distributed import World
-from adlm.train.metrics import MetricsFile, open_trackers
-from adlm.train.progress import RunProgress
-from adlm.train.records import StepRecord, Window
+from adlm.training.distributed import DistributedContext
+from adlm.training.metrics import MetricsFile, open_trackers
+from adlm.training.progress import RunProgress
+from adlm.training.records import MetricWindow, StepMetrics
 
 
-class Teller:
+class RunLogger:
     """All processes have one; only the first one's says anything."""
 
-    def __init__(self, config: Config, shape: ModelConfig, world: World, *, step: int, seconds: float) -> None:
+    def __init__(
+        self, config: Config, shape: ModelConfig, world: DistributedContext, *, step: int, seconds: float
+    ) -> None:
         self.config, self.is_first, self.size = config, world.is_first, world.size
         self.folder, self.seconds_before = Path(config.folder), seconds
         self.tokens = config.batch * shape.length  # of a step
@@ -40,7 +42,7 @@ class Teller:
         self.progress = RunProgress(console, step + 1, config.steps)
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
 
-    def __enter__(self) -> Teller:
+    def __enter__(self) -> RunLogger:
         self.trackers = []
         if self.is_first:
             self.open_things.enter_context(self.metrics).cut_after(self.lap_step)
@@ -78,9 +80,9 @@ class Teller:
             for writer in (self.metrics, *self.trackers):
                 writer.write(dict(record))
 
-    def means(self, record: StepRecord, window: Window) -> None:
+    def means(self, record: StepMetrics, window: MetricWindow) -> None:
         """The means over the steps since they were last told."""
-        figures, stall = window.told()
+        figures, stall = window.mean()
         now = time.perf_counter()
         seconds = max(now - self.lap - self.aside, 1e-9)
         speed = (record.step - self.lap_step) * self.tokens / seconds
@@ -88,7 +90,7 @@ class Teller:
         told = {
             "step": record.step,
             **figures,
-            "lr": self.config.optimiser.lr * record.rate,
+            "lr": self.config.optimizer.lr * record.rate,
             "anchor_weight": record.anchor_weight,
             "tokens": record.step * self.tokens,
             "epoch": record.batch.state["epoch"],

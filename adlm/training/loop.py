@@ -17,39 +17,39 @@ from torch.optim import Optimizer
 from adlm.checkpoint import LATEST, CheckpointWriter
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
-from adlm.diffusion.masking import Noised
+from adlm.diffusion.masking import NoisyBatch
 from adlm.evaluate.likelihood import held_out_bound
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
-from adlm.train.distributed import Learner, Shared, World, joined, share
-from adlm.train.ema import EMA
-from adlm.train.guard import SIGNALS, Diverged, LossGuard, Preempted, save_batch, stoppable
-from adlm.train.notes import opening, sampler_of, unigram_ppl, validation_line, write_samples
-from adlm.train.optim import build_optimisers, rate_at, set_rate, update
-from adlm.train.records import StepRecord, Window
-from adlm.train.saving import restore, snapshot, usable_weights
-from adlm.train.setup import (
-    batches_of,
+from adlm.training.distributed import DistributedContext, LossModule, ParallelModel, init_distributed, parallelize
+from adlm.training.ema import EMA
+from adlm.training.guard import SIGNALS, Diverged, LossGuard, Preempted, save_batch, stoppable
+from adlm.training.notes import opening, sampler_of, unigram_ppl, validation_line, write_samples
+from adlm.training.objective import Objective
+from adlm.training.optim import build_optimizers, rate_at, set_rate, update
+from adlm.training.records import MetricWindow, StepMetrics
+from adlm.training.saving import restore, snapshot, usable_weights
+from adlm.training.setup import (
+    build_dataloader,
+    build_objective,
     check_memory,
     data_key,
-    going_on,
+    find_resume_checkpoint,
     held_out_rows,
-    locked,
+    lock_run_folder,
     model_config,
-    open_everywhere,
-    place_of,
-    stream_of,
-    task_of,
+    open_data_on_all_ranks,
+    open_stream,
+    restore_data_state,
 )
-from adlm.train.task import Task
-from adlm.train.teller import Teller
+from adlm.training.teller import RunLogger
 
 
 def train_steps(
-    shared: Shared,
-    task: Task,
+    shared: ParallelModel,
+    task: Objective,
     batches: Iterator[Batch],
-    optimisers: Sequence[Optimizer],
+    optimizers: Sequence[Optimizer],
     *,
     steps: int,
     first: int = 1,
@@ -59,18 +59,18 @@ def train_steps(
     seed: int = 0,
     micro_batch: int | None = None,
     precision: torch.dtype = torch.float32,
-    world: World | None = None,
-) -> Iterator[StepRecord]:
+    world: DistributedContext | None = None,
+) -> Iterator[StepMetrics]:
     """Train in place from step `first` to `steps` and yield a record a step; stopping is not asking for the next.
 
     Everything random follows from (seed, row, step). The mean is over the tokens of the global batch, however it is
     cut into processes and micro-batches, so they change nothing but rounding (and where dropout falls).
     """
-    world = world or World(shared.model.embed.weight.device)
+    world = world or DistributedContext(shared.model.embed.weight.device)
     device, on_gpu = world.device, world.device.type == "cuda"
     shared.model.train()
 
-    def prepare(step: int) -> tuple[Batch, list[Batch], list[Noised], float]:
+    def prepare(step: int) -> tuple[Batch, list[Batch], list[NoisyBatch], float]:
         """The noise of a step, made on the host while the device is busy with the step before."""
         began = time.perf_counter()
         batch = next(batches)
@@ -79,7 +79,7 @@ def train_steps(
         if batch.lengths is not None:  # elsewhere every process has as many
             tokens = world.sum(tokens.clone()) / world.size
         pieces = batch.split(micro_batch or len(batch.tokens))
-        noised = [task.noised(piece, seed, step, tokens) for piece in pieces]
+        noised = [task.corrupt(piece, seed, step, tokens) for piece in pieces]
         return batch, pieces, [piece.pin().to(device) if on_gpu else piece for piece in noised], stall
 
     upcoming = prepare(first) if first <= steps else None
@@ -88,7 +88,7 @@ def train_steps(
         batch, pieces, noised, stall = upcoming
         weight, height = task.anchor_weight(step, steps), rate(step)
         gamma = None if weight is None else torch.tensor(weight, device=device)
-        set_rate(optimisers, height)
+        set_rate(optimizers, height)
         figures = torch.zeros(4, device=device)
         for number, (piece, rows) in enumerate(zip(noised, pieces, strict=True)):
             is_last = number == len(noised) - 1
@@ -104,9 +104,9 @@ def train_steps(
                         raise Diverged(f"step {step}: {error}", step, batch) from error
                 loss.total.backward()  # inside: checkpointed activations draw their dropout again here
             figures[:3] += torch.stack([loss.total.detach(), loss.nll.detach(), loss.anchor.detach()])
-        figures[3] = update(shared.model, optimisers, clip, ema)
+        figures[3] = update(shared.model, optimizers, clip, ema)
         upcoming = prepare(step + 1) if step < steps else None
-        yield StepRecord(step, figures, height, weight or 0.0, batch, stall)
+        yield StepMetrics(step, figures, height, weight or 0.0, batch, stall)
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
     """
     config = load_config(recipe, *changes, **settings)
     folder = Path(config.folder)
-    with joined(config.device) as world, stoppable() as stop, ExitStack() as at_the_end:
+    with init_distributed(config.device) as world, stoppable() as stop, ExitStack() as exit_stack:
         # Where we run.
         on_gpu = world.device.type == "cuda"
         is_half = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
@@ -149,31 +149,31 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         micro_batch = min(config.micro_batch or config.batch, config.batch // world.size)
 
         # What we train, on what, and where it goes on from.
-        data, stream = open_everywhere(config, world), stream_of(config)
+        data, stream = open_data_on_all_ranks(config, world), open_stream(config)
         shape, key, held = model_config(config, data), data_key(data, stream), held_out_rows(data)
-        task = task_of(config, shape, data, on_gpu=on_gpu)
+        task = build_objective(config, shape, data, on_gpu=on_gpu)
         sampler_of(config, shape)  # what is wrong with it is said now, not at the first sample
         check_memory(config, shape, world, micro_batch, precision)
-        at_the_end.enter_context(locked(folder, world))
-        source = world.agreed(lambda: going_on(config, key))
+        exit_stack.enter_context(lock_run_folder(folder, world))
+        source = world.run_on_rank0(lambda: find_resume_checkpoint(config, key))
         model = LanguageModel(shape, seed=config.seed).to(world.device)
         if config.compile if config.compile is not None else on_gpu:
             model.compile_layers()
-        learner = Learner(model, score_entropy=METHODS[config.method].score_entropy)
-        shared = share(learner, world, config.parallel)
-        batches = batches_of(config, data, stream, world)
+        learner = LossModule(model, score_entropy=METHODS[config.method].score_entropy)
+        shared = parallelize(learner, world, config.parallel)
+        batches = build_dataloader(config, data, stream, world)
         unigram = unigram_ppl(data, held, config.valid.rows)
 
         # How.
-        optimisers = build_optimisers(model, config.optimiser)
+        optimizers = build_optimizers(model, config.optimizer)
         ema = EMA(model, config.ema) if config.ema is not None else None
-        window = Window(LossGuard(config.guard.spike, config.guard.window), world)
+        window = MetricWindow(LossGuard(config.guard.spike, config.guard.window), world)
 
         # Where it stands: a plain dict, which is all that a checkpoint holds beside tensors.
         state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
         if source is not None:
-            state = restore(source, shared, optimisers, ema, world)
-            batches.load_state_dict(place_of(state["batches"], world, is_stream=stream is not None))
+            state = restore(source, shared, optimizers, ema, world)
+            batches.load_state_dict(restore_data_state(state["batches"], world, is_stream=stream is not None))
             window.figures = state["window"]
             window.guard.recent.extend(state["recent"])
         state["data"] = key
@@ -191,11 +191,11 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             background=config.checkpoint.background,
             group=world.writing,
         )
-        at_the_end.callback(saving.wait)  # whatever happens, what was begun is written
-        teller = at_the_end.enter_context(Teller(config, shape, world, step=state["step"], seconds=state["seconds"]))
+        exit_stack.callback(saving.wait)  # whatever happens, what was begun is written
+        teller = exit_stack.enter_context(RunLogger(config, shape, world, step=state["step"], seconds=state["seconds"]))
         teller.note(opening(config, shape, data, world, shared.kind, source))
 
-        def validate(record: StepRecord) -> None:
+        def validate(record: StepMetrics) -> None:
             began = time.perf_counter()
             step, averaged = record.step, ema.in_place(model) if ema is not None else nullcontext()
             try:
@@ -226,22 +226,22 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             is_best = state["valid"].get("step") == step and state["valid"]["val/nll"] < (state["best"] or torch.inf)
             if is_best:
                 state["best"] = state["valid"]["val/nll"]
-            state.update(step=step, batches=world.gathered(batch.state), ema_updates=ema.updates if ema else 0)
+            state.update(step=step, batches=world.all_gather(batch.state), ema_updates=ema.updates if ema else 0)
             state.update(window=list(window.figures), recent=list(window.guard.recent), seconds=teller.seconds)
             teller.sync()
             saving.wait()  # one copy of the run in host memory at a time
-            saving.save(snapshot(step, shared, optimisers, ema, world, dict(state), is_best=is_best))
+            saving.save(snapshot(step, shared, optimizers, ema, world, dict(state), is_best=is_best))
 
         # The loop.
         steps = train_steps(
             shared,
             task,
             iter(batches),
-            optimisers,
+            optimizers,
             steps=config.steps,
             first=state["step"] + 1,
-            rate=partial(rate_at, config.optimiser, config.steps),
-            clip=config.optimiser.clip,
+            rate=partial(rate_at, config.optimizer, config.steps),
+            clip=config.optimizer.clip,
             ema=ema,
             seed=config.seed,
             micro_batch=micro_batch,
@@ -280,7 +280,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             kept = save_batch(folder, problem.step, world.rank, problem.batch, str(problem))
             raise Diverged(
                 f"{problem}. The batch is in {kept}; the last good checkpoint is as it was. Look at those rows. A "
-                "larger guard.spike, or null, goes on in this folder; another optimiser.lr or warmup is another run: "
+                "larger guard.spike, or null, goes on in this folder; another optimizer.lr or warmup is another run: "
                 f"folder=NEW, and with resume={folder / 'checkpoints' / LATEST} it begins from here",
                 problem.step,
             ) from problem

@@ -15,8 +15,8 @@ from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.denoise import Frame
 from adlm.diffusion.plans import EPS
 from adlm.generate import Predictor
-from adlm.stills import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, Cell, Still
 from adlm.text.templates import WORD, Layout, classes_of
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, TrajectoryFrame
 
 AT_ONCE = 1024  # positions whose logits exist at a time
 MAX_COUNT = 5  # the paper's tau: a token that occurs more often in its text is no anchor
@@ -39,7 +39,7 @@ class Guesses:
 
 
 @dataclass(frozen=True)
-class Shot:
+class StreamStep:
     """The texts after one step; step 0 is before the first."""
 
     step: int
@@ -61,14 +61,14 @@ class Shot:
         found: list[int] = self.frame.nfe.tolist()
         return found
 
-    def still(self, row: int = 0) -> Still:
+    def still(self, row: int = 0) -> TrajectoryFrame:
         """One of the texts, as terminal, page and picture draw it."""
         layout, frame = self.layouts[row], self.frame
         masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
         cells = []
         for place, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
             if place is None:  # given text without a token
-                cells.append(Cell(text or "", GIVEN))
+                cells.append(TokenState(text or "", GIVEN))
                 continue
             if masked[place]:
                 state = REMASKED if changed[place] else HIDDEN
@@ -76,8 +76,8 @@ class Shot:
                 state = GIVEN if layout.is_fixed[place] else REVEALED if changed[place] else VISIBLE
             is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, place])
             guesses = self.guesses.at(layout, row, place) if self.guesses is not None and masked[place] else ()
-            cells.append(Cell(text or "", state, guesses, is_anchor))
-        return Still(self.step, int(frame.nfe[row]), tuple(cells))
+            cells.append(TokenState(text or "", state, guesses, is_anchor))
+        return TrajectoryFrame(self.step, int(frame.nfe[row]), tuple(cells))
 
 
 @lru_cache(maxsize=65536)

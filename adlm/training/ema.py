@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from adlm.train.distributed import local, spread_like
+from adlm.training.distributed import local, spread_like
 
 
 class EMA:

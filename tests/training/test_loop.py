@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from adlm.config import Optimiser, Parallel
+from adlm.config import OptimizerSettings, ParallelSettings
 from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import every_token
 from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
-from adlm.train.distributed import Learner, World, share
-from adlm.train.ema import EMA
-from adlm.train.guard import Diverged, LossGuard
-from adlm.train.loop import train_steps
-from adlm.train.optim import build_optimisers, layer_matrices, learning_rate
-from adlm.train.records import StepRecord, Window
-from adlm.train.task import Task
-from tests.train.runs import curve, data, run
+from adlm.training.distributed import DistributedContext, LossModule, parallelize
+from adlm.training.ema import EMA
+from adlm.training.guard import Diverged, LossGuard
+from adlm.training.loop import train_steps
+from adlm.training.objective import Objective
+from adlm.training.optim import build_optimizers, layer_matrices, learning_rate
+from adlm.training.records import MetricWindow, StepMetrics
+from tests.training.runs import curve, data, run
 
-FAST = Optimiser(lr=3e-3, betas=(0.9, 0.95))
+FAST = OptimizerSettings(lr=3e-3, betas=(0.9, 0.95))
 
 
 def rows(padded: bool = False) -> TensorRows:
@@ -57,17 +57,21 @@ def steps_of(
     steps: int = 6,
     padded: bool = False,
     task: dict[str, Any] | None = None,
-    optimisers: list[Optimizer] | None = None,
+    optimizers: list[Optimizer] | None = None,
     checkpoint_activations: bool = False,
     method: str = "adlm",
     **options: Any,
-) -> list[StepRecord]:
+) -> list[StepMetrics]:
     """So many steps of 8 rows."""
-    learner = Learner(model, score_entropy=METHODS[method].score_entropy)
-    shared = share(learner, World(torch.device("cpu")), Parallel(checkpoint_activations=checkpoint_activations))
+    learner = LossModule(model, score_entropy=METHODS[method].score_entropy)
+    shared = parallelize(
+        learner,
+        DistributedContext(torch.device("cpu")),
+        ParallelSettings(checkpoint_activations=checkpoint_activations),
+    )
     batches = iter(ShuffledBatches(rows(padded), 8, seed=seed))
-    made = optimisers if optimisers is not None else build_optimisers(model, FAST)
-    asked = Task.of(model.config, **(task or {}))
+    made = optimizers if optimizers is not None else build_optimizers(model, FAST)
+    asked = Objective.of(model.config, **(task or {}))
     return list(train_steps(shared, asked, batches, made, steps=steps, seed=seed, **options))
 
 
@@ -77,9 +81,9 @@ def losses(seed: int, **options: Any) -> list[float]:
 
 def plain_descent(model: LanguageModel) -> list[Optimizer]:
     """Steps proportional to the gradient, so that rounding stays rounding."""
-    optimiser = SGD(model.parameters(), lr=0.1)
-    optimiser.param_groups[0]["peak"] = 0.1
-    return [optimiser]
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["peak"] = 0.1
+    return [optimizer]
 
 
 def awake(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
@@ -94,8 +98,8 @@ def awake(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
 def assert_equal_runs(method: str, whole: dict[str, Any], cut: dict[str, Any], dropout: float = 0.0) -> None:
     """The same losses and weights to rounding."""
     one, other = awake(method, dropout), awake(method, dropout)
-    first = steps_of(one, method=method, optimisers=plain_descent(one), **whole)
-    second = steps_of(other, method=method, optimisers=plain_descent(other), **cut)
+    first = steps_of(one, method=method, optimizers=plain_descent(one), **whole)
+    second = steps_of(other, method=method, optimizers=plain_descent(other), **cut)
     figures = [torch.stack([record.figures for record in records]) for records in (first, second)]
     torch.testing.assert_close(figures[1], figures[0], rtol=1e-5, atol=1e-6)
     moved = 0.0
@@ -138,7 +142,7 @@ def test_records_count_steps_and_say_what_they_were() -> None:
     assert float(seen[0].figures[3]) > 0
 
 
-def test_the_anchor_term_is_optimised_and_not_reported() -> None:
+def test_the_anchor_term_is_optimized_and_not_reported() -> None:
     record = steps_of(tiny(), steps=1, task={"anchor_rule": every_token(), "peak_anchor_weight": 0.05})[0]
     assert record.anchor_weight == 0.05
     assert record.loss > record.nll
@@ -183,9 +187,9 @@ def test_dropout_does_something() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("method", ["adlm", "a2r"])
 def test_the_tokens_counted_are_the_tokens_asked_for(method: str, padded: bool) -> None:
-    task = Task.of(tiny(method).config)
+    task = Objective.of(tiny(method).config)
     for batch in islice(ShuffledBatches(rows(padded), 8), 3):
-        assert torch.equal(task.counted(batch), task.noised(batch, 0, 1).tokens)
+        assert torch.equal(task.counted(batch), task.corrupt(batch, 0, 1).tokens)
 
 
 def test_the_rate_climbs_then_stays_or_falls() -> None:
@@ -209,13 +213,15 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
 
 def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
     model = tiny()
-    adamw, muon = (optimiser.param_groups[0]["params"] for optimiser in build_optimisers(model, Optimiser("muon")))
+    adamw, muon = (
+        optimizer.param_groups[0]["params"] for optimizer in build_optimizers(model, OptimizerSettings("muon"))
+    )
     names = {parameter: name for name, parameter in model.named_parameters()}
     moved = {names[p] for p in muon}
     assert moved == set(layer_matrices(model))
     assert moved == {f"{n}" for n in names.values() if ".layers." in n and n.endswith(matrix_ends)}
     assert {names[p] for p in adamw} == set(names.values()) - moved
-    assert len(build_optimisers(model)) == 1
+    assert len(build_optimizers(model)) == 1
 
 
 matrix_ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
@@ -225,7 +231,7 @@ matrix_ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
 def test_each_moves_its_own(lr: float, muon_lr: float) -> None:
     model = awake()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    steps_of(model, steps=2, optimisers=build_optimisers(model, Optimiser("muon", lr=lr, muon_lr=muon_lr)))
+    steps_of(model, steps=2, optimizers=build_optimizers(model, OptimizerSettings("muon", lr=lr, muon_lr=muon_lr)))
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     matrices = set(layer_matrices(model))
     if lr == 0:
@@ -250,15 +256,15 @@ def test_what_is_told_is_the_mean_since_it_was_last_told(tmp_path: Path) -> None
     ]
 
 
-def record_of(step: int, figures: list[float]) -> StepRecord:
+def record_of(step: int, figures: list[float]) -> StepMetrics:
     empty = torch.zeros(1, 1, dtype=torch.int64)
     batch = Batch(empty, None, torch.zeros(1), torch.zeros(1), 1, {})
-    return StepRecord(step, torch.tensor(figures), 1.0, 0.0, batch, 0.0)
+    return StepMetrics(step, torch.tensor(figures), 1.0, 0.0, batch, 0.0)
 
 
 @pytest.mark.parametrize("bad", [[1.0, float("nan"), 0.0, 1.0], [1.0, 1.0, 0.0, float("inf")]])
 def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(bad: list[float]) -> None:
-    window = Window(LossGuard(None, 4), World(torch.device("cpu")))
+    window = MetricWindow(LossGuard(None, 4), DistributedContext(torch.device("cpu")))
     window.add(record_of(1, [1.0, 1.0, 0.0, 1.0]))
     window.read()
     window.add(bad_one := record_of(2, bad))
@@ -291,6 +297,6 @@ def test_weights_that_are_not_finite_stop_before_the_weights_move() -> None:
 
 
 def test_the_paper_has_no_anchors_with_one_stage() -> None:
-    assert Task.of(tiny("mdlm").config).anchor_weight(5, 10) is None
-    ramped = replace(Task.of(tiny().config), peak_anchor_weight=0.7)
+    assert Objective.of(tiny("mdlm").config).anchor_weight(5, 10) is None
+    ramped = replace(Objective.of(tiny().config), peak_anchor_weight=0.7)
     assert ramped.anchor_weight(5, 10) == 0.5

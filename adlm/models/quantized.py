@@ -11,7 +11,7 @@ SCALE = ".scale"
 MOST = 127
 
 
-def quantise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Matrices as int8 and `<name>.scale` (a float32 a row); vectors, which are few, as float32."""
     stored: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -25,8 +25,8 @@ def quantise(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def dequantised(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that `quantise` stored, in float32; what is not int8 passes as it is."""
+def dequantized(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that `quantize` stored, in float32; what is not int8 passes as it is."""
     weights: dict[str, Tensor] = {}
     for name, weight in stored.items():
         if name.endswith(SCALE):

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, cast
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.categorical import Draw
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.methods import SAMPLERS, build_sampler, named
@@ -22,13 +22,13 @@ Fit = Callable[[Pieces, int], Pieces]  # pieces and the tokens there is room for
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationRequest:
     """What is to be written, and how."""
 
     layouts: list[Layout]
     n: int
     sampler: Plan | Order | None
-    how: Draw
+    how: SamplingParams
     seed: int
     block: int | None
     batch: int
@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Form:
+class RowFormat:
     """What a model's rows look like.
 
     Where every document had a row of its own, a masked model is told where a text ends: all of its `length` tokens are

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from adlm.data.batches import Batch
-from adlm.train.distributed import World
-from adlm.train.guard import Diverged, LossGuard
+from adlm.training.distributed import DistributedContext
+from adlm.training.guard import Diverged, LossGuard
 
 FIGURES = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class StepMetrics:
     """One step. The figures stand on the device, and reading them waits for it."""
 
     step: int  # from 1
@@ -28,7 +28,7 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """What was optimised, the anchor term included."""
+        """What was optimized, the anchor term included."""
         return float(self.figures[0])
 
     @property
@@ -37,16 +37,16 @@ class StepRecord:
         return float(self.figures[1])
 
 
-class Window:
+class MetricWindow:
     """Steps whose figures wait to be told; part of a run's state, so that a resumed run tells the same means."""
 
-    def __init__(self, guard: LossGuard, world: World) -> None:
+    def __init__(self, guard: LossGuard, world: DistributedContext) -> None:
         self.guard, self.world = guard, world
-        self.unread: list[StepRecord] = []
+        self.unread: list[StepMetrics] = []
         self.figures: list[list[float]] = []
         self.stall = 0.0
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: StepMetrics) -> None:
         self.unread.append(record)
         self.stall += record.stall
 
@@ -67,7 +67,7 @@ class Window:
             self.figures.append(row)
         self.unread.clear()
 
-    def told(self) -> tuple[dict[str, float], float]:
+    def mean(self) -> tuple[dict[str, float], float]:
         """The means over the window and the seconds it waited for rows; then it is empty."""
         self.read()
         columns, stall = list(zip(*self.figures, strict=True)), self.stall

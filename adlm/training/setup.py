@@ -23,8 +23,8 @@ from adlm.data.streaming import StreamedBatches, StreamedRows
 from adlm.methods import ANCHOR_RULES, METHODS, build_anchor_rule, build_config, build_schedule, named
 from adlm.models.costs import memory_estimate
 from adlm.models.language_model import ModelConfig
-from adlm.train.distributed import World
-from adlm.train.task import Task
+from adlm.training.distributed import DistributedContext
+from adlm.training.objective import Objective
 
 
 def model_config(config: Config, data: PreparedData) -> ModelConfig:
@@ -44,7 +44,7 @@ def model_config(config: Config, data: PreparedData) -> ModelConfig:
     )
 
 
-def open_everywhere(config: Config, world: World) -> PreparedData:
+def open_data_on_all_ranks(config: Config, world: DistributedContext) -> PreparedData:
     """The prepared data, checked on every node and the same in every process."""
     found: dict[str, Any] = {"problem": None, "data": None}
     data = None
@@ -53,7 +53,7 @@ def open_everywhere(config: Config, world: World) -> PreparedData:
         found["data"] = data.manifest["settings_sha256"]
     except (ValueError, OSError) as error:  # raised below, when the others know
         found["problem"] = str(error)
-    told = world.gathered(found)
+    told = world.all_gather(found)
     problems = [each["problem"] for each in told if each["problem"]]
     if problems or data is None:
         raise ValueError(problems[0])
@@ -63,7 +63,7 @@ def open_everywhere(config: Config, world: World) -> PreparedData:
 
 
 @contextmanager
-def locked(folder: Path, world: World) -> Iterator[None]:
+def lock_run_folder(folder: Path, world: DistributedContext) -> Iterator[None]:
     """The run's folder, for this run alone; the lock goes with the process, however that ends."""
     with ExitStack() as held:
 
@@ -80,11 +80,11 @@ def locked(folder: Path, world: World) -> Iterator[None]:
                 raise ValueError(f"another process trains in {folder}: wait for it, or take another folder") from None
 
         if os.name == "posix":
-            world.agreed(lock)
+            world.run_on_rank0(lock)
         yield
 
 
-def task_of(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool) -> Task:
+def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool) -> Objective:
     """What the recipe asks of the model."""
     asked = config.objective
     rule = None
@@ -105,7 +105,7 @@ def task_of(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: b
         if "document_counts" in known:
             options |= document_counts(data)
         rule = build_anchor_rule(asked.anchor_rule, **options)
-    return Task(
+    return Objective(
         is_causal=model.is_causal,
         mask_id=model.mask_id,
         anchor_rule=rule,
@@ -119,7 +119,7 @@ def task_of(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: b
     )
 
 
-def stream_of(config: Config) -> Source | None:
+def open_stream(config: Config) -> Source | None:
     """The source that is trained on as it comes, if there is one."""
     if config.data.stream is None:
         return None
@@ -139,8 +139,8 @@ def data_key(data: PreparedData, stream: Source | None) -> str:
     return hashlib.sha256(identity.encode("utf-8")).hexdigest()
 
 
-def batches_of(
-    config: Config, data: PreparedData, stream: Source | None, world: World
+def build_dataloader(
+    config: Config, data: PreparedData, stream: Source | None, world: DistributedContext
 ) -> ShuffledBatches | StreamedBatches:
     """The rows to train on, in this process's share of every batch."""
     if stream is None:
@@ -177,7 +177,7 @@ def held_out_rows(data: PreparedData) -> Rows:
     return data.rows("valid")
 
 
-def place_of(states: list[dict[str, Any]], world: World, *, is_stream: bool) -> dict[str, Any]:
+def restore_data_state(states: list[dict[str, Any]], world: DistributedContext, *, is_stream: bool) -> dict[str, Any]:
     """Where this process's batches go on, from where those of all processes stood."""
     if is_stream and len(states) != world.size:
         raise ValueError(
@@ -222,7 +222,9 @@ def allowed_memory() -> list[int]:
     return [] if most == "max" else [max(0, int(most) - int(used))]
 
 
-def check_memory(config: Config, model: ModelConfig, world: World, rows: int, precision: torch.dtype) -> None:
+def check_memory(
+    config: Config, model: ModelConfig, world: DistributedContext, rows: int, precision: torch.dtype
+) -> None:
     """Refuse what cannot fit before anything is built. The figure is an estimate; memory_check=false goes on anyway."""
     kind = config.parallel.kind
     shards = world.size if kind == "fsdp" else (config.parallel.shard or world.local_size) if kind == "hsdp" else 1
@@ -232,7 +234,7 @@ def check_memory(config: Config, model: ModelConfig, world: World, rows: int, pr
         length=model.length,
         bytes_per_activation=2 if precision == torch.bfloat16 else 4,
         ema=config.ema is not None,
-        optimiser=config.optimiser.name,
+        optimizer=config.optimizer.name,
         shards=shards,
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_cuda=world.device.type == "cuda",
@@ -243,14 +245,14 @@ def check_memory(config: Config, model: ModelConfig, world: World, rows: int, pr
         size, passing = checkpoint.size, needed.activations + needed.head
         raise MemoryError(
             f"a step of {rows} × {model.length} tokens takes about {size(needed.total * here)} (weights, gradients, "
-            f"optimiser and average {size((needed.total - passing) * here)}, activations {size(passing * here)}), and "
+            f"optimizer and average {size((needed.total - passing) * here)}, activations {size(passing * here)}), and "
             f"{size(free)} are free on {world.device}. Make micro_batch smaller (now {rows}), set "
             "parallel.checkpoint_activations=true, share the weights with parallel.kind=fsdp, or take a smaller "
             "model.preset; memory_check=false goes on all the same"
         )
 
 
-def going_on(config: Config, key: str) -> Path | None:
+def find_resume_checkpoint(config: Config, key: str) -> Path | None:
     """The checkpoint to go on from, checked; None for a run that begins."""
     folder = Path(config.folder)
     kept = folder / "checkpoints"
