@@ -17,7 +17,7 @@ def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     lm = load(args.model, device=args.device) if args.model else load(device=args.device)
-    length = min(args.length, lm.form.longest)
+    length = min(args.length, lm.row_format.longest)
     rows, samplers = [], {}
     for name in args.samplers:
         how = {"steps": args.steps} if name in ("remask_loop", "ancestral", "confidence") else {}

@@ -55,10 +55,10 @@ def main() -> None:
             continue
         before, words, after = parts
         length = len(lm.tokenizer.encode(" " + words))  # the hole brings the blank
-        if length > MOST or len(lm.form.lay(parsed((before, Hole.of(MOST), after)))) > lm.form.row:
+        if length > MOST or len(lm.row_format.lay(parsed((before, Hole.of(MOST), after)))) > lm.row_format.row:
             continue
         pieces = choose_hole_lengths(
-            lambda: lm.predictor, parsed((before, Hole(1, MOST), after)), MOST, lay=lm.form.lay
+            lambda: lm.predictor, parsed((before, Hole(1, MOST), after)), MOST, lay=lm.row_format.lay
         )
         truth.append(length)
         found.append(holes_of(pieces)[0].least)

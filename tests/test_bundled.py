@@ -45,7 +45,7 @@ def test_it_is_what_it_says_it_is(bundled: adlm.LM) -> None:
     config = bundled.model.config
     assert bundled.method == "adlm" and config.anchor_layers > 0 and config.bridge == "direct"
     assert 7000 <= config.vocab_size == bundled.tokenizer.vocab_size <= 9000
-    assert bundled.form.is_framed and bundled.form.longest >= 64
+    assert bundled.row_format.is_framed and bundled.row_format.longest >= 64
 
 
 def test_it_gives_a_text_for_a_seed_in_every_batch(bundled: adlm.LM) -> None:

@@ -85,7 +85,7 @@ def test_from_books_to_figures(
         recipe = ROOT / f"recipes/bundled-{method}.yaml"
         adlm.train(recipe, **small, **{"data.path": "data", "valid.rows": 8, "folder": method})
     run(monkeypatch, ship, "adlm", "shipped")
-    assert adlm.load("shipped").form.is_framed
+    assert adlm.load("shipped").row_format.is_framed
     options = ["--samples", "6", "--length", "16", "--steps", "4", "--draws", "1", "--rows", "40", "--device", "cpu"]
     run(monkeypatch, measure, "--data", "data", "shipped", "mdlm", *options, "--out", "figures.json")
 

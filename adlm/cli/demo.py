@@ -102,9 +102,9 @@ def run_demo(
 
 def filmed(lm: LM, console: Console, **how: Any) -> Trajectory:
     """Write one text while it is watched."""
-    job = lm.job(**how)
+    job = lm.build_request(**how)
     began = time.perf_counter()
-    stills: Iterator[TrajectoryFrame] = (shot.still() for shot in lm.shots(job, guesses=3))
+    stills: Iterator[TrajectoryFrame] = (shot.still() for shot in lm.stream_request(job, guesses=3))
     title = f"{lm.name} · {job.settings['sampler']}"
     (seen,) = watch([stills], [title], console, steps=[job.steps], pause=PAUSE if console.is_terminal else 0)
     return lm.recording(seen, job, title=title, seconds=time.perf_counter() - began)

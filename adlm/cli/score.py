@@ -57,14 +57,19 @@ def score(
             lm, began = load(model or DEFAULT, device=device), time.perf_counter()
             with notes().status("scoring …"):
                 scores = lm.score(given, draws=draws, seed=seed, batch=batch)
-        settings = {"model": lm.name, "method": lm.method, "draws": 1 if lm.form.is_causal else draws, "seed": seed}
+        settings = {
+            "model": lm.name,
+            "method": lm.method,
+            "draws": 1 if lm.row_format.is_causal else draws,
+            "seed": seed,
+        }
         settings |= {"device": str(lm.device)}
         if is_json:
             found = [{"text": text, **asdict(each), "ppl": each.ppl} for text, each in zip(given, scores, strict=True)]
             print_json({"scores": found, "seconds": time.perf_counter() - began, "settings": settings})
             return
         Console(highlight=False).print(tabled(given, scores))
-        kind = "exact" if lm.form.is_causal else f"≤: a bound from above, {draws} noises a text"
+        kind = "exact" if lm.row_format.is_causal else f"≤: a bound from above, {draws} noises a text"
         notes().print(f"{lm.name}: {kind}", style="dim", markup=False)
 
 

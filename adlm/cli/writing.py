@@ -21,7 +21,7 @@ from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
     from adlm.text.generation import GenerationRequest
-    from adlm.text.lm import LM, GenerationOutput, Row
+    from adlm.text.lm import LM, GenerationOutput, GeneratedRow
     from adlm.trajectory import Trajectory, TrajectoryFrame
 
 GUESSES = 3  # of every hidden token: a page shows them all, a terminal the first
@@ -75,16 +75,16 @@ class Writer:
 
     def __init__(self, lm: LM, job: GenerationRequest, title: str) -> None:
         self.lm, self.job, self.title = lm, job, title
-        self.rows: list[Row] = []
+        self.rows: list[GeneratedRow] = []
         self.stills: list[TrajectoryFrame] = []
         self.seconds = 0.0  # spent here, not on drawing or pauses
 
     def first(self, guesses: int) -> Iterator[TrajectoryFrame]:
         """The first text on its way."""
-        from adlm.text.lm import Row
+        from adlm.text.lm import GeneratedRow
 
         alone = replace(self.job, layouts=self.job.layouts[:1], n=1)
-        shots, last = self.lm.shots(alone, guesses), None
+        shots, last = self.lm.stream_request(alone, guesses), None
         while True:
             began = time.perf_counter()
             shot = next(shots, None)
@@ -96,12 +96,12 @@ class Writer:
                 break
             yield self.stills[-1]
         assert last is not None
-        self.rows.append(Row(alone.layouts[0], last.frame.tokens[0].tolist(), last.nfe[0]))
+        self.rows.append(GeneratedRow(alone.layouts[0], last.frame.tokens[0].tolist(), last.nfe[0]))
 
     def rest(self) -> None:
         """The texts that are still to be written, a batch at a time."""
         began = time.perf_counter()
-        self.rows += self.lm.rows(self.job, start=len(self.rows))
+        self.rows += self.lm.generate_rows(self.job, start=len(self.rows))
         self.seconds += time.perf_counter() - began
 
     @property
@@ -161,7 +161,7 @@ def hire(model: str | None, request: Request, what: dict[str, Any]) -> list[Writ
         asked = [(lm, fitting(lm, own)), second(request, lm, own)]
     names = ("n", "temperature", "top_p", "top_k", "seed", "batch")
     same = {name: getattr(request, name) for name in names}
-    jobs = [each.job(**what, **same, **how) for each, how in asked]
+    jobs = [each.build_request(**what, **same, **how) for each, how in asked]
     titles = [f"{Path(each.name).name} · {job.settings['sampler']}" for (each, _), job in zip(asked, jobs, strict=True)]
     if len(set(titles)) < len(titles):  # two runs in folders of one name
         titles = [f"{each.name} · {job.settings['sampler']}" for (each, _), job in zip(asked, jobs, strict=True)]
@@ -190,7 +190,7 @@ def second(request: Request, lm: LM, own: dict[str, Any]) -> tuple[LM, dict[str,
 
 def fitting(lm: LM, own: dict[str, Any]) -> dict[str, Any]:
     """Of two models, a causal one leaves the sampler and its options to the other: it goes from left to right."""
-    return {} if lm.form.is_causal else own
+    return {} if lm.row_format.is_causal else own
 
 
 def sampler_options(given: Sequence[str]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def write(writers: Sequence[Writer], request: Request) -> list[Trajectory]:
     if is_watched:
         from adlm.view.terminal import watch
 
-        shows = request.guesses and any(not writer.lm.form.is_causal for writer in writers)
+        shows = request.guesses and any(not writer.lm.row_format.is_causal for writer in writers)
         steps, titles = [writer.job.steps for writer in writers], [writer.title for writer in writers]
         watch(streams, titles, Console(highlight=False), steps=steps, pause=request.pause, show_guesses=shows)
     with notes().status("writing …"):
@@ -276,7 +276,7 @@ def show(writers: Sequence[Writer], console: Console) -> None:
             console.print(marked(row), soft_wrap=True)
 
 
-def marked(row: Row) -> Text:
+def marked(row: GeneratedRow) -> Text:
     """A text in which what was given looks given and what was written new; without anything given, plain."""
     from adlm.trajectory import GIVEN, REVEALED
     from adlm.view.colors import STYLES

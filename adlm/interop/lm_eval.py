@@ -30,7 +30,7 @@ from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
 from adlm.methods import METHODS, training_loss
 from adlm.text.generation import GenerationRequest, choose_sampler, require_whole
-from adlm.text.lm import LM, frames, load
+from adlm.text.lm import LM, denoise_rows, load
 from adlm.text.templates import TEXT, Hole, Layout, cut, parsed
 
 NAME, GROUP = "adlm", "lm_eval.models"
@@ -75,11 +75,11 @@ def asked_rows(lm: LM, context: str, continuation: str) -> list[Asked]:
     ids = tuple(encoding.ids)
     start = sum(end <= len(context.rstrip()) for _, end in encoding.offsets)
     first = () if lm.tokenizer.bos_id is None else (lm.tokenizer.bos_id,)
-    last = (lm.tokenizer.eos_id,) if lm.form.is_framed and lm.tokenizer.eos_id is not None else ()
+    last = (lm.tokenizer.eos_id,) if lm.row_format.is_framed and lm.tokenizer.eos_id is not None else ()
     rows = []
-    for begin, end, asked in windows(len(ids), start, lm.form.longest) if start < len(ids) else ():
+    for begin, end, asked in windows(len(ids), start, lm.row_format.longest) if start < len(ids) else ():
         is_asked = [False] * len(first) + [i >= asked for i in range(begin, end)] + [False] * len(last)
-        if lm.form.is_causal:
+        if lm.row_format.is_causal:
             is_asked[0] = False  # nothing stands before it
         rows.append(Asked((*first, *ids[begin:end], *last), tuple(is_asked)))
     return rows
@@ -88,7 +88,7 @@ def asked_rows(lm: LM, context: str, continuation: str) -> list[Asked]:
 @torch.no_grad()
 def nats_of(lm: LM, rows: Sequence[Asked], *, draws: int, seed: int, batch: int) -> list[float]:
     """Nats of what each row asks for: exact, or the bound's mean over `draws` noises with times spread evenly."""
-    model, is_causal = lm.model.to(lm.device), lm.form.is_causal
+    model, is_causal = lm.model.to(lm.device), lm.row_format.is_causal
     draws = 1 if is_causal else draws
     # Rows of like length together; a row's noise is its draw's, so the order changes nothing.
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), i))
@@ -129,7 +129,7 @@ def is_greedy(lm: LM, rows: Sequence[Asked], batch: int) -> list[bool]:
     A causal model decodes from left to right, a masked one a token a step, the surest first.
     """
     mask = lm.tokenizer.mask_id
-    sampler = None if lm.form.is_causal else replace(confidence(1), steps=None)
+    sampler = None if lm.row_format.is_causal else replace(confidence(1), steps=None)
     found = []
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
@@ -145,7 +145,7 @@ def is_greedy(lm: LM, rows: Sequence[Asked], batch: int) -> list[bool]:
             for row in part
         ]
         job = GenerationRequest(layouts, 1, sampler, SamplingParams(temperature=0), 0, None, batch, {})
-        *_, frame = frames(lm.predictor, job, job.rows)
+        *_, frame = denoise_rows(lm.predictor, job, job.rows)
         found += [tuple(ids[: len(row.ids)]) == row.ids for row, ids in zip(part, frame.tokens.tolist(), strict=True)]
     return found
 
@@ -189,9 +189,9 @@ class Answers:
         require_whole(0, seed=seed)
         self.requests = AUTO if str(batch_size).startswith("auto") else int(batch_size)
         require_whole(1, batch_size=self.requests)
-        self.draws, self.seed, self.max_gen_toks = 1 if self.lm.form.is_causal else draws, seed, max_gen_toks
+        self.draws, self.seed, self.max_gen_toks = 1 if self.lm.row_format.is_causal else draws, seed, max_gen_toks
         self.sampler, self.steps, self.options = sampler, steps, options
-        choose_sampler(sampler, steps, options, is_causal=self.lm.form.is_causal, fills=False, hidden=1)
+        choose_sampler(sampler, steps, options, is_causal=self.lm.row_format.is_causal, fills=False, hidden=1)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Answers:
@@ -211,7 +211,7 @@ class Answers:
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside its results."""
-        kind = "exact" if self.lm.form.is_causal else "upper bound on the nll, mean over draws"
+        kind = "exact" if self.lm.row_format.is_causal else "upper bound on the nll, mean over draws"
         return {
             "adlm": {
                 "model": self.lm.name,
@@ -223,7 +223,7 @@ class Answers:
                 "sampler": self.sampler,
                 "steps": self.steps,
                 **self.options,
-                "length": self.lm.form.row,
+                "length": self.lm.row_format.row,
                 "device": str(self.lm.device),
             }
         }
@@ -284,11 +284,11 @@ class Answers:
     def _write(self, part: Sequence[Wanted], n: int) -> list[str]:
         """`n` texts for each, without their contexts."""
         first, sampler, steps = part[0], self.sampler, self.steps
-        if not self.lm.form.is_causal:
+        if not self.lm.row_format.is_causal:
             sampler = sampler or ("confidence" if first.temperature == 0 else None)
             if sampler in ("confidence", "margin") and steps is None:
                 steps = first.tokens
-        job = self.lm.job(
+        job = self.lm.build_request(
             [each.context for each in part],
             length=first.length,
             n=n,
@@ -301,12 +301,12 @@ class Answers:
             batch=self.requests,
             **self.options,
         )
-        return [row.pieces[-1][0] for row in self.lm.rows(job)]
+        return [row.pieces[-1][0] for row in self.lm.generate_rows(job)]
 
 
 def fitted(lm: LM, context: str, tokens: int) -> tuple[str, int]:
     """The context's end and the tokens to be written, both as many as fit into a row; a context keeps half at most."""
-    longest = lm.form.longest
+    longest = lm.row_format.longest
     taken = context_tokens(lm, context)
     if taken + tokens <= longest:
         return context, tokens
@@ -324,7 +324,7 @@ def fitted(lm: LM, context: str, tokens: int) -> tuple[str, int]:
 
 def context_tokens(lm: LM, context: str) -> int:
     """Tokens of a context that goes on; a blank at its end is the next word's."""
-    return sum(span.end - span.start for span in lm.form.lay(parsed((context, Hole.of(1)))).spans) - 1
+    return sum(span.end - span.start for span in lm.row_format.lay(parsed((context, Hole.of(1)))).spans) - 1
 
 
 def until_first(text: str, until: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from adlm.studies.perturbation import LEVELS, NONE, Change, Loss, changed_texts,
 from adlm.studies.reveals import Reveals, measure_reveals, reveals_of, watched
 from adlm.studies.stages import require_two_stages
 from adlm.studies.writing import Assessor, TextFigures, takes_steps
-from adlm.text.lm import LM, Row
+from adlm.text.lm import LM, GeneratedRow
 from adlm.text.templates import classes_of
 
 MAX_COUNT = 5  # the paper's tau, where a checkpoint does not say
@@ -75,7 +75,7 @@ class Extent:
         """The samplers whose order of reveals is looked at."""
         return [self.sampler] if self.is_bare else list(dict.fromkeys([self.sampler, SUREST, RANDOM]))
 
-    def job(self, sampler: str) -> dict[str, Any]:
+    def build_request(self, sampler: str) -> dict[str, Any]:
         """What `LM.job` is asked for."""
         steps = {"steps": self.steps} if takes_steps(sampler) else {}
         asked = {"n": self.samples, "length": self.length, "sampler": sampler, "temperature": self.temperature}
@@ -93,7 +93,7 @@ class Sample:
     quality: TextFigures
 
     @classmethod
-    def of(cls, change: Change, rows: Sequence[Row], assess: Assessor) -> Sample:
+    def of(cls, change: Change, rows: Sequence[GeneratedRow], assess: Assessor) -> Sample:
         """The figures of written rows."""
         nfe = float(np.mean([row.nfe for row in rows]))
         return cls(change.name, change.kind, change.amount, nfe, assess([row.text for row in rows]))
@@ -183,7 +183,10 @@ def _texts(
     lm: LM, rule: AnchorRule, extent: Extent, assess: Assessor, on_stage: OnStage
 ) -> tuple[list[Sample], list[Reveals]]:
     """Texts with every change, and orders of reveals; the model's own texts are written once for both."""
-    job, changes = lm.job(**extent.job(extent.sampler)), [c for c in extent.changes() if c.kind != "other_row"]
+    job, changes = (
+        lm.build_request(**extent.job(extent.sampler)),
+        [c for c in extent.changes() if c.kind != "other_row"],
+    )
     own = watched(lm, job)
     samples = [Sample.of(NONE, [text.row for text in own], assess)]
     on_stage("texts", 1, len(changes))
@@ -196,7 +199,7 @@ def _texts(
     reveals = [reveals_of(extent.sampler, own, rule)]
     for sampler in (orders := extent.orders())[1:]:
         on_stage("orders", len(reveals), len(orders))
-        reveals.append(measure_reveals(lm, lm.job(**extent.job(sampler)), rule))
+        reveals.append(measure_reveals(lm, lm.build_request(**extent.job(sampler)), rule))
     on_stage("orders", len(orders), len(orders))
     return samples, reveals
 

@@ -154,7 +154,7 @@ def gaps(
     found: list[Gap] = []
     for number in rng.permutation(len(functions)):
         name, text = functions[number]
-        if len(text) > 8 * lm.form.longest:  # far too long to be cut into tokens for nothing
+        if len(text) > 8 * lm.row_format.longest:  # far too long to be cut into tokens for nothing
             continue
         spans = _line_spans(text) if kind == "lines" else _expression_spans(text)
         if not spans:
@@ -162,12 +162,12 @@ def gaps(
         begin, end = spans[int(rng.integers(len(spans)))]
         gap = Gap(name, text[:begin], text[begin:end], text[end:], kind)
         pieces = [len(cut(lm.tokenizer, piece)[0]) for piece in (gap.before, gap.removed, gap.after)]
-        if 1 <= pieces[1] <= most and sum(pieces) <= lm.form.longest:
+        if 1 <= pieces[1] <= most and sum(pieces) <= lm.row_format.longest:
             found.append(gap)
         if len(found) == count:
             return found
     raise ValueError(
-        f"only {len(found)} of {count} functions of {len(held)} held-out files fit into {lm.form.longest} tokens: ask "
+        f"only {len(found)} of {count} functions of {len(held)} held-out files fit into {lm.row_format.longest} tokens: ask "
         "for fewer, or take a model with longer rows"
     )
 
@@ -236,14 +236,14 @@ def completions(lm: LM, problems: Sequence[Problem], n: int, *, most: int = 128,
     found = []
     for problem in problems:
         taken = len(cut(lm.tokenizer, problem.prompt)[0])
-        room = lm.form.longest - taken
+        room = lm.row_format.longest - taken
         if room < 1:
             raise ValueError(
-                f"the prompt of {problem.task_id} has {taken} tokens, this model's rows hold {lm.form.longest}: leave "
+                f"the prompt of {problem.task_id} has {taken} tokens, this model's rows hold {lm.row_format.longest}: leave "
                 "the problem out, or take a model with longer rows"
             )
-        job = lm.job(problem.prompt, length=taken + min(room, most), n=n, **how)
-        found += [Candidate(problem.task_id, function_body(row.pieces[-1][0])) for row in lm.rows(job)]
+        job = lm.build_request(problem.prompt, length=taken + min(room, most), n=n, **how)
+        found += [Candidate(problem.task_id, function_body(row.pieces[-1][0])) for row in lm.generate_rows(job)]
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from adlm.data.shards import write_safely
 from adlm.evaluate.zeroshot import weights_hash
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, Row, frames
+from adlm.text.lm import LM, GeneratedRow, denoise_rows
 from adlm.training.distributed import DistributedContext
 
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
@@ -114,12 +114,14 @@ def written(lm: LM, job: GenerationRequest, numbers: Sequence[int]) -> Iterator[
     layout = job.layouts[0]
     for first in range(0, len(numbers), job.batch):
         part = list(numbers[first : first + job.batch])
-        *_, frame = frames(lm.predictor, replace(job, n=max(part) + 1), [(layout, number) for number in part])
-        rows = [Row(layout, ids[: len(layout)], nfe) for ids, nfe in zip(frame.tokens.tolist(), frame.nfe.tolist())]
+        *_, frame = denoise_rows(lm.predictor, replace(job, n=max(part) + 1), [(layout, number) for number in part])
+        rows = [
+            GeneratedRow(layout, ids[: len(layout)], nfe) for ids, nfe in zip(frame.tokens.tolist(), frame.nfe.tolist())
+        ]
         yield [Sample(number, job.seed, row.text, tokens_of(row), row.nfe) for number, row in zip(part, rows)]
 
 
-def tokens_of(row: Row) -> list[int]:
+def tokens_of(row: GeneratedRow) -> list[int]:
     """The tokens of a text, up to the end that it has."""
     found = [token for span in row.layout.spans for token in row.ids[span.start : span.end]]
     eos_id = row.layout.tokenizer.eos_id

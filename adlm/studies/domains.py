@@ -13,7 +13,7 @@ from adlm.text.lm import LM
 
 def subject_of(lm: LM, *, draws: int = 4, seed: int = 0, length: int | None = None) -> Subject:
     """A model ready to be measured, on rows of its own length unless told; a causal one needs no noise."""
-    most, is_causal = lm.model.config.length, lm.form.is_causal
+    most, is_causal = lm.model.config.length, lm.row_format.is_causal
     if length is not None and length > most:
         raise ValueError(f"--length {length} is more than the {most} tokens of {lm.name}: give at most {most}")
     settings = Settings(

@@ -24,7 +24,7 @@ from adlm.evaluate.zeroshot import weights_hash
 from adlm.methods import ALIASES, SAMPLERS, named
 from adlm.studies.ledger import Ledger
 from adlm.studies.writing import Assessor, TextFigures, takes_steps
-from adlm.text.lm import LM, Row
+from adlm.text.lm import LM, GeneratedRow
 
 LEFT_TO_RIGHT = "left_to_right"
 REPEATS = 3  # timings of a point at least
@@ -92,7 +92,7 @@ def grid(
         if not values:
             raise ValueError(f"there are no {name}: give at least one")
     found: dict[Setting, None] = {}
-    for sampler in [LEFT_TO_RIGHT] if lm.form.is_causal else samplers:
+    for sampler in [LEFT_TO_RIGHT] if lm.row_format.is_causal else samplers:
         for count in steps:
             for temperature in temperatures:
                 for top_p in top_ps:
@@ -211,7 +211,7 @@ def settings_of(models: Sequence[LM], amount: Amount, assess: Assessor) -> dict[
 def _measured(
     lm: LM, setting: Setting, amount: Amount, assess: Assessor, on_texts: Callable[[int], None] | None
 ) -> Point:
-    rows: list[Row] = []
+    rows: list[GeneratedRow] = []
     seconds: list[float] = []
     size = min(amount.batch, amount.n)
     for first in range(0, amount.n, size):
@@ -238,12 +238,12 @@ def _measured(
 
 def _write(
     lm: LM, setting: Setting, amount: Amount, count: int, *, seed: int, first: int = 0
-) -> tuple[list[Row], float]:
+) -> tuple[list[GeneratedRow], float]:
     """Texts number `first` and following of a seed, in one batch, and the seconds that they took."""
-    job = lm.job(length=amount.length, n=first + count, seed=seed, batch=count, **setting.how())
+    job = lm.build_request(length=amount.length, n=first + count, seed=seed, batch=count, **setting.how())
     _synchronize(lm)
     began = time.perf_counter()
-    rows = list(lm.rows(job, first))
+    rows = list(lm.generate_rows(job, first))
     _synchronize(lm)
     return rows, time.perf_counter() - began
 

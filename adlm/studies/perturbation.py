@@ -27,7 +27,7 @@ from adlm.models.language_model import LanguageModel
 from adlm.studies.noising import SCHEDULE, Piece, noised_rows, pieces
 from adlm.studies.stages import first_stage, require_two_stages, second_stage
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, Row, frames
+from adlm.text.lm import LM, GeneratedRow, denoise_rows
 
 LEVELS = 32  # of masking: being k levels out of date is having seen the text at time t + k / LEVELS
 Told = Callable[[int, int], None]
@@ -265,14 +265,14 @@ class ChangedNetwork:
         return self.kept[rows]
 
 
-def changed_texts(lm: LM, job: GenerationRequest, change: Change) -> Iterator[Row]:
-    """A job's texts, written with a change of the anchor features; without one, the texts of `lm.rows(job)`."""
+def changed_texts(lm: LM, job: GenerationRequest, change: Change) -> Iterator[GeneratedRow]:
+    """A job's texts, written with a change of the anchor features; without one, the texts of `lm.generate_rows(job)`."""
     require_two_stages(lm.model, lm.name)
     predictor = compile_for_sampling(lm.model, lm.device, is_compiled=False)
     for first in range(0, len(job.rows), job.batch):
         part = job.rows[first : first + job.batch]
         network = ChangedNetwork(predictor.model, change, [number for _, number in part], job.seed)
         predictor.final, predictor.on_rows = network.final, network.on_rows
-        *_, frame = frames(predictor, job, part)
+        *_, frame = denoise_rows(predictor, job, part)
         for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
-            yield Row(layout, ids[: len(layout)], nfe)
+            yield GeneratedRow(layout, ids[: len(layout)], nfe)

@@ -15,7 +15,7 @@ from adlm.diffusion.anchors import AnchorRule
 from adlm.evaluate.tallies import ratio, ratio_gap
 from adlm.studies.correlation import midranks
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, Row, frames
+from adlm.text.lm import LM, GeneratedRow, denoise_rows
 from adlm.text.templates import Layout
 
 
@@ -48,7 +48,7 @@ def ranks(steps: NDArray[np.int64]) -> NDArray[np.float64]:
 class Watched:
     """A text, and the step in which each of its tokens was revealed for good."""
 
-    row: Row
+    row: GeneratedRow
     steps: NDArray[np.int64]
 
     @property
@@ -58,12 +58,12 @@ class Watched:
 
 
 def watched(lm: LM, job: GenerationRequest) -> list[Watched]:
-    """The texts of `lm.rows(job)`, with the order in which they were revealed."""
+    """The texts of `lm.generate_rows(job)`, with the order in which they were revealed."""
     found = []
     for first in range(0, len(job.rows), job.batch):
         part = job.rows[first : first + job.batch]
         last: Tensor | None = None
-        for frame in frames(lm.predictor, job, part):
+        for frame in denoise_rows(lm.predictor, job, part):
             revealed = (frame.changed & ~frame.is_masked).cpu()
             last = torch.zeros(revealed.shape, dtype=torch.int64) if last is None else last
             last[revealed] = frame.step
@@ -71,7 +71,7 @@ def watched(lm: LM, job: GenerationRequest) -> list[Watched]:
         for (layout, _), ids, nfe, when in zip(
             part, frame.tokens.tolist(), frame.nfe.tolist(), last.numpy(), strict=True
         ):
-            found.append(Watched(Row(layout, ids[: len(layout)], nfe), when[: len(layout)]))
+            found.append(Watched(GeneratedRow(layout, ids[: len(layout)], nfe), when[: len(layout)]))
     return found
 
 

@@ -35,7 +35,7 @@ Prompts = str | Sequence[str]
 
 
 @dataclass(frozen=True)
-class Row:
+class GeneratedRow:
     """A text that is written, by its tokens."""
 
     layout: Layout
@@ -63,7 +63,7 @@ class GenerationOutput:
     nfe_each: list[int]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
+    def of(cls, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
         """The texts of rows that are written."""
         nfe = [row.nfe for row in rows]
         return cls([row.text for row in rows], max(nfe), seconds, settings, nfe)
@@ -96,7 +96,7 @@ class LM:
         self.method, self.step, self.name = loaded.method, loaded.step, name
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
-        self.form = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
+        self.row_format = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
 
     @cached_property
     def predictor(self) -> Predictor:
@@ -110,11 +110,11 @@ class LM:
 
         `how`: steps, sampler and its own options, temperature, top_p, top_k, seed, block, batch.
         """
-        return self.write(self.job(prompt, length=length, n=n, **how))
+        return self.run_request(self.build_request(prompt, length=length, n=n, **how))
 
     def infill(self, template: Templates, *, n: int = 1, **how: Any) -> GenerationOutput:
         """The template with its holes filled, such as "The ___ sat on the ___{2}."; or a list of templates."""
-        return self.write(self.job(template=template, n=n, **how))
+        return self.run_request(self.build_request(template=template, n=n, **how))
 
     def stream(
         self, prompt: Prompts = "", *, template: Templates | None = None, guesses: int = 0, **how: Any
@@ -123,15 +123,15 @@ class LM:
 
         With `guesses` a shot holds so many guesses of the anchor network for every position.
         """
-        return self.shots(self.job(prompt, template=template, **how), guesses)
+        return self.stream_request(self.build_request(prompt, template=template, **how), guesses)
 
     def record(
         self, prompt: str = "", *, template: Template | None = None, title: str = "", guesses: int = 3, **how: Any
     ) -> Trajectory:
         """One text from its masks to its end, for `adlm.write_player` and `adlm.write_gif`."""
-        job = self.job(prompt, template=template, **how)
+        job = self.build_request(prompt, template=template, **how)
         began = time.perf_counter()
-        stills = [shot.still() for shot in self.shots(job, guesses)]
+        stills = [shot.still() for shot in self.stream_request(job, guesses)]
         return self.recording(stills, job, title=title, seconds=time.perf_counter() - began)
 
     def recording(
@@ -146,14 +146,14 @@ class LM:
         """How likely each text is: nats per token (of a masked model an upper bound), its error, bits per byte."""
         require_whole(1, draws=draws, batch=batch)
         require_whole(0, seed=seed)
-        layouts = [self.form.given(text) for text in each(texts)]
+        layouts = [self.row_format.given(text) for text in as_list(texts)]
         if not layouts:
             raise ValueError("there is no text to score: give one, or a list of them")
-        asked = [self.form.asked(layout) for layout in layouts]
+        asked = [self.row_format.asked(layout) for layout in layouts]
         model = self.model.to(self.device)
         return score_rows(model, layouts, asked, method=self.method, draws=draws, seed=seed, batch=batch)
 
-    def job(
+    def build_request(
         self,
         prompt: Prompts = "",
         *,
@@ -174,18 +174,18 @@ class LM:
         require_whole(1, n=n, batch=batch, steps=steps, block=block)
         require_whole(0, seed=seed)
         how = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-        is_causal, fills = self.form.is_causal, template is not None
+        is_causal, fills = self.row_format.is_causal, template is not None
         if is_causal and block is not None:
             raise ValueError(f"a causal model writes from left to right, a token a step: leave block={block} out")
         choose = partial(choose_sampler, sampler, steps, options, is_causal=is_causal, fills=fills)
         choose(hidden=1)  # what is wrong with it is said before a network looks for the lengths of holes
         if template is None:
-            layouts = [self.form.continuation(text, length) for text in each(prompt)]
+            layouts = [self.row_format.continuation(text, length) for text in as_list(prompt)]
         elif prompt != "" or length is not None:
             raise ValueError("a template says where everything stands: leave prompt and length out")
         else:
-            fit = partial(choose_hole_lengths, lambda: self.predictor, lay=self.form.lay)
-            layouts = [self.form.filling(one, fit) for one in batch_of(template)]
+            fit = partial(choose_hole_lengths, lambda: self.predictor, lay=self.row_format.lay)
+            layouts = [self.row_format.filling(one, fit) for one in batch_of(template)]
         if not layouts:
             raise ValueError("there is nothing to write: give a prompt (it may be empty) or a template, or a list")
         hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
@@ -195,35 +195,35 @@ class LM:
         settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
         return GenerationRequest(layouts, n, made, how, seed, block, batch, settings)
 
-    def shots(self, job: GenerationRequest, guesses: int = 0) -> Iterator[StreamStep]:
+    def stream_request(self, job: GenerationRequest, guesses: int = 0) -> Iterator[StreamStep]:
         """A job's texts step by step, all in one batch; step 0 is before the first."""
         known = int((~classes_of(self.tokenizer).special).sum())
         if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
             raise ValueError(f"guesses must be a whole number between 0 and {known}, this model's words; got {guesses}")
         layouts = tuple(layout for layout, _ in job.rows)
-        asked = guesses if not self.form.is_causal else 0
+        asked = guesses if not self.row_format.is_causal else 0
         return (
             StreamStep(frame.step, frame, layouts, guessed(self.predictor, frame, layouts, asked) if asked else None)
-            for frame in frames(self.predictor, job, job.rows, with_start=True)
+            for frame in denoise_rows(self.predictor, job, job.rows, with_start=True)
         )
 
-    def rows(self, job: GenerationRequest, start: int = 0) -> Iterator[Row]:
+    def generate_rows(self, job: GenerationRequest, start: int = 0) -> Iterator[GeneratedRow]:
         """A job's texts from number `start` on, some at a time."""
         left = job.rows[start:]
         for first in range(0, len(left), job.batch):
             part = left[first : first + job.batch]
-            *_, frame = frames(self.predictor, job, part)
+            *_, frame = denoise_rows(self.predictor, job, part)
             for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
-                yield Row(layout, ids[: len(layout)], nfe)
+                yield GeneratedRow(layout, ids[: len(layout)], nfe)
 
-    def write(self, job: GenerationRequest) -> GenerationOutput:
+    def run_request(self, job: GenerationRequest) -> GenerationOutput:
         """A job's texts."""
         began = time.perf_counter()
-        rows = list(self.rows(job))
+        rows = list(self.generate_rows(job))
         return GenerationOutput.of(rows, time.perf_counter() - began, job.settings)
 
 
-def frames(
+def denoise_rows(
     predictor: Predictor, job: GenerationRequest, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
 ) -> Iterator[Frame]:
     """Rows of a job, written together; with the start, the first frame is what they begin as."""
@@ -256,7 +256,7 @@ def frames(
     )
 
 
-def each(prompt: Prompts) -> list[str]:
+def as_list(prompt: Prompts) -> list[str]:
     """One text or several."""
     if isinstance(prompt, str):
         return [prompt]

@@ -77,7 +77,7 @@ def test_a_terminal_tells_given_from_filled() -> None:
 
 def test_marks_do_without_colors() -> None:
     lm = adlm.load(trained(), device="cpu")
-    writer = Writer(lm, lm.job(template="It ___{2} was", seed=1), "")
+    writer = Writer(lm, lm.build_request(template="It ___{2} was", seed=1), "")
     writer.rest()
     shown = marked(writer.rows[0])
     console = Console(no_color=True, force_terminal=True, color_system="truecolor", highlight=False)

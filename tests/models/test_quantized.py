@@ -118,7 +118,7 @@ def test_an_exported_model_writes(tmp_path: Path) -> None:
     model = random_model("adlm", vocab_size=258, mask_id=257, dim=32, length=32)
     folder = checkpoint.export(checkpoint.Loaded(model, tokenizer("bytes"), "adlm", 0, "documents"), tmp_path)
     found = adlm.load(folder, device="cpu")
-    assert found.form.is_framed and found.infill("a ___{3} b").texts[0].startswith("a ")
+    assert found.row_format.is_framed and found.infill("a ___{3} b").texts[0].startswith("a ")
     card = folder / "README.md"
     card.write_text("a card", "utf-8")
     assert adlm.load(folder, device="cpu", verify=True).generate(length=5, seed=1).texts

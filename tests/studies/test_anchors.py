@@ -153,7 +153,9 @@ def test_a_sampler_that_reveals_at_random_reveals_anchors_like_others(sampler: s
         blind.model.head.weight.zero_()
         blind.model.head.bias.copy_(torch.linspace(0, 4, blind.model.config.vocab_size))
     steps = {"steps": 32} if sampler == "ancestral" else {}
-    found = measure_reveals(blind, blind.job(n=60, length=40, sampler=sampler, batch=30, **steps), rare_in_sequence(1))
+    found = measure_reveals(
+        blind, blind.build_request(n=60, length=40, sampler=sampler, batch=30, **steps), rare_in_sequence(1)
+    )
     assert 0.1 < found.anchor_share < 0.9
     assert abs(found.anchors - 0.5) < 4 * found.anchors_se < 0.2
     assert abs(found.gap) < 4 * found.gap_se
@@ -168,7 +170,7 @@ def test_the_surest_come_first() -> None:
     ramp[..., 0] = torch.arange(64) / 4
     writer.predictor.final = lambda tokens, noise_level, valid: ramp[:, : tokens.shape[1]].expand(len(tokens), -1, -1)
     writer.predictor.head[0].zero_()[65, 0] = 1.0
-    job = writer.job(n=4, length=20, sampler="confidence", steps=20)
+    job = writer.build_request(n=4, length=20, sampler="confidence", steps=20)
     found = measure_reveals(writer, job, lambda tokens, valid: torch.arange(tokens.shape[1])[None] >= 11)  # BOS and ten
     assert found.steps == 20 and found.anchor_share == 0.5
     assert (found.anchors, found.others, found.gap) == pytest.approx((0.25, 0.75, -0.5))
@@ -177,7 +179,7 @@ def test_the_surest_come_first() -> None:
 def test_what_stands_behind_the_end_of_a_text_is_no_part_of_it() -> None:
     """A model that ends texts early: only tokens before the end are counted, be they anchors or not."""
     writer = rigged("adlm", {lm("adlm").tokenizer.eos_id: 3.0})
-    job = writer.job(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
+    job = writer.build_request(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
     eos_id = writer.tokenizer.eos_id
     ended = []
     for text in watched(writer, job):
@@ -194,15 +196,15 @@ def test_what_stands_behind_the_end_of_a_text_is_no_part_of_it() -> None:
 
 def test_who_is_watched_writes_the_same() -> None:
     writer = lm("adlm")
-    job = writer.job(n=5, length=20, batch=3, seed=2, sampler="remask_loop", steps=6)
+    job = writer.build_request(n=5, length=20, batch=3, seed=2, sampler="remask_loop", steps=6)
     assert [text.row for text in watched(writer, job)] == list(writer.rows(job))
 
 
 def test_reveals_need_two_texts_and_a_sampler() -> None:
     with pytest.raises(ValueError, match="at least 2 texts"):
-        measure_reveals(lm("adlm"), lm("adlm").job(length=4, steps=2), RULE)
+        measure_reveals(lm("adlm"), lm("adlm").build_request(length=4, steps=2), RULE)
     with pytest.raises(ValueError, match="left to right"):
-        measure_reveals(lm("ar"), lm("ar").job(length=4, n=2), RULE)
+        measure_reveals(lm("ar"), lm("ar").build_request(length=4, n=2), RULE)
 
 
 # The whole study.
@@ -242,14 +244,14 @@ def test_the_parts_of_a_study_are_what_they_are_alone() -> None:
         assert (mine.tokens, mine.accuracy) == (theirs.tokens, theirs.accuracy)
         assert (mine.nll, mine.calibration_error) == pytest.approx((theirs.nll, theirs.calibration_error), abs=1e-5,
                                                                    nan_ok=True)  # fmt: skip
-    job = writer.job(**extent.job("remask_loop"))
+    job = writer.build_request(**extent.job("remask_loop"))
     assess = Assessor(writer.tokenizer)
     for sample in found.samples:
         rows = list(changed_texts(writer, job, Change(sample.kind, sample.amount)))
         assert sample.quality == assess([row.text for row in rows])
         assert sample.nfe == np.mean([row.nfe for row in rows])
     for each in found.reveals:
-        assert each == measure_reveals(writer, writer.job(**extent.job(each.sampler)), RULE)
+        assert each == measure_reveals(writer, writer.build_request(**extent.job(each.sampler)), RULE)
 
 
 @with_matplotlib

@@ -114,7 +114,7 @@ def test_a_gap_and_what_was_taken_out_are_the_function(kind: str) -> None:
             assert "\n" not in gap.removed and parses(f"({gap.removed})")
         else:
             assert gap.after[:1] in ("\n", "")
-        job = model.job(template=template_of(model, gap))
+        job = model.build_request(template=template_of(model, gap))
         assert job.settings["length"] <= 200
 
 

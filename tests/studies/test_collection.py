@@ -23,14 +23,14 @@ N = 10
 
 def collected(folder: Path, who: LM | None = None, **changes) -> list[Sample]:
     who = who or lm()
-    return collect(who, folder, who.job(**({"n": N, "batch": 4} | HOW | changes)))
+    return collect(who, folder, who.build_request(**({"n": N, "batch": 4} | HOW | changes)))
 
 
 def main(folder: str, model: str, n: str, pause: str) -> None:
     """What other processes of these tests run: texts one by one, slowly."""
     with init_distributed("cpu") as world:
         who = load(model, device="cpu")
-        job = who.job(n=int(n), batch=1, **HOW)
+        job = who.build_request(n=int(n), batch=1, **HOW)
         collect(who, Path(folder), job, world=world, on_texts=lambda done, total: time.sleep(float(pause)))
 
 
@@ -63,7 +63,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     whole = collected(tmp_path / "whole")
     told: list[tuple[int, int]] = []
     collected(tmp_path / "part", n=3)
-    job = lm().job(n=N, batch=4, **HOW)
+    job = lm().build_request(n=N, batch=4, **HOW)
     assert collect(lm(), tmp_path / "part", job, on_texts=lambda *each: told.append(each)) == whole
     assert told == [(3, N), (7, N), (N, N)]
     before = (tmp_path / "part" / SAMPLES).read_bytes()
@@ -102,7 +102,7 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
     assert 3 <= path.read_bytes().count(b"\n") < N, "it was not killed on the way: the test is void"
     who = load(model, device="cpu")
-    found, whole = (collect(who, tmp_path / name, who.job(n=N, **HOW)) for name in ("torn", "whole"))
+    found, whole = (collect(who, tmp_path / name, who.build_request(n=N, **HOW)) for name in ("torn", "whole"))
     assert found == whole
 
 
@@ -111,7 +111,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "tests.studies.test_collection", str(tmp_path / "two"), model, str(N), "0")
     assert done.returncode == 0, done.stderr[-3000:]
     who = load(model, device="cpu")
-    whole = collect(who, tmp_path / "one", who.job(n=N, **HOW))
+    whole = collect(who, tmp_path / "one", who.build_request(n=N, **HOW))
     assert read(tmp_path / "two" / SAMPLES) == whole
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [SAMPLES, SETTINGS]
     assert (tmp_path / "two" / SETTINGS).read_bytes() == (tmp_path / "one" / SETTINGS).read_bytes()
@@ -149,7 +149,7 @@ def test_errors_teach(tmp_path: Path) -> None:
         file.write(b'{"text": "whose?"}\n')
     with pytest.raises(ValueError, match=r"line 3 of .* is no sample"):
         collected(tmp_path / "x")
-    job = lm().job(["a", "b"], **HOW)
+    job = lm().build_request(["a", "b"], **HOW)
     with pytest.raises(ValueError, match="one prompt, and this job 2"):
         collect(lm(), tmp_path / "y", job)
 

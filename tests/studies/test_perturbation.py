@@ -30,7 +30,7 @@ from adlm.studies.perturbation import (
 )
 from adlm.studies.stages import first_stage, require_two_stages, second_stage
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, Row, frames
+from adlm.text.lm import LM, GeneratedRow, denoise_rows
 from tests.studies.small import LENGTH, LENGTHS, PADDED, ROWS, VOCAB, small, trained
 from tests.text.models import lm
 
@@ -203,7 +203,7 @@ def test_changes_are_checked(kind: str, amount: float, said: str) -> None:
 def test_who_listens_hears_before_every_evaluation_which_rows_it_is_for(sampler: str) -> None:
     writer = lm("adlm")
     steps = {} if sampler == "first_hitting" else {"steps": 6}
-    job = writer.job(prompt=["the cat", "where did you go"], n=2, length=20, seed=2, sampler=sampler, **steps)
+    job = writer.build_request(prompt=["the cat", "where did you go"], n=2, length=20, seed=2, sampler=sampler, **steps)
     predictor, heard, state = compile_for_sampling(writer.model), list[Tensor](), Tensor()
     own = predictor.final
 
@@ -212,7 +212,7 @@ def test_who_listens_hears_before_every_evaluation_which_rows_it_is_for(sampler:
         return own(tokens, noise_level, valid)
 
     predictor.final, predictor.on_rows = final, heard.append
-    for frame in frames(predictor, job, job.rows, with_start=True):
+    for frame in denoise_rows(predictor, job, job.rows, with_start=True):
         state = frame.tokens
     assert torch.equal(torch.bincount(torch.cat(heard), minlength=4), frame.nfe)
     assert min(map(len, heard)) < 4
@@ -222,7 +222,7 @@ def test_who_listens_hears_before_every_evaluation_which_rows_it_is_for(sampler:
 def test_without_a_change_the_texts_are_the_models_own(sampler: str) -> None:
     writer = lm("adlm")
     steps = {} if sampler == "entropy_bounded" else {"steps": 6}
-    job = writer.job(n=5, length=20, batch=3, seed=2, sampler=sampler, **steps)
+    job = writer.build_request(n=5, length=20, batch=3, seed=2, sampler=sampler, **steps)
     expected = [(row.text, row.nfe) for row in writer.rows(job)]
     for change in (NONE, Change("noise", 0), Change("stale", 1)):
         assert [(row.text, row.nfe) for row in changed_texts(writer, job, change)] == expected
@@ -256,8 +256,8 @@ def written_alone(writer: LM, job: GenerationRequest, change: Change) -> list[tu
     found, predictor = [], compile_for_sampling(writer.model)
     for layout, number in job.rows:
         predictor.final = Alone(predictor.model, change, number, job.seed).final
-        *_, frame = frames(predictor, job, [(layout, number)])
-        found.append((Row(layout, frame.tokens[0].tolist(), 0).text, int(frame.nfe)))
+        *_, frame = denoise_rows(predictor, job, [(layout, number)])
+        found.append((GeneratedRow(layout, frame.tokens[0].tolist(), 0).text, int(frame.nfe)))
     return found
 
 
@@ -276,7 +276,7 @@ JOBS: list[dict[str, Any]] = [
 def test_texts_are_those_that_are_written_one_at_a_time(change: Change, how: dict[str, Any]) -> None:
     """Rows pause, end early and differ in length; a row's turns and what it keeps are its own all the same."""
     writer = lm("adlm", time_conditioning="block" in how)
-    job = writer.job(n=2 if "prompt" in how else 4, length=17, seed=2, **how)
+    job = writer.build_request(n=2 if "prompt" in how else 4, length=17, seed=2, **how)
     expected = written_alone(writer, job, change)
     for size in (1, 3, 32):
         found = [(row.text, row.nfe) for row in changed_texts(writer, replace(job, batch=size), change)]
@@ -287,4 +287,4 @@ def test_texts_are_those_that_are_written_one_at_a_time(change: Change, how: dic
 def test_a_text_has_no_other_row() -> None:
     writer = lm("adlm")
     with pytest.raises(ValueError, match="no other row"):
-        list(changed_texts(writer, writer.job(n=1, length=4, steps=2), Change("other_row")))
+        list(changed_texts(writer, writer.build_request(n=1, length=4, steps=2), Change("other_row")))

@@ -59,7 +59,7 @@ def test_the_name_of_the_end_in_a_prompt_is_only_text(method: str) -> None:
     prompt = "x<|endoftext|>y"
     found = model.generate(prompt, length=30)
     assert found.texts == [prompt]
-    assert END not in model.job(prompt, length=30).layouts[0].ids[1:]
+    assert END not in model.build_request(prompt, length=30).layouts[0].ids[1:]
 
 
 def test_a_first_word_is_written_before_the_end() -> None:
@@ -75,7 +75,7 @@ def test_a_first_word_is_written_before_the_end() -> None:
 def test_a_vocabulary_without_an_end_never_ends() -> None:
     model = lm("mdlm", "bare", "documents")
     ids, texts = last_tokens(model, prompt="the cat", length=30)
-    assert len(ids[0]) == 30 and model.form.longest == 64
+    assert len(ids[0]) == 30 and model.row_format.longest == 64
     assert texts[0] == model.tokenizer.decode(ids[0])
 
 
@@ -84,6 +84,6 @@ def test_a_vocabulary_without_an_end_never_ends() -> None:
 )
 def test_the_longest_text(method: str, rows: str, longest: int) -> None:
     model = lm(method, "bytes", rows)
-    assert model.form.longest == longest
+    assert model.row_format.longest == longest
     ids, _ = last_tokens(model, prompt="", **({"sampler": "ancestral", "steps": 2} if method == "adlm" else {}))
     assert len(ids[0]) == 64

@@ -38,7 +38,7 @@ def placed(text: str, rows: str = "documents") -> LM:
 
 
 def lengths(model: LM, template: object) -> list[int]:
-    (layout,) = model.job(template=template).layouts  # type: ignore[arg-type]
+    (layout,) = model.build_request(template=template).layouts  # type: ignore[arg-type]
     return [span.end - span.start for span in layout.spans if span.texts is None]
 
 

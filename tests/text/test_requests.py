@@ -64,7 +64,7 @@ def refused(call: Any, *said: str) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> None:
-    refused(lambda: FRAMED.job(**how), *said)
+    refused(lambda: FRAMED.build_request(**how), *said)
     refused(lambda: FRAMED.stream(**how), *said)  # when it is asked for, not with the first shot
     if "template" not in how:
         refused(lambda: FRAMED.generate(**how), *said)

@@ -18,7 +18,7 @@ TEXTS = ["the cat", "sat", "on the mat and the dog sat", "é 😀", "  x"]
 
 def exact_nelbo(model: LM, text: str) -> float:
     """Nats of a text of few tokens: all sets of hidden tokens, and the integral over times by midpoints."""
-    layout = model.form.lay((text,))
+    layout = model.row_format.lay((text,))
     (span,) = layout.spans
     ids, mask = torch.tensor(layout.ids), model.tokenizer.mask_id
     t = MIN_TIME + (1 - MIN_TIME) * (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000

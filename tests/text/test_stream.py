@@ -35,7 +35,7 @@ def test_stills_say_what_frames_say(name: str) -> None:
     model = lm("adlm", "bytes", "documents")
     shots = shots_of(model, sampler=name, **OPTIONS[name])
     assert [shot.step for shot in shots] == list(range(len(shots)))
-    told = model.job(template=TEMPLATES, sampler=name, **OPTIONS[name])
+    told = model.build_request(template=TEMPLATES, sampler=name, **OPTIONS[name])
     assert told.steps in (None, shots[-1].step)
     assert replace(told, block=4).steps is None, "a block takes all of the steps, so the whole takes more"
     seen = set()

@@ -23,8 +23,8 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
     model = lm("adlm", words, ROWS[words], length=256)
     known, special = model.tokenizer, classes_of(model.tokenizer).special
     how = {"sampler": "remask_cap", "steps": 4, "eta": 0.5, "top_p": 1.0, "seed": 3}
-    job = model.job(template=templates, **how)
-    shots = list(model.shots(job))
+    job = model.build_request(template=templates, **how)
+    shots = list(model.stream_request(job))
     assert len(shots) == 5
     given_pieces = [given_in(template) for template in templates]
     for shot in shots:
@@ -66,8 +66,8 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
     """The blank is given once, not twice and not never; words are told apart by it."""
     model = lm("mdlm", words, "documents")
     templates = ["The ___{2} sat", "a___{1} ___{1}  ___{2}", " ___{3}", "x ___{1}___{1}."]
-    layouts = model.job(template=templates).layouts
-    last = model.write(model.job(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4))
+    layouts = model.build_request(template=templates).layouts
+    last = model.write(model.build_request(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4))
     *_, shot = model.stream(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
     firsts = 0
     for row, layout in enumerate(layout for layout in layouts for _ in range(20)):

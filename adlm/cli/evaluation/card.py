@@ -171,7 +171,7 @@ def check_extent(asked: Asked, loaded: Sequence[LM]) -> None:
 
     for lm in loaded:
         for setting in grid(lm, asked.length or 1, asked.samplers or ("ancestral",), asked.steps or (1,), [1.0], [1.0]):
-            lm.job(length=asked.length, n=1, **setting.how())
+            lm.build_request(length=asked.length, n=1, **setting.how())
 
 
 def all_gather(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> Gathered:

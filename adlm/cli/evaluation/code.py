@@ -80,7 +80,7 @@ def code(
 
             lm = None if candidates is not None else loaded(model, device)
             how: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
-            if lm is None or not lm.form.is_causal:
+            if lm is None or not lm.row_format.is_causal:
                 how |= {"sampler": sampler, "steps": steps}
             if problems is not None:
                 found = pass_figures(lm, problems, candidates, n, ks, seconds, memory, workers, how)
@@ -142,7 +142,7 @@ def parse_figures(lm: LM, texts: int, infills: int, length: int | None, how: dic
             written = written_code(lm, texts, length=length, **how)
         found["written"] = {name: asdict(share) for name, share in parse_shares(written).items()}
         found["texts"] = written
-    if infills and lm.form.is_causal:
+    if infills and lm.row_format.is_causal:
         notes().print("a causal model sees only what is before a hole: nothing is filled in", style="dim")
     elif infills:
         sources = standard_library()

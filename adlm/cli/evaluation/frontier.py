@@ -86,7 +86,7 @@ def frontier(
             grids = [study.grid(lm, length, **asked) for lm in writers]
             for lm, grid in zip(writers, grids, strict=True):  # what is wrong is said before anything runs
                 for setting in grid:
-                    lm.job(length=length, n=1, seed=seed, **setting.how())
+                    lm.build_request(length=length, n=1, seed=seed, **setting.how())
             tokenizer = study.counted_by(writers)
             texts, said = held_out_texts(reference, tokenizer, length, n) if reference else (None, None)
             with notes().status("loading the judge …"):

@@ -137,7 +137,7 @@ def check_order(order: str | None, lm: LM) -> None:
 
     if order is not None and order not in ORDERS:
         raise ValueError(f"--order is one of {', '.join(ORDERS)}, got {order!r}")
-    if order is not None and lm.form.is_causal:
+    if order is not None and lm.row_format.is_causal:
         raise ValueError(f"{lm.name} is causal: it reads from left to right, its nll is exact; leave --order out")
 
 
@@ -173,7 +173,7 @@ def measured(
     from adlm.evaluate.zeroshot import weights_hash
     from adlm.methods import METHODS
 
-    began, is_causal = time.perf_counter(), lm.form.is_causal
+    began, is_causal = time.perf_counter(), lm.row_format.is_causal
     if len(found.rows) < 2:
         remedy = "a smaller --length" if found.settings["rows"] == "wrapped" else "leave --rows documents out"
         raise ValueError(
@@ -242,7 +242,7 @@ def remarks(lm: LM, found: Reading, answer: dict[str, Any]) -> Iterator[str]:
     data, over = found.settings, answer["settings"]["error_over"]
     if answer[over] < FEW:
         yield f"the error is over {answer[over]} {over} only, too few to lean on"
-    if lm.form.is_framed and data["rows"] == "wrapped" and answer["documents"] > 1:
+    if lm.row_format.is_framed and data["rows"] == "wrapped" and answer["documents"] > 1:
         yield f"{lm.name} learned from rows of one document each, these are wrapped: --rows documents has such rows"
     if data.get("documents_cut") and data["rows"] == "documents":
         yield (

@@ -187,7 +187,7 @@ def written(
 
     with TemporaryDirectory() as passing:
         lm = load(model or DEFAULT, device=str(world.device), deterministic=deterministic)
-        job = lm.job(**how)
+        job = lm.build_request(**how)
         if job.n < 2:
             raise ValueError(f"the figures of a set need at least 2 texts, got --n {job.n}: a hundred say something")
         collected = collect(lm, out or Path(passing), job, world=world, on_texts=on_texts)
