@@ -21,7 +21,7 @@ from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
     from adlm.text.generation import GenerationRequest
-    from adlm.text.lm import LM, GenerationOutput, GeneratedRow
+    from adlm.text.lm import LM, GeneratedRow, GenerationOutput
     from adlm.trajectory import Trajectory, TrajectoryFrame
 
 GUESSES = 3  # of every hidden token: a page shows them all, a terminal the first
@@ -197,7 +197,7 @@ def sampler_options(given: Sequence[str]) -> dict[str, Any]:
     """`--option name=value` as a sampler takes it: numbers, true and false."""
     from adlm.text.lm import LM
 
-    taken, found = inspect.signature(LM.job).parameters, {}
+    taken, found = inspect.signature(LM.build_request).parameters, {}
     for each in given:
         name, sign, value = each.partition("=")
         if not sign or not name.isidentifier():

@@ -75,7 +75,7 @@ class Extent:
         """The samplers whose order of reveals is looked at."""
         return [self.sampler] if self.is_bare else list(dict.fromkeys([self.sampler, SUREST, RANDOM]))
 
-    def build_request(self, sampler: str) -> dict[str, Any]:
+    def job(self, sampler: str) -> dict[str, Any]:
         """What `LM.job` is asked for."""
         steps = {"steps": self.steps} if takes_steps(sampler) else {}
         asked = {"n": self.samples, "length": self.length, "sampler": sampler, "temperature": self.temperature}

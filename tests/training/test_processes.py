@@ -51,7 +51,7 @@ def alone(shape: str) -> Path:
     return folder
 
 
-def build_request(processes: int, shape: str, kind: str, *changes: str, name: str = "") -> list[str]:
+def job(processes: int, shape: str, kind: str, *changes: str, name: str = "") -> list[str]:
     folder = place(processes, name or shape, kind)
     return arguments(folder, *settings(shape, kind), *changes, rows=rows(shape))
 
