@@ -1,0 +1,121 @@
+"""One resumable, content-addressed store for everything that an evaluation computes piece by piece.
+
+An entry is known by the hash of all settings it follows from. `FOLDER/cache.jsonl` holds the merged entries, one JSON
+object a line; while several processes work, each appends to `cache.RANK.jsonl`, and rank 0 merges them afterwards. A
+last line that a kill cut short is dropped. Arrays are stored as base64 of their little-endian bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adlm.data.shards import write_safely
+
+MERGED, PER_RANK = "cache.jsonl", "cache.{rank}.jsonl"
+FLUSH_SECONDS = 1.0  # at most this much work is lost in a kill
+
+
+class Cache:
+    """Results by key, in memory and, with a folder, on disk."""
+
+    def __init__(self, folder: Path | None = None, *, rank: int = 0) -> None:
+        self.folder, self.rank = folder, rank
+        self.entries: dict[str, Any] = {}
+        self._unwritten: dict[str, Any] = {}
+        self._flushed = time.monotonic()
+
+    def load(self) -> None:
+        """Read the merged entries; call `merge` on rank 0 first."""
+        if self.folder is not None:
+            self.entries |= read_entries(self.folder / MERGED)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.entries
+
+    def get(self, key: str) -> Any:
+        """The entry of a key, or None."""
+        return self.entries.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep a result; it reaches the disk within a second of work, or with `flush`."""
+        self.entries[key] = value
+        if self.folder is not None:
+            self._unwritten[key] = value
+            if time.monotonic() - self._flushed >= FLUSH_SECONDS:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is not on disk yet, and wait for the disk."""
+        if self.folder is not None and self._unwritten:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / PER_RANK.format(rank=self.rank)).open("ab") as file:
+                file.write(b"".join(encode_line(key, value) for key, value in self._unwritten.items()))
+                file.flush()
+                os.fsync(file.fileno())
+            self._unwritten = {}
+        self._flushed = time.monotonic()
+
+    def merge(self) -> None:
+        """Merge the files of all ranks into one; only rank 0, while no process writes."""
+        if self.folder is None:
+            return
+        parts = sorted(self.folder.glob(PER_RANK.format(rank="*")))
+        if parts:
+            entries: dict[str, Any] = {}
+            for path in (self.folder / MERGED, *parts):
+                entries |= read_entries(path)
+            write_safely(self.folder / MERGED, b"".join(encode_line(*entry) for entry in entries.items()))
+        for path in parts:
+            path.unlink()
+
+
+def hash_settings(settings: Any) -> str:
+    """The key of settings: equal settings have equal keys."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def encode_line(key: str, value: Any) -> bytes:
+    """One entry as a line of JSON."""
+
+    def encode_array(found: Any) -> Any:
+        if isinstance(found, np.ndarray):
+            found = found.astype(found.dtype.newbyteorder("<"))
+            return {
+                "dtype": found.dtype.str,
+                "shape": found.shape,
+                "base64": base64.b64encode(found.tobytes()).decode(),
+            }
+        raise TypeError(f"a cache holds JSON and numpy arrays, not {type(found).__name__}")
+
+    return json.dumps({"key": key, "value": value}, default=encode_array).encode() + b"\n"
+
+
+def read_entries(path: Path) -> dict[str, Any]:
+    """The entries of one file; a last line without a line end was being written at a kill and is dropped."""
+
+    def decode_array(found: dict[str, Any]) -> Any:
+        if found.keys() == {"dtype", "shape", "base64"}:
+            return np.frombuffer(base64.b64decode(found["base64"]), found["dtype"]).reshape(found["shape"])
+        return found
+
+    if not path.exists():
+        return {}
+    content, entries = path.read_bytes(), {}
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            entry: Mapping[str, Any] = json.loads(line, object_hook=decode_array)
+            entries[entry["key"]] = entry["value"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"line {number} of {path} is not a cache entry ({error}): delete the line, or choose another folder"
+            ) from error
+    return entries

@@ -1,0 +1,134 @@
+"""What every evaluation returns: estimates with standard errors, tables that any renderer can draw, one JSON form."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adlm.data.shards import write_safely
+
+ProgressCallback = Callable[[str, int, int], None]  # what is being done, how much is done, of how much (0: unknown)
+
+
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """The progress callback that shows nothing."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error and, where one was computed, its 95% interval."""
+
+    value: float
+    stderr: float | None = None
+    interval: tuple[float, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """`{"value": …, "stderr": …}`, with `"interval"` where there is one."""
+        found: dict[str, Any] = {"value": self.value, "stderr": self.stderr}
+        return found if self.interval is None else found | {"interval": list(self.interval)}
+
+    def format(self, digits: int = 3, prefix: str = "") -> str:
+        """`1.234 ± 0.056`, or `1.234 (1.10–1.40)` where there is an interval."""
+        text = f"{prefix}{self.value:,.{digits}f}"
+        if self.interval is not None:
+            low, high = self.interval
+            return f"{text} ({low:,.{digits}f}–{high:,.{digits}f})"
+        return text if self.stderr is None else f"{text} ± {self.stderr:,.{digits}f}"
+
+
+Cell = str | int | float | Estimate | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its name, the digits of its numbers, and what stands before a number (≤ for a bound).
+
+    An `is_optional` column is left out where a terminal is too narrow for it.
+    """
+
+    name: str
+    digits: int = 3
+    is_text: bool = False
+    is_optional: bool = False
+
+    def format(self, cell: Cell) -> str:
+        """A cell as text; a missing value is a dash."""
+        if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+            return "–"
+        if isinstance(cell, Estimate):
+            return cell.format(self.digits)
+        if isinstance(cell, float):
+            return f"{cell:,.{self.digits}f}"
+        return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as data; `adlm.cli.output` prints it, the report renders it as HTML and Markdown."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    notes: Sequence[str] = ()  # how to read it
+
+    def format_rows(self) -> list[list[str]]:
+        """All cells as text."""
+        return [[column.format(cell) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Metrics as plain data, the settings they depend on, the machine and code that computed them, and tables."""
+
+    task: str  # perplexity, zero_shot, samples, frontier, anchors, code
+    metrics: dict[str, Any]
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    tables: Sequence[Table] = ()
+    warnings: Sequence[str] = ()
+    figures: dict[str, Any] = field(default_factory=dict)  # name -> what adlm.evaluate.plots draws it from
+
+    def __getitem__(self, metric: str) -> Any:
+        return self.metrics[metric]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form: the metrics, and beside them task, settings, provenance and warnings."""
+        about = {"task": self.task, "settings": self.settings, "provenance": self.provenance}
+        return {**self.metrics, **about, "warnings": list(self.warnings)}
+
+    def __str__(self) -> str:
+        return "\n\n".join(render_markdown(table) for table in self.tables)
+
+
+def render_markdown(table: Table) -> str:
+    """A table in Markdown, its cells escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    rule = ["---" if column.is_text else "---:" for column in table.columns]
+    return "\n".join(map(line, [[column.name for column in table.columns], rule, *table.format_rows()]))
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON can hold it: estimates and paths as plain data, numbers that are not finite as null."""
+    if isinstance(value, Estimate):
+        return to_json(value.as_dict())
+    if isinstance(value, Mapping):
+        return {str(key): to_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def save_json(path: Path, value: Any) -> Path:
+    """Write a JSON file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_safely(path, (json.dumps(to_json(value), indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
+    return path
