@@ -61,6 +61,9 @@ class ModelConfig:
         require(not self.time_conditioning or self.cond_dim is not None, "time_conditioning needs a cond_dim")
 
 
+StageContext = tuple[Tensor | None, Rotary | None, Tensor | None]  # noise level (B,), rotary angles, attention mask
+
+
 class Features(NamedTuple):
     """What the stages say before their heads, each (B, L, dim) after its final norm."""
 
@@ -112,32 +115,81 @@ class LanguageModel(nn.Module):
         valid: Tensor | None = None,
         cache: list[KVCache] | None = None,
     ) -> Features:
-        """Tokens (B, L) -> Features. `valid` (B, L) is False at padding, which then changes nothing elsewhere (with
-        learned positions: on the right)."""
-        config = self.config
-        start = cache[0].used if cache else 0
-        length = start + tokens.shape[1]
-        if length > config.length:
-            raise ValueError(f"{length} tokens are longer than this model's length of {config.length}")
+        """Map tokens (B, L) to Features: `denoise_features` of `anchor_features`, or one stage alone.
+
+        `valid` (B, L) is False at padding, which then changes nothing elsewhere (with learned positions: on the right).
+        """
+        if self.anchor is None:
+            x, context = self._embed_tokens(tokens, noise_level, valid, cache)
+            return Features(None, self.denoiser(x, *context, cache))
+        anchor = self.anchor_features(tokens, noise_level, valid=valid, cache=cache)
+        return Features(anchor, self.denoise_features(anchor, noise_level, valid=valid, cache=cache))
+
+    def anchor_features(
+        self,
+        tokens: Tensor,
+        noise_level: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        cache: list[KVCache] | None = None,
+    ) -> Tensor:
+        """Run the anchor network: tokens (B, L) to features (B, L, dim), which `anchor_head` maps to logits."""
+        anchor = self._require_anchor()
+        x, context = self._embed_tokens(tokens, noise_level, valid, cache)
+        features: Tensor = anchor(x, *context, None if cache is None else cache[: self.config.anchor_layers])
+        return features
+
+    def denoise_features(
+        self,
+        anchor_features: Tensor,
+        noise_level: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        cache: list[KVCache] | None = None,
+    ) -> Tensor:
+        """Run bridge and denoiser: anchor features (B, L, dim) to features (B, L, dim), which `head` maps to logits."""
+        self._require_anchor()
+        caches = None if cache is None else cache[self.config.anchor_layers :]
+        context = self._stage_context(anchor_features, noise_level, valid, caches)
+        features: Tensor = self.denoiser(self.apply_bridge(anchor_features), *context, caches)
+        return features
+
+    def _require_anchor(self) -> Stack:
+        if self.anchor is None:
+            raise ValueError(
+                "anchor_layers is 0: this model has one stage and no anchor network; use a two-stage model (adlm, a2r)"
+            )
+        return self.anchor
+
+    def _embed_tokens(
+        self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None, cache: list[KVCache] | None
+    ) -> tuple[Tensor, StageContext]:
+        """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
+        context = self._stage_context(tokens, noise_level, valid, cache)
         x = self.embed(tokens)
-        rotary = None
         if self.positions is not None:
-            x = x + self.positions.weight[start:length]
-        else:
-            cos, sin = self.rotary(tokens.device)
-            rotary = cos[start:length], sin[start:length]
+            start = cache[0].used if cache else 0
+            x = x + self.positions.weight[start : start + tokens.shape[1]]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        level = checked_level(noise_level, tokens.shape[0]) if config.time_conditioning else None
-        attend = None if valid is None else attention_mask(valid, config.is_causal, cache is not None)
-        split = config.anchor_layers
-        if self.anchor is None:
-            return Features(None, self.denoiser(x, level, rotary, attend, cache))
-        anchor = self.anchor(x, level, rotary, attend, None if cache is None else cache[:split])
-        final = self.denoiser(
-            self.apply_bridge(anchor), level, rotary, attend, None if cache is None else cache[split:]
-        )
-        return Features(anchor, final)
+        return x, context
+
+    def _stage_context(
+        self, x: Tensor, noise_level: Tensor | None, valid: Tensor | None, cache: list[KVCache] | None
+    ) -> StageContext:
+        """Collect what a stage takes besides its input (B, L, …): noise level, rotary angles, attention mask."""
+        config = self.config
+        start = cache[0].used if cache else 0
+        length = start + x.shape[1]
+        if length > config.length:
+            raise ValueError(f"{length} tokens are longer than this model's length of {config.length}")
+        rotary = None
+        if self.positions is None:
+            cos, sin = self.rotary(x.device)
+            rotary = cos[start:length], sin[start:length]
+        level = check_noise_level(noise_level, x.shape[0]) if config.time_conditioning else None
+        mask = None if valid is None else attention_mask(valid, config.is_causal, cache is not None)
+        return level, rotary, mask
 
     def rotary(self, device: torch.device) -> Rotary:
         """The angles, made once: no buffer, because a cast of the model must not round them."""
@@ -212,7 +264,7 @@ def empty_embedding(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
-def checked_level(noise_level: Tensor | None, rows: int) -> Tensor:
+def check_noise_level(noise_level: Tensor | None, rows: int) -> Tensor:
     """One noise level a row, or an error that says so: a silent zero would be another model."""
     if noise_level is None or noise_level.shape != (rows,):
         got = "none" if noise_level is None else f"shape {tuple(noise_level.shape)}"

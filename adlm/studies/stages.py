@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adlm.models.language_model import LanguageModel, attention_mask, checked_level
+from adlm.models.language_model import LanguageModel, attention_mask, check_noise_level
 from adlm.models.transformer import Rotary
 
 
@@ -52,5 +52,5 @@ def _context(
     if model.positions is None:
         cos, sin = model.rotary(at.device)
         rotary = cos[:length], sin[:length]
-    level = checked_level(noise_level, rows) if model.config.time_conditioning else None
+    level = check_noise_level(noise_level, rows) if model.config.time_conditioning else None
     return level, rotary, None if valid is None else attention_mask(valid, model.config.is_causal, False)
