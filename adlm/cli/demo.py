@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from adlm.cli.screen import curve
+from adlm.cli.output import draw_curve
 from adlm.data.prepare import prepare
-from adlm.data.sources import excerpt
+from adlm.data.sources import load_excerpt
 from adlm.text.lm import LM, load
 from adlm.training.loop import train
 from adlm.training.metrics import read_metrics
@@ -84,7 +84,7 @@ def run_demo(
 
     with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # a system may keep files that are still mapped
         losses, valid, small = trained(Path(name), console, seconds, steps, seed)
-        console.print(curve(losses), style="blue")
+        console.print(draw_curve(losses), style="blue")
         console.print(
             f"held-out perplexity: at most {valid['val/ppl']:.1f} "
             f"(nll {valid['val/nll']:.3f} ± {valid['val/stderr']:.3f}); "
@@ -114,7 +114,7 @@ def trained(
     place: Path, console: Console, seconds: float, steps: int | None, seed: int
 ) -> tuple[list[float], dict[str, float], LM]:
     """Prepare the opening of a novel (its last twentieth is held out), train on it; losses, bound and model."""
-    (place / "novel.txt").write_text(excerpt(), "utf-8")
+    (place / "novel.txt").write_text(load_excerpt(), "utf-8")
     prepare(place / "novel.txt", place / "data", train_tokenizer=VOCAB, length=ROW, valid_share=0.05)
     settings = SETTINGS | {"data.path": place / "data", "seed": seed}
     if steps is None:

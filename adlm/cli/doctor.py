@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.health import Finding, examine
+from adlm.cli.output import json_stdout, print_json, status_console
 
 MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("–", "dim")}
 TITLES = {"devices": "there is", "used": "will be used", "models": "bundled models", "tools": "optional tools"}
@@ -23,7 +23,7 @@ def doctor(is_json: options.Json = False) -> None:
     """
     console = Console(highlight=False, soft_wrap=True)
     sections: dict[str, list[Finding]] = {}
-    with answering(is_json), notes().status("looking …"):
+    with json_stdout(is_json), status_console().status("looking …"):
         for name, findings in examine():
             sections[name] = findings
             if not is_json:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from adlm.cli import options
-from adlm.cli.answers import read_text
 from adlm.cli.errors import report_errors
+from adlm.cli.output import read_text_file
 from adlm.cli.writing import Request, answer, asking
 
 
@@ -23,5 +23,5 @@ def infill(
 ) -> None:
     """Fill the holes of a text: "The ___ sat on the ___{2}." What is given stays as it is, to the byte."""
     with report_errors():
-        templates = [read_text(each) if each == "-" else each for each in template]
+        templates = [read_text_file(each) if each == "-" else each for each in template]
     answer(model, request, template=templates)

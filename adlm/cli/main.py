@@ -14,11 +14,11 @@ import typer
 
 from adlm import __version__
 from adlm.cli import options
-from adlm.cli.answers import answering, check_files, print_json
 from adlm.cli.doctor import doctor
 from adlm.cli.errors import Commands, report_errors
-from adlm.cli.evaluation.app import app as evaluation
+from adlm.cli.eval import app as eval_app
 from adlm.cli.infill import infill
+from adlm.cli.output import check_output_files, json_stdout, print_json
 from adlm.cli.plot import plot
 from adlm.cli.prepare import prepare
 from adlm.cli.sample import sample
@@ -66,10 +66,10 @@ def demo(
 ) -> object:
     """Watch the bundled model write and fill in, train a small one, and keep a page of it. All on the CPU."""
     with report_errors():
-        check_files({"--out": out})
+        check_output_files({"--out": out})
         from adlm.cli.demo import run_demo
 
-        with answering(is_json):
+        with json_stdout(is_json):
             found = run_demo(seconds=seconds, steps=steps, seed=seed, out=out)
         if is_json:
             print_json(asdict(found))
@@ -78,7 +78,7 @@ def demo(
 
 for command in (sample, infill, score, prepare, train, plot, doctor):
     app.command()(command)
-app.add_typer(evaluation, name="eval")
+app.add_typer(eval_app, name="eval")
 
 if __name__ == "__main__":
     app()

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from adlm.cli import options
-from adlm.cli.answers import answering, print_json
 from adlm.cli.errors import report_errors
+from adlm.cli.output import json_stdout, print_json
 
 
 def plot(
@@ -23,7 +23,7 @@ def plot(
     with report_errors():
         from adlm.cli.figures import draw_run, figures_of, read_run, summary
 
-        with answering(is_json):
+        with json_stdout(is_json):
             drawn = draw_run(runs, out, x=x)
             curves = [read_run(folder) for folder in runs]
         if is_json:

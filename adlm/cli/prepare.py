@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from adlm.cli import options
-from adlm.cli.answers import print_json
 from adlm.cli.errors import report_errors
+from adlm.cli.output import print_json
 
 if TYPE_CHECKING:
-    from adlm.data.prepare import Progress
+    from adlm.data.prepare import PrepareProgress
 
 EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -111,12 +111,12 @@ def prepare(
 
 
 @contextmanager
-def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
+def shown(console: Console) -> Iterator[Callable[[PrepareProgress], None]]:
     """A bar on a terminal, elsewhere a line now and then."""
     if not console.is_terminal:
         last = time.perf_counter()
 
-        def line(progress: Progress) -> None:
+        def line(progress: PrepareProgress) -> None:
             nonlocal last
             if time.perf_counter() - last >= EVERY:
                 last = time.perf_counter()
@@ -125,13 +125,13 @@ def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
         yield line
         return
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import PrepareProgress as Bar
 
     columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
     with Bar(*columns, console=console) as bar:
         tasks: dict[str, Any] = {}
 
-        def draw(progress: Progress) -> None:
+        def draw(progress: PrepareProgress) -> None:
             if progress.split not in tasks:
                 tasks[progress.split] = bar.add_task(progress.split, total=progress.total)
             bar.update(tasks[progress.split], completed=progress.consumed, description=said(progress))
@@ -139,7 +139,7 @@ def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
         yield draw
 
 
-def said(progress: Progress) -> str:
+def said(progress: PrepareProgress) -> str:
     """How far, how fast, how long still."""
     share = f"{progress.consumed / progress.total:4.0%}" if progress.total else f"{progress.bytes / 1e6:,.0f} MB"
     speed = progress.bytes / 1e6 / max(progress.seconds, 1e-9)

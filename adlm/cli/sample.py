@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from adlm.cli import options
-from adlm.cli.answers import read_text
 from adlm.cli.errors import report_errors
+from adlm.cli.output import read_text_file
 from adlm.cli.writing import Request, answer, asking
 
 
@@ -25,5 +25,5 @@ def sample(
 ) -> None:
     """Write texts. On a terminal the first is shown as it appears; in a pipe there is nothing but the texts."""
     with report_errors():
-        prompts = [read_text(each) if each == "-" else each for each in prompt or [""]]
+        prompts = [read_text_file(each) if each == "-" else each for each in prompt or [""]]
     answer(model, request, prompt=prompts, length=length)

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json, read_text
 from adlm.cli.errors import report_errors
+from adlm.cli.output import json_stdout, print_json, read_text_file, status_console
 
 if TYPE_CHECKING:
     from adlm.text.scoring import Score
@@ -49,13 +49,13 @@ def score(
     with report_errors():
         given, skipped = gather(texts or [], file or [], lines or [])
         if skipped:
-            notes().print(f"empty lines left out: {skipped}", style="dim", markup=False)
-        with answering(is_json):
+            status_console().print(f"empty lines left out: {skipped}", style="dim", markup=False)
+        with json_stdout(is_json):
             from adlm.bundled import DEFAULT
             from adlm.text.lm import load
 
             lm, began = load(model or DEFAULT, device=device), time.perf_counter()
-            with notes().status("scoring …"):
+            with status_console().status("scoring …"):
                 scores = lm.score(given, draws=draws, seed=seed, batch=batch)
         settings = {
             "model": lm.name,
@@ -70,14 +70,14 @@ def score(
             return
         Console(highlight=False).print(tabled(given, scores))
         kind = "exact" if lm.row_format.is_causal else f"≤: a bound from above, {draws} noises a text"
-        notes().print(f"{lm.name}: {kind}", style="dim", markup=False)
+        status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)
 
 
 def gather(texts: Sequence[str], files: Sequence[Path], lines: Sequence[str]) -> tuple[list[str], int]:
     """The texts in the order of the options, and how many empty lines were left out."""
-    given = [read_text(text) if text == "-" else text for text in texts]
-    given += [read_text(str(path)) for path in files]
-    each = [line.removesuffix("\r") for name in lines for line in read_text(name).split("\n")]
+    given = [read_text_file(text) if text == "-" else text for text in texts]
+    given += [read_text_file(str(path)) for path in files]
+    each = [line.removesuffix("\r") for name in lines for line in read_text_file(name).split("\n")]
     kept = [line for line in each if line.strip()]
     if not given and not kept:
         raise ValueError("there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin")

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.errors import report_errors
+from adlm.cli.output import json_stdout, print_json, status_console
 
 
 def train(
@@ -35,10 +35,10 @@ def train(
         from adlm.training.loop import train as run_training
 
         try:
-            with answering(is_json):
+            with json_stdout(is_json):
                 run = run_training(recipe, *(changes or []))
         except Preempted as stopped:
-            notes().print(str(stopped), markup=False)
+            status_console().print(str(stopped), markup=False)
             raise typer.Exit(stopped.code) from stopped
         if is_json and os.environ.get("RANK", "0") == "0":  # of many processes, one answers
             found = {"folder": run.folder, "checkpoint": run.checkpoint, "step": run.step, "valid": run.valid}

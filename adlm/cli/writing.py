@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from adlm.cli import options
-from adlm.cli.answers import answering, as_file, check_files, notes, print_bytes, print_json
 from adlm.cli.errors import report_errors
+from adlm.cli.output import check_output_files, join_texts, json_stdout, print_bytes, print_json, status_console
 
 if TYPE_CHECKING:
     from adlm.text.generation import GenerationRequest
@@ -124,9 +124,9 @@ def answer(model: str | None, request: Request, **what: Any) -> None:
     """Write what is asked for (`what`: prompt and length, or a template) and show it where it is to be seen."""
     with report_errors():
         files = {"--out": request.out, "--html": request.html, "--gif": request.gif}
-        check_files(files)
+        check_output_files(files)
         check_gif(request.gif)
-        with answering(request.is_json):
+        with json_stdout(request.is_json):
             writers = hire(model, request, what)
             recordings = write(writers, request)
             publish(writers, recordings, request)
@@ -222,7 +222,7 @@ def write(writers: Sequence[Writer], request: Request) -> list[Trajectory]:
         shows = request.guesses and any(not writer.lm.row_format.is_causal for writer in writers)
         steps, titles = [writer.job.steps for writer in writers], [writer.title for writer in writers]
         watch(streams, titles, Console(highlight=False), steps=steps, pause=request.pause, show_guesses=shows)
-    with notes().status("writing …"):
+    with status_console().status("writing …"):
         if is_recorded and not is_watched:
             for stream in streams:
                 deque(stream, maxlen=0)  # the writer keeps what it yields
@@ -243,11 +243,11 @@ def publish(writers: Sequence[Writer], recordings: Sequence[Trajectory], request
     if is_screen(request):
         show(writers, Console(highlight=False))
     elif not request.is_json:
-        print_bytes(as_file(texts))
-    console, written = notes(), []
+        print_bytes(join_texts(texts))
+    console, written = status_console(), []
     if request.out is not None:
         request.out.parent.mkdir(parents=True, exist_ok=True)
-        request.out.write_bytes(as_file(texts))
+        request.out.write_bytes(join_texts(texts))
         written.append(request.out)
     if request.html is not None:
         from adlm.view.player import write_player

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adlm.data.shards import write_safely
-
 ProgressCallback = Callable[[str, int, int], None]  # what is being done, how much is done, of how much (0: unknown)
 
 
@@ -129,6 +127,8 @@ def to_json(value: Any) -> Any:
 
 def save_json(path: Path, value: Any) -> Path:
     """Write a JSON file atomically."""
+    from adlm.data.shards import write_atomically  # here: it imports torch
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_safely(path, (json.dumps(to_json(value), indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
+    write_atomically(path, (json.dumps(to_json(value), indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
     return path

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from adlm.cli import demo
 from adlm.cli.demo import TEMPLATE, DemoResult
 from adlm.cli.main import app
-from adlm.cli.screen import curve
+from adlm.cli.output import draw_curve
 from adlm.text.templates import parsed
 
 
@@ -71,7 +71,7 @@ def test_options_out_of_range_are_named() -> None:
 
 
 def test_a_falling_curve_falls() -> None:
-    lines = curve([4.0, 3.0, 2.0, 1.0], width=4, height=4).splitlines()
+    lines = draw_curve([4.0, 3.0, 2.0, 1.0], width=4, height=4).splitlines()
     assert lines[0].startswith("  4.00 ┤█")
     assert lines[3].startswith("  1.00 ┤")
     heights = [sum(line[8:][column : column + 1] not in ("", " ") for line in lines[:4]) for column in range(4)]

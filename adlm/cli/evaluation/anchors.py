@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import bar, check_folder, save_json, values_of
+from adlm.cli.output import json_stdout, print_json, status_console
 
 if TYPE_CHECKING:
     from adlm.data.batches import RowDataset
@@ -85,7 +85,7 @@ def anchors(
         if window is not None and judge is None:
             raise ValueError(f"--window {window} says how a judge reads long texts, and there is none: give --judge")
         check_folder("--out", out)
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.bundled import DEFAULT
             from adlm.evaluate.provenance import provenance
             from adlm.studies import anchors as study
@@ -125,9 +125,9 @@ def anchors(
             return
         show(found, together)
         for reason in together.unsaid if len(found) > 1 else ():
-            notes().print(reason, style="yellow", markup=False)
+            status_console().print(reason, style="yellow", markup=False)
         for path in answer["files"]:
-            notes().print(f"→ {path}", style="dim", markup=False)
+            status_console().print(f"→ {path}", style="dim", markup=False)
 
 
 def writers(names: Sequence[str], device: str) -> Iterator[LM]:
@@ -158,7 +158,7 @@ def assessor(lm: LM, judge: str | None, window: int | None) -> Assessor:
     """Who looks at texts."""
     from adlm.studies.writing import load_assessor
 
-    with notes().status("loading the judge …"):
+    with status_console().status("loading the judge …"):
         return load_assessor(lm.tokenizer, judge, device=lm.device, window=window)
 
 
@@ -228,7 +228,7 @@ def held_out_rows(lm: LM, data: str, rows: str | None, limit: int | None) -> tup
 
 def kept(out: Path, found: Sequence[Study], together: Together, answer: dict[str, Any]) -> list[str]:
     """Figures, JSON and, of several models, a page in the folder; a model that was only measured has no figure."""
-    from adlm.data.shards import write_safely
+    from adlm.data.shards import write_atomically
     from adlm.studies.comparison import page_of
     from adlm.studies.portraits import draw_anchors, draw_correlation
 
@@ -240,7 +240,7 @@ def kept(out: Path, found: Sequence[Study], together: Together, answer: dict[str
     if together.found:
         files.append(draw_correlation(found, together.found, out / "correlation.png"))
         files.append(out / "correlation.md")
-        write_safely(files[-1], page_of(found, together, "correlation.png").encode("utf-8"))
+        write_atomically(files[-1], page_of(found, together, "correlation.png").encode("utf-8"))
     return [str(path) for path in files]
 
 
@@ -265,9 +265,9 @@ def show(found: Sequence[Study], together: Together) -> None:
                 console.print(filled(lines, words=2))
                 console.print()
     if together.found:
-        notes().print(NOTE, style="dim", markup=False)
+        status_console().print(NOTE, style="dim", markup=False)
     if len(found) == 1 or any(len(study.losses) > 1 for study in found):
-        notes().print(
+        status_console().print(
             "± is a standard error over rows or texts. A cost is against the model as it is, on the same noise. Ranks "
             "are 0 for what is revealed first and 1 for last; without any order both kinds have 0.5.",
             style="dim",

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.agenda import Asked, own_words, planned
 from adlm.cli.evaluation.lists import check_folder, save_json, values_of
+from adlm.cli.output import json_stdout, print_json, status_console
 
 if TYPE_CHECKING:
     from adlm.text.lm import LM
@@ -103,7 +103,7 @@ def card(
         check_folder("--out", out)
         several = tuple(values_of("--steps", steps, int)), tuple(values_of("--samplers", samplers, str))
         words = own_words(own or [])
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.bundled import DEFAULT, MODELS
 
             names = list(dict.fromkeys(models or [DEFAULT]))
@@ -117,9 +117,9 @@ def card(
             return
         for part in made["sections"]:
             said = "measured" if part["is_measured"] else f"not measured: {part['why']}"
-            notes().print(f"{part['title']}: {said}", markup=False)
+            status_console().print(f"{part['title']}: {said}", markup=False)
         for path in files:
-            notes().print(f"→ {path}", style="dim", markup=False)
+            status_console().print(f"→ {path}", style="dim", markup=False)
 
 
 def made_card(asked: Asked, train: str | None, out: Path, about: dict[str, str]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def all_gather(asked: Asked, facts: Sequence[Mapping[str, Any]], out: Path) -> G
         same = stamps([*(each for each in read if each in words), *files_in({name: asked.own.get(name, ())})])
         follows = {"words": words, "weights": weights, "files": same}
         if not path.is_file() or known.get(path.name) != follows:
-            notes().print(f"$ {shown}", style="dim", markup=False)
+            status_console().print(f"$ {shown}", style="dim", markup=False)
             # In this order: an answer whose command is not put down would be taken for a file of somebody else's.
             path.unlink(missing_ok=True)
             save_json(ledger, known := known | {path.name: follows})
@@ -297,9 +297,9 @@ def spellings(path: str) -> list[str]:
 
 def hashes(given: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     """The sha256 of the files among what was given, by what they are called."""
-    from adlm.data.shards import sha256_of
+    from adlm.data.shards import hash_file
 
-    return {names.get(each, Path(each).name): sha256_of(Path(each)) for each in given if Path(each).is_file()}
+    return {names.get(each, Path(each).name): hash_file(Path(each)) for each in given if Path(each).is_file()}
 
 
 def stamps(given: Sequence[str]) -> dict[str, str]:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from adlm.cli import options
-from adlm.cli.answers import answering, check_files, notes, print_json
 from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import values_of
+from adlm.cli.output import check_output_files, json_stdout, print_json, status_console
 
 if TYPE_CHECKING:
     from adlm.evaluate.programs import Verdict
@@ -61,7 +61,7 @@ def code(
     With --problems it runs candidates against their tests; that takes --allow-code-execution.
     """
     with report_errors():
-        check_files({"--write-data": write_data})
+        check_output_files({"--write-data": write_data})
         if write_data is not None:
             data_written(write_data, is_json)
             return
@@ -75,7 +75,7 @@ def code(
         if problems is not None and candidates is None and max(ks) > n:
             raise ValueError(f"pass@{max(ks)} needs at least {max(ks)} candidates a problem, --n is {n}: raise it")
         began = time.perf_counter()
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.evaluate.provenance import provenance
 
             lm = None if candidates is not None else loaded(model, device)
@@ -127,8 +127,8 @@ def data_written(path: Path, is_json: bool) -> None:
         return
     for each in said:
         size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256'][:16]}…"
-        notes().print(f"{each['file']}: {size}", markup=False)
-    notes().print(f"License: {said[0]['license']}. Next: adlm prepare {path}", markup=False)
+        status_console().print(f"{each['file']}: {size}", markup=False)
+    status_console().print(f"License: {said[0]['license']}. Next: adlm prepare {path}", markup=False)
 
 
 def parse_figures(lm: LM, texts: int, infills: int, length: int | None, how: dict[str, Any]) -> dict[str, Any]:
@@ -138,18 +138,18 @@ def parse_figures(lm: LM, texts: int, infills: int, length: int | None, how: dic
     found: dict[str, Any] = {"written": None, "filled_in": None}
     settings: dict[str, Any] = {"texts": texts, "infills": infills, "prompt": "def "}
     if texts:
-        with notes().status(f"writing {texts} texts …"):
+        with status_console().status(f"writing {texts} texts …"):
             written = written_code(lm, texts, length=length, **how)
         found["written"] = {name: asdict(share) for name, share in parse_shares(written).items()}
         found["texts"] = written
     if infills and lm.row_format.is_causal:
-        notes().print("a causal model sees only what is before a hole: nothing is filled in", style="dim")
+        status_console().print("a causal model sees only what is before a hole: nothing is filled in", style="dim")
     elif infills:
         sources = standard_library()
         settings["sources_sha256"] = hash_of(sources)
         found["filled_in"] = {}
         for kind in KINDS:
-            with notes().status(f"filling {infills} holes ({kind}) …"):
+            with status_console().status(f"filling {infills} holes ({kind}) …"):
                 chosen = gaps(sources, lm, infills, kind=kind, seed=how["seed"])
                 found["filled_in"][kind] = infilling(lm, chosen, **how)
     return found | {"settings": settings}
@@ -179,10 +179,10 @@ def pass_figures(
         tried = read_candidates(candidates, asked)
     else:
         assert lm is not None
-        with notes().status(f"writing {n} candidates for each of {len(asked)} problems …"):
+        with status_console().status(f"writing {n} candidates for each of {len(asked)} problems …"):
             tried = completions(lm, asked, n, **how)
     running = try_all(asked, tried, allowance, allow_execution=True, workers=workers)
-    verdicts = list(track(running, "running candidates", total=len(tried), console=notes(), transient=True))
+    verdicts = list(track(running, "running candidates", total=len(tried), console=status_console(), transient=True))
     shares = {f"pass@{each}": asdict(solved_share(verdicts, each)) for each in ks}
     settings = {"problems_sha256": hashlib.sha256(problems.read_bytes()).hexdigest(), "problems": len(asked)}
     if candidates is None:
@@ -223,4 +223,4 @@ def shown(found: dict[str, Any]) -> None:
             "parses: the parser takes it and finds a statement. equal: to the letter. parses_if_left_empty: what the "
             "text around a hole gives away; a model is worth what is above it."
         )
-    notes().print(said, style="dim", markup=False)
+    status_console().print(said, style="dim", markup=False)

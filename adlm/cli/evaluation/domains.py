@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from adlm.cli import options
-from adlm.cli.answers import answering, check_files, notes, print_json
 from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.table import Models, measured, name_of, remarks, screen, subjects_of, wanted_rows
+from adlm.cli.output import check_output_files, json_stdout, print_json, status_console
 
 
 def domains(
@@ -41,10 +41,10 @@ def domains(
     Give several models to compare them. Under torchrun the rows are shared out.
     """
     with report_errors():
-        check_files({"--out": out})
+        check_output_files({"--out": out})
         sources = named_sources(given or [])
         manner = wanted_rows(rows)
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.studies.domains import domain_bounds
             from adlm.training.distributed import init_distributed
 
@@ -60,7 +60,7 @@ def domains(
                     out=out,
                     settings={"draws": draws, "seed": seed, "length": length, **how},
                 )
-                if not world.is_first:  # of many processes, one answers
+                if not world.is_main:  # of many processes, one answers
                     return
         if is_json:
             print_json(answer)
@@ -101,7 +101,7 @@ def show(answer: Mapping[str, Any]) -> None:
     console.print(table)
     for said in remarks(lines, "domain"):
         console.print(said, style="dim", markup=False, soft_wrap=True)
-    notes().print(
+    status_console().print(
         "Bits per byte compare between domains: nats per token do not, a token is more or less text in each. ± is a "
         "standard error; ≤ is a bound from above.",
         style="dim",

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import bar, check_folder, save_json, values_of
+from adlm.cli.output import json_stdout, print_json, status_console
 
 if TYPE_CHECKING:
     from adlm.studies.frontier import Point
@@ -73,7 +73,7 @@ def frontier(
             "temperatures": values_of("--temperatures", temperatures, float),
             "top_ps": values_of("--top-p", top_p, float),
         }
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.bundled import DEFAULT
             from adlm.evaluate.provenance import provenance
             from adlm.studies import frontier as study
@@ -89,7 +89,7 @@ def frontier(
                     lm.build_request(length=length, n=1, seed=seed, **setting.how())
             tokenizer = study.counted_by(writers)
             texts, said = held_out_texts(reference, tokenizer, length, n) if reference else (None, None)
-            with notes().status("loading the judge …"):
+            with status_console().status("loading the judge …"):
                 assess = load_assessor(tokenizer, judge, device=writers[0].device, window=window, batch=judge_batch)
             held_out = assess(texts) if texts else None
             ledger = Ledger(out / "points.jsonl" if out else None)
@@ -118,7 +118,7 @@ def frontier(
             f"{min(batch, n)} texts at a time on {writers[0].device}, threads: {answer['settings']['threads']}.",
         )
         for path in answer["files"]:
-            notes().print(f"→ {path}", style="dim", markup=False)
+            status_console().print(f"→ {path}", style="dim", markup=False)
 
 
 def kept(out: Path, points: Sequence[Point], reference: TextFigures | None, answer: dict[str, Any]) -> list[str]:
@@ -139,10 +139,12 @@ def show(points: Sequence[Point], reference: TextFigures | None, timed: str) -> 
     room = f" For want of room not shown: {', '.join(missing)}; --json has them." if missing else ""
     first = points[0]
     judged = "" if first.quality.gen_ppl is not None else " No judge was asked: --judge NAME adds Gen-PPL."
-    notes().print(f"{READ} {timed}{judged}{room}", style="dim", markup=False)
+    status_console().print(f"{READ} {timed}{judged}{room}", style="dim", markup=False)
     if short := sum(point.quality.short for point in points):
         said = f"{short} of {short + sum(point.quality.texts for point in points)} texts have fewer than four tokens"
-        notes().print(f"{said}: they are in NFE and time, and in no other figure.", style="yellow", markup=False)
+        status_console().print(
+            f"{said}: they are in NFE and time, and in no other figure.", style="yellow", markup=False
+        )
 
 
 def fitted(points: Sequence[Point], reference: TextFigures | None, console: Console) -> tuple[Table, Sequence[str]]:

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from adlm.cli import options
-from adlm.cli.answers import answering, notes, print_json
 from adlm.cli.errors import report_errors
+from adlm.cli.output import json_stdout, print_json, status_console
 
 if TYPE_CHECKING:
     from adlm.evaluate.metrics import Bound
@@ -85,7 +85,7 @@ def ppl(
             raise ValueError(f"--tokens-a-step {tokens_a_step} says how an order goes: give --order too")
         if attend_padding and order is not None:
             raise ValueError(f"--order {order} begins with text hidden and padding not: leave --attend-padding out")
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.bundled import DEFAULT
             from adlm.evaluate.reading import read
             from adlm.text.lm import load
@@ -121,9 +121,9 @@ def ppl(
                     seed=seed,
                     on_rows=on_rows,
                 )
-                for note in remarks(lm, found, answer) if world.is_first else ():
-                    notes().print(note, style="dim", markup=False)
-                if not world.is_first:  # of many processes, one answers
+                for note in remarks(lm, found, answer) if world.is_main else ():
+                    status_console().print(note, style="dim", markup=False)
+                if not world.is_main:  # of many processes, one answers
                     return
         if is_json:
             print_json(answer)
@@ -143,9 +143,9 @@ def check_order(order: str | None, lm: LM) -> None:
 
 def manner_of(rows: str | None) -> Any:
     """What a row is, if it is told."""
-    from adlm.data.prepare import MANNERS
+    from adlm.data.prepare import ROW_LAYOUTS
 
-    if rows is not None and rows not in MANNERS:
+    if rows is not None and rows not in ROW_LAYOUTS:
         raise ValueError(f"--rows is one of {', '.join(MANNERS)}, got {rows!r}")
     return rows
 
@@ -187,8 +187,8 @@ def measured(
         marks=tuple({lm.tokenizer.bos_id, lm.tokenizer.eos_id} - {None}) if count == "text" else (),  # type: ignore[arg-type]
         documents=found.documents if documents > 1 else None,
         rank=world.rank,
-        size=world.size,
-        total=world.sum,
+        size=world.world_size,
+        total=world.all_reduce_sum,
     )
     try:
         bound = held_out_bound(
@@ -233,7 +233,7 @@ def measured(
         "settings": settings,
         "rows_hash": found.rows_hash,
         "seconds": time.perf_counter() - began,
-        "provenance": provenance(world.device) | {"processes": world.size},
+        "provenance": provenance(world.device) | {"processes": world.world_size},
     }
 
 
@@ -260,9 +260,9 @@ def figures(bound: Bound, size: int) -> dict[str, Any]:
 @contextmanager
 def shown(world: DistributedContext) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on the first process's terminal: called with what is done, how far it is, and the whole."""
-    console = notes()
+    console = status_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    disable = not (console.is_terminal and world.is_first)
+    disable = not (console.is_terminal and world.is_main)
     with Progress(*columns, console=console, transient=True, disable=disable) as bar:
         tasks: dict[str, Any] = {}
 
@@ -292,7 +292,7 @@ def show(answer: dict[str, Any]) -> None:
         table.add_row(name, *texts, f"{sign}{each['bits_per_byte']:.4f}", f"{each['tokens']:,}")
     console.print(table)
     data = settings["data"]
-    report_errors = notes()
+    report_errors = status_console()
     report_errors.print(
         f"{settings['model']} on {data['source']}: {answer['rows']:,} rows of {data['length']} ({data['rows']}), "
         f"errors over {answer['documents'] if settings['error_over'] == 'documents' else answer['rows']:,} "

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from adlm.cli import options
-from adlm.cli.answers import SEPARATOR, answering, notes, print_json, read_text
 from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.lists import bar, check_folder, save_json
+from adlm.cli.output import SEPARATOR, json_stdout, print_json, read_text_file, status_console
 from adlm.cli.writing import sampler_options
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def samples(
         how |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         if texts is not None:
             check_idle(texts, how | {"option": option, "deterministic": deterministic})
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.data.sources import open_source
             from adlm.evaluate.provenance import provenance
             from adlm.evaluate.quality import figures_of
@@ -125,9 +125,9 @@ def samples(
                 kept = None if out is None else out / VERDICTS
                 with telling("judging", world) as on_texts:
                     archive = judge_together(plan.requests, world, kept, batch=judge_batch, on_texts=on_texts)
-            if not world.is_first:
+            if not world.is_main:
                 return  # the first process has all verdicts, and makes the figures of them
-            with notes().status("comparing …"):
+            with status_console().status("comparing …"):
                 found = figures_of(plan, archive, until_eos=until_eos, seeds=range(mauve_seeds), buckets=buckets)
             answer = found.as_dict()
             source_said = {"name": source.name, "identity": source.identity, **cut}
@@ -166,7 +166,7 @@ def hired(judge: str, features: str | None, world: DistributedContext) -> tuple[
 
     for name in (judge, features or judge):
         find_judge(name)
-    with notes().status("loading the judge …") if world.is_first else nullcontext():
+    with status_console().status("loading the judge …") if world.is_main else nullcontext():
         first = load_judge(judge, device=world.device)
         first.require_causal()
         return first, first if features in (None, judge) else load_judge(features or judge, device=world.device)
@@ -198,7 +198,7 @@ def written(
 
 def chosen(path: Path, n: int | None) -> tuple[list[str], dict[str, Any]]:
     """The texts of a file, or its first ones, and which they are."""
-    from adlm.data.shards import sha256_of
+    from adlm.data.shards import hash_file
 
     found = read_texts(path)
     if len(found) < 2:
@@ -209,14 +209,14 @@ def chosen(path: Path, n: int | None) -> tuple[list[str], dict[str, Any]]:
         )
     if n is not None and n > len(found):
         raise ValueError(f"{path} has {len(found)} texts, and --n {n} asks for more: leave it out to judge them all")
-    digest = sha256_of(path) if path.is_file() else None  # of stdin none
+    digest = hash_file(path) if path.is_file() else None  # of stdin none
     said = {"texts": str(path), "sha256": digest, "texts_in_the_file": len(found), "n": n or len(found)}
     return found[:n], said
 
 
 def read_texts(path: Path) -> list[str]:
     """The texts of a file: `<|endoftext|>` between them, or .jsonl."""
-    content = read_text(str(path))
+    content = read_text_file(str(path))
     if path.suffix != ".jsonl":
         return content.split(SEPARATOR)
     found = []
@@ -253,7 +253,7 @@ def asked_about(
 @contextmanager
 def telling(what: str, world: DistributedContext) -> Iterator[Told | None]:
     """Texts done and in all, on the first process's bar."""
-    if not world.is_first:
+    if not world.is_main:
         yield None
         return
     with bar(what) as tell:
@@ -263,7 +263,7 @@ def telling(what: str, world: DistributedContext) -> Iterator[Told | None]:
 def publish(found: Quality, out: Path | None) -> None:
     """The table, and how to read it."""
     Console(highlight=False).print(tabled(found))
-    said, console = found.settings, notes()
+    said, console = found.settings, status_console()
     lines = [
         f"{said['texts']} texts of each, {said['tokens']:,} tokens, cut to the same lengths; judge "
         f"{said['judge']['name']}, features {said['features']['name']}. Samples are good where all their "

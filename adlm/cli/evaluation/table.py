@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from adlm.cli import options
-from adlm.cli.answers import notes
 from adlm.cli.evaluation.lists import bar_of_many, save_json
+from adlm.cli.output import status_console
 
 if TYPE_CHECKING:
     from adlm.evaluate.lines import Line, Subject
@@ -67,20 +67,20 @@ def measured(
     models, known = recalled_by_all(out, kind, subjects, world)
     found: list[Line] = []
     kept = {(line["model"], line[kind]): line for line in known}
-    rest |= {"provenance": provenance(world.device) | {"processes": world.size}}
+    rest |= {"provenance": provenance(world.device) | {"processes": world.world_size}}
     own = {subject.settings.model: subject.as_dict() for subject in subjects}
-    walk = Walk(batch, rank=world.rank, size=world.size, total=world.sum)
-    with bar_of_many(is_shown=world.is_first) as on_rows:
+    walk = Walk(batch, rank=world.rank, size=world.world_size, total=world.all_reduce_sum)
+    with bar_of_many(is_shown=world.is_main) as on_rows:
         for line, is_new in lines(known=known, walk=walk, on_rows=on_rows):
             found.append(line)
             kept[line["model"], line[kind]] = line
-            if not world.is_first:
+            if not world.is_main:
                 continue
             if out is not None:
                 save_json(out, composed(kind, {**models, **own}, list(kept.values()), settings, rest))
             whose = f", {line['model']}" if len(subjects) > 1 else ""
             said = "measured" if is_new else f"known from {out}, not done again"
-            notes().print(f"{line[kind]}{whose}: {said}", style="dim", markup=False)
+            status_console().print(f"{line[kind]}{whose}: {said}", style="dim", markup=False)
     return composed(kind, own, found, settings, rest)
 
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from adlm.cli import options
-from adlm.cli.answers import answering, check_files, notes, print_json
 from adlm.cli.errors import report_errors
 from adlm.cli.evaluation.table import Models, measured, name_of, remarks, screen, subjects_of, wanted_rows
+from adlm.cli.output import check_output_files, json_stdout, print_json, status_console
 
 
 def zeroshot(
@@ -57,9 +57,9 @@ def zeroshot(
     torchrun the rows are shared out.
     """
     with report_errors():
-        check_files({"--out": out})
+        check_output_files({"--out": out})
         manner = wanted_rows(rows)
-        with answering(is_json):
+        with json_stdout(is_json):
             from adlm.evaluate import zeroshot as suite
             from adlm.training.distributed import init_distributed
 
@@ -87,7 +87,7 @@ def zeroshot(
                     settings={"draws": draws, "seed": seed, "length": length, "rows": rows, "limit": limit},
                     missing=missing,
                 )
-                if not world.is_first:  # of many processes, one answers
+                if not world.is_main:  # of many processes, one answers
                     return
         if is_json:
             print_json(answer)
@@ -122,7 +122,7 @@ def show(answer: Mapping[str, Any]) -> None:
         "are not on the same rows, for the reasons given."
     )
     beside = beside if any(line["paper"] for line in lines) else ""
-    notes().print(
+    status_console().print(
         f"Nats per token with their standard error, and perplexity.{bound}{beside} Perplexity is per token, and tokens "
         "are the tokenizer's own: bits per byte compare across tokenizers.",
         style="dim",

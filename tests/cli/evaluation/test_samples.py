@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adlm.bundled import DEFAULT
-from adlm.cli.answers import SEPARATOR
+from adlm.cli.output import SEPARATOR
 from adlm.evaluate.passages import passages
 from tests.cli.terminal import assert_told, invoke, process
 from tests.evaluate.small_judges import PROSE, causal_folder, documents, encoder_folder, needs

@@ -1,0 +1,200 @@
+"""Terminal output of all commands: results go to stdout, status and progress to stderr; checks of output paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from adlm.evaluate.results import EvalResult, ProgressCallback, Table
+
+SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
+BARS = " ▁▂▃▄▅▆▇█"
+MIN_TEXT_WIDTH = 16  # a narrower column of text drops optional columns first
+
+Value = TypeVar("Value", str, int, float)
+
+
+def status_console() -> Console:
+    """The console on stderr for status messages."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def json_stdout(is_json: bool) -> Iterator[None]:
+    """Context manager: with JSON requested, everything else that is printed goes to stderr."""
+    if not is_json:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON object in UTF-8; numbers that are not finite become null."""
+    from adlm.evaluate.results import to_json
+
+    # A path may hold half a surrogate pair; JSON spells it \udcxx.
+    print_bytes((json.dumps(to_json(value), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+
+
+def print_bytes(content: bytes) -> None:
+    """Write bytes to stdout unchanged: no encoding, no colors, no wrapping."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+
+
+def join_texts(texts: Sequence[str]) -> bytes:
+    """Texts as the content of one file, with <|endoftext|> between them."""
+    return (SEPARATOR.join(texts) + "\n").encode("utf-8")
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table; numbers never wrap, and optional columns are left out where the terminal is too narrow."""
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    console = console or Console(highlight=False)
+    rows, names = table.format_rows(), [column.name for column in table.columns]
+    widths = [max(map(len, (part for cell in cells for part in cell.split("\n")))) for cells in zip(names, *rows)]
+    shown = list(range(len(names)))
+
+    def min_width() -> int:
+        text_widths = [min(widths[i], MIN_TEXT_WIDTH) if table.columns[i].is_text else widths[i] for i in shown]
+        return sum(text_widths) + 3 * len(shown) + 1
+
+    if console.is_terminal:
+        for i in [i for i in reversed(shown) if table.columns[i].is_optional]:
+            if min_width() > console.width:
+                shown.remove(i)
+    else:
+        console = Console(highlight=False, width=sum(widths) + 3 * len(shown) + 1, file=console.file)
+    grid = RichTable(title=escape(table.title) or None, title_justify="left")
+    for i in shown:
+        is_text = table.columns[i].is_text
+        grid.add_column(
+            escape(names[i]),
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            min_width=min(widths[i], MIN_TEXT_WIDTH) if is_text else widths[i],
+            overflow="fold",
+        )
+    for row in rows:
+        grid.add_row(*(escape(row[i]) for i in shown))
+    console.print(grid, width=max(min(console.width, sum(widths) + 3 * len(names) + 1), min_width()), crop=False)
+    for note in table.notes:
+        console.print(note, style="dim", markup=False, soft_wrap=True)
+
+
+def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None, paths: Sequence[Path] = ()) -> None:
+    """End an evaluation: save `OUT/TASK.json`, print the result as JSON or as tables, then warnings and paths."""
+    from adlm.evaluate.results import save_json
+
+    saved = [] if out is None else [save_json(out / f"{result.task}.json", result.as_dict())]
+    if is_json:
+        print_json(result.as_dict())
+    else:
+        for table in result.tables:
+            print_table(table)
+    for warning in result.warnings:
+        status_console().print(f"warning: {warning}", style="yellow", markup=False)
+    for path in (*saved, *paths):
+        status_console().print(f"wrote {path}", style="dim", markup=False)
+
+
+@contextmanager
+def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
+    """Context manager: a progress bar on the terminal, updated by the callback that it yields."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = status_console()
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bars:
+
+        def update(stage: str, done: int, total: int) -> None:
+            if not bars.tasks or bars.tasks[0].description != stage:
+                for task in bars.task_ids:
+                    bars.remove_task(task)
+                bars.add_task(stage, total=None)
+            bars.update(bars.task_ids[0], completed=done, total=total or None)
+
+        yield update
+
+
+def draw_curve(values: Sequence[float], *, width: int = 60, height: int = 8, unit: str = "nats") -> str:
+    """Draw values as a bar chart of text: `width` means of equal parts, `height` lines."""
+    if not values:
+        raise ValueError("a curve needs at least one value")
+    width = min(width, len(values))
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    eighths = [round((mean - low) / span * (height * 8 - 1)) + 1 for mean in means]
+    lines = []
+    for level in reversed(range(height)):
+        label = f"{high:6.2f}" if level == height - 1 else f"{low:6.2f}" if level == 0 else " " * 6
+        lines.append(f"{label} ┤" + "".join(BARS[min(max(e - level * 8, 0), 8)] for e in eighths))
+    return "\n".join([*lines, " " * 7 + "└" + "─" * width + f" step {len(values)} ({unit})"])
+
+
+def check_output_files(files: Mapping[str, Path | None]) -> None:
+    """Refuse output files that cannot be written, before anything is computed; keys are the options' names."""
+    options: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{option} {path} is a folder: give the name of a file in it")
+        existing = path if path.exists() else path.absolute().parent
+        while not existing.exists():
+            existing = existing.parent
+        if existing != path and not existing.is_dir():
+            raise ValueError(f"{option} {path}: {existing} is a file, not a folder: give another name")
+        if not os.access(existing, os.W_OK):
+            raise ValueError(f"{option} {path} cannot be written: no permission for {existing}; give another name")
+        if path.absolute() in options:
+            raise ValueError(f"{option} and {options[path.absolute()]} are the same file, {path}: give two names")
+        options[path.absolute()] = option
+
+
+def check_output_folder(option: str, folder: Path | None) -> None:
+    """Refuse an output folder that cannot be written, before anything is computed."""
+    if folder is not None:
+        if folder.is_file():
+            raise ValueError(f"{option} {folder} is a file: give the name of a folder (it is created if missing)")
+        check_output_files({option: folder / "x"})
+
+
+def parse_list(option: str, text: str, kind: type[Value]) -> list[Value]:
+    """Parse `16,32` into values, duplicates dropped; an empty text is an empty list."""
+    values = []
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        try:
+            values.append(kind(part))
+        except ValueError:
+            expected = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{option} {text!r}: {part!r} is not {expected}; separate them by commas: 1,2") from None
+    return list(dict.fromkeys(values))
+
+
+def read_text_file(name: str) -> str:
+    """Read a UTF-8 file, or stdin for `-`, without the line end at its end."""
+    try:
+        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read ({error.strerror}): give a file of text, or - for stdin") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        source = "stdin" if name == "-" else name
+        raise ValueError(f"{source} is not UTF-8 at byte {error.start}: convert it first") from error
+    return text.removesuffix("\n").removesuffix("\r")
