@@ -1,9 +1,8 @@
-"""Cut books into passages: whole sentences, from a line to a full row, each to be a row of its own.
+"""Cut books into passages of whole sentences, from one line to a full row; each becomes a row.
 
     python bundled/passages.py BOOKS.txt.gz … --out passages.jsonl
 
-A model that is trained on them knows how a text of any length begins and ends. The cuts follow from the text alone:
-the same books give the same passages.
+A model trained on them learns how a text of any length begins and ends. The cuts depend on the text alone.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SEPARATOR = "<|endoftext|>"
-MOST = 920  # characters unless told: about 240 tokens of the bundled tokenizer, so that nearly all fit into 254
-LEAST = 40
-FULL_SHARE = 0.6  # of the passages take as much as fits, the others end earlier
+MAX_CHARACTERS = 920  # of a passage by default: about 240 tokens of the bundled tokenizer, so that nearly all fit into 254
+MIN_CHARACTERS = 40
+FULL_SHARE = 0.6  # of the passages are as long as fits, the others end earlier
 ABBREVIATION = "".join(rf"(?<!\b{short}\.)" for short in ("Mr", "Mrs", "Dr", "St", "[A-Z]"))
 SENTENCE = re.compile(rf"(?<=[.!?]){ABBREVIATION}([\"'”’)\]]*)\s+(?=[\"'“‘(\[]*[A-Z])")
 CLAUSE = re.compile(r"(?<=[;:,])\s+")
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The books of a file, which stand between separators."""
+    """Yield the books of a file, which are divided by separator lines."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         book: list[str] = []
         for line in lines:
@@ -40,8 +39,8 @@ def documents(path: Path) -> Iterator[str]:
             yield "".join(book)
 
 
-def sentences(paragraph: str, most: int = MOST) -> list[str]:
-    """The sentences of a paragraph, each with what closes it; one that is too long is cut where it pauses."""
+def sentences(paragraph: str, most: int = MAX_CHARACTERS) -> list[str]:
+    """Split a paragraph into sentences with their closing quotes; one that is too long is cut at clauses."""
     marked = SENTENCE.sub(lambda match: match.group(1) + "\0", paragraph.strip())
     found: list[str] = []
     for sentence in marked.split("\0"):
@@ -62,11 +61,11 @@ def sentences(paragraph: str, most: int = MOST) -> list[str]:
     return found
 
 
-def passages(book: str, rng: random.Random, most: int = MOST) -> Iterator[str]:
-    """Passages of a book in order: sentences of a paragraph joined by a blank, paragraphs by a new line."""
+def passages(book: str, rng: random.Random, most: int = MAX_CHARACTERS) -> Iterator[str]:
+    """Yield the passages of a book in order: sentences are joined by a space, paragraphs by a line end."""
 
     def draw_budget() -> int:
-        return most if rng.random() < FULL_SHARE else rng.randint(LEAST, most)
+        return most if rng.random() < FULL_SHARE else rng.randint(MIN_CHARACTERS, most)
 
     text, budget = "", draw_budget()
     for paragraph in re.split(r"\n\s*\n", book):
@@ -99,8 +98,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("books", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--most", type=int, default=MOST, help="characters in a passage")
-    parser.add_argument("--take", type=int, help="only so many, evenly from all of them (all)")
+    parser.add_argument("--most", type=int, default=MAX_CHARACTERS, help="maximum characters of a passage [default: %(default)s]")
+    parser.add_argument("--take", type=int, help="number of passages, taken evenly from all [default: all]")
     options = parser.parse_args()
     found = [
         passage
@@ -111,7 +110,7 @@ def main() -> None:
     taken = min(options.take or len(found), len(found))
     kept = [found[number * len(found) // taken] for number in range(taken)]
     lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in kept).encode("utf-8")
-    # The same passages are the same file: no time is written into it.
+    # mtime=0: equal passages give equal files.
     options.out.write_bytes(gzip.compress(lines, mtime=0) if options.out.suffix == ".gz" else lines)
     size = sum(map(len, kept))
     print(f"{len(kept):,} passages, {size:,} characters, {size / max(len(kept), 1):.0f} each")

@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 import adlm
-from adlm.data.sources import excerpt
+from adlm.data.sources import load_excerpt
 from bundled.lengths import figures as figures_of_lengths
 from bundled.lengths import main as find_lengths
 from bundled.measure import main as measure
-from bundled.passages import MOST, documents, is_prose, passages, sentences
+from bundled.passages import MAX_CHARACTERS, documents, is_prose, passages, sentences
 from bundled.passages import main as write_passages
 from bundled.ship import main as ship
 
 ROOT = Path(__file__).resolve().parent.parent
-BOOK = excerpt()
+BOOK = load_excerpt()
 
 
 def words(text: str) -> list[str]:
     return text.split()
 
 
-@pytest.mark.parametrize("most", [120, 440, MOST])
+@pytest.mark.parametrize("most", [120, 440, MAX_CHARACTERS])
 def test_passages_are_the_books_words_in_order_and_fit(most: int) -> None:
     found = list(passages(BOOK, random.Random(0), most))
     assert len(found) > 20 and all(passage and len(passage) <= most for passage in found)
@@ -39,7 +39,7 @@ def test_passages_are_the_books_words_in_order_and_fit(most: int) -> None:
 def test_passages_are_of_many_lengths_and_begin_and_end_with_sentences() -> None:
     found = list(passages(BOOK, random.Random(0)))
     lengths = [len(passage) for passage in found]
-    assert min(lengths) < 300 and sum(length > 0.8 * MOST for length in lengths) > 0.3 * len(found)
+    assert min(lengths) < 300 and sum(length > 0.8 * MAX_CHARACTERS for length in lengths) > 0.3 * len(found)
     assert sum(passage.rstrip("\"'”’)")[-1] in ".!?" for passage in found) > 0.95 * len(found)
 
 
