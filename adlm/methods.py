@@ -7,14 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from adlm.diffusion import anchors, orders, plans, schedules
-from adlm.diffusion.masking import NoisyBatch
-from adlm.diffusion.objectives import Loss, diffusion_loss, score_entropy_loss
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
-from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.language_model import ModelConfig
 from adlm.models.presets import SIZES
 
 Named = TypeVar("Named")
@@ -131,33 +127,3 @@ def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | No
         raise ValueError(f"a model has no setting {', '.join(unknown)}; it has: {', '.join(known)}")
     settings = size | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id} | changes
     return ModelConfig(**settings)
-
-
-def training_loss(
-    model: LanguageModel,
-    batch: NoisyBatch,
-    *,
-    anchor_weight: float | Tensor | None = None,
-    score_entropy: bool = False,
-    check: bool = True,
-) -> Loss:
-    """The loss of a model on a batch from `corrupt` (masked models) or `shifted` (causal ones)."""
-    if batch.is_causal != model.config.is_causal:
-        raise ValueError("a masked model learns from batches of `corrupt`, a causal one from batches of `shifted`")
-    if score_entropy and anchor_weight is not None:
-        raise ValueError("score entropy has no anchor term: leave anchor_weight out")
-    features = model(batch.xt, batch.noise_level, valid=batch.valid)
-    mask_id = model.config.mask_id
-    if score_entropy:
-        assert mask_id is not None
-        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
-    return diffusion_loss(
-        features.final,
-        model.head,
-        batch,
-        mask_id=mask_id,
-        anchor=features.anchor,
-        anchor_head=model.anchor_head,
-        anchor_weight=anchor_weight,
-        check=check,
-    )

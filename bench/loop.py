@@ -11,12 +11,12 @@ import torch
 from adlm.config import load_config
 from adlm.data.prepare import prepare
 from adlm.data.shards import open_data
-from adlm.data.sources import excerpt
-from adlm.methods import training_loss
+from adlm.data.sources import load_excerpt
+from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel
+from adlm.training.logging import read_metrics
 from adlm.training.loop import train
-from adlm.training.metrics import read_metrics
-from adlm.training.setup import model_config
+from adlm.training.setup import build_model_config
 from bench.setting import commit, device_name, peak_gib, report, seconds_each, spread_of
 from bench.train_step import GAMMA, batches, stepper
 
@@ -32,7 +32,7 @@ def bare(config_path: list[str], recipe: str, data: Path, device: str, repeats: 
     config = load_config(recipe, *config_path)
     opened = open_data(data)
     is_cuda = device.startswith("cuda")
-    model = LanguageModel(model_config(config, opened)).to(device).train()
+    model = LanguageModel(build_model_config(config, opened)).to(device).train()
     if is_cuda:
         model.compile_layers()
     x0 = opened.rows("train").fetch(range(config.batch))[0]
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     recipe, length, changes = SIZES[args.size or ("small" if device.startswith("cuda") else "nano")]
     with TemporaryDirectory() as name:
         place = Path(name)
-        (place / "text.txt").write_text(excerpt(), "utf-8")
+        (place / "text.txt").write_text(load_excerpt(), "utf-8")
         vocabulary = {"train_tokenizer": 1024} if recipe == "cpu-nano" else {"tokenizer": "gpt2"}
         prepare(place / "text.txt", place / "data", length=length, valid_share=0.3, **vocabulary)  # type: ignore[arg-type]
         changes = [

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
-from adlm.diffusion.masking import NoisyBatch, corrupt
+from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt
+from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight
-from adlm.methods import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.training.ema import EMA
 from adlm.training.optim import build_optimizers, update
@@ -43,7 +43,7 @@ def batches(
     rng, steps = CounterRng.of(0, len(x0)), count()
 
     def prepare() -> NoisyBatch:
-        batch = corrupt(x0, LogLinear(), rng, next(steps), mask_id=mask_id, anchor_rule=rule, multiple=multiple)
+        batch = corrupt(x0, ForwardProcess(mask_id, anchor_rule=rule, multiple=multiple), rng, next(steps))
         return batch.pin().to(device) if device.startswith("cuda") else batch
 
     ahead = [prepare()]

@@ -8,13 +8,13 @@ import torch
 import adlm
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import Limits, SamplingParams, distribution
-from adlm.diffusion.masking import corrupt
+from adlm.diffusion.masking import ForwardProcess, corrupt
+from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import LogLinear
 from adlm.diffusion.selected import loss_and_slope
 from adlm.generate import compile_for_sampling, stream_tokens
-from adlm.methods import build_config, build_sampler, training_loss
+from adlm.methods import build_config, build_sampler
 from adlm.models.language_model import LanguageModel
 
 pytestmark = [
@@ -82,7 +82,7 @@ def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
 def test_half_precision_training_agrees_with_float32(bridge):
     model = small_model(bridge=bridge)
     batch = corrupt(
-        random_rows(8), LogLinear(), CounterRng.of(0, 8), 0, mask_id=MASK, anchor_rule=rare_in_sequence(5), multiple=64
+        random_rows(8), ForwardProcess(MASK, anchor_rule=rare_in_sequence(5), multiple=64), CounterRng.of(0, 8), 0
     )
     loss = training_loss(model, batch, anchor_weight=0.5)
     loss.total.backward()
@@ -116,7 +116,7 @@ def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length
         if is_compiled:
             model.compile_layers()
         x0 = torch.randint(511, (rows, length), generator=rng)
-        batch = corrupt(x0, LogLinear(), CounterRng.of(0, rows), 0, mask_id=511, multiple=64).to("cuda")
+        batch = corrupt(x0, ForwardProcess(511, multiple=64), CounterRng.of(0, rows), 0).to("cuda")
         with torch.autocast("cuda", torch.bfloat16):
             loss = training_loss(model, batch)
         loss.total.backward()

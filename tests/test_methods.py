@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from adlm.diffusion.masking import corrupt, shift_tokens
+from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
+from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import LogLinear
 from adlm.methods import (
     ALIASES,
     ANCHOR_RULES,
@@ -19,7 +19,6 @@ from adlm.methods import (
     build_sampler,
     build_schedule,
     named,
-    training_loss,
 )
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.presets import SIZES
@@ -126,7 +125,7 @@ def test_schedules_and_rules_have_names():
 
 def test_a_batch_must_fit_its_model():
     x0 = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))
-    noisy = corrupt(x0, LogLinear(), CounterRng.of(0, 2), 0, mask_id=11)
+    noisy = corrupt(x0, ForwardProcess(11), CounterRng.of(0, 2), 0)
     size = {"vocab_size": 12, "mask_id": 11, "dim": 8, "heads": 2, "length": 6}
     masked, causal = (LanguageModel(build_config(name, "nano", **size)) for name in ("mdlm", "ar"))
     for model, batch in ((masked, shift_tokens(x0)), (causal, noisy)):
@@ -135,7 +134,7 @@ def test_a_batch_must_fit_its_model():
     with pytest.raises(ValueError, match="no anchor term"):
         training_loss(masked, noisy, score_entropy=True, anchor_weight=0.1)
     with pytest.raises(ValueError, match="no token of this batch counts"):
-        corrupt(x0, LogLinear(), CounterRng.of(0, 2), 0, mask_id=11, valid=torch.zeros_like(x0).bool())
+        corrupt(x0, ForwardProcess(11), CounterRng.of(0, 2), 0, valid=torch.zeros_like(x0).bool())
 
 
 def test_changes_win_over_the_preset():

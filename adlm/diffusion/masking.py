@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from adlm.diffusion.anchors import AnchorRule, in_scope
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import (
+    LogLinear,
     NoiseSchedule,
     discrete_loss_weight,
     discrete_time,
@@ -86,72 +87,40 @@ class NoisyBatch:
         return self._map(Tensor.pin_memory)
 
 
-def collect_batch(
-    x0: Tensor,
-    xt: Tensor,
-    t: Tensor,
-    weight: Tensor,
-    level: Tensor,
-    *,
-    mask_id: int,
-    anchor_rule: AnchorRule | None = None,
-    anchor_scope: str = "all",
-    valid: Tensor | None = None,
-    is_fixed: Tensor | None = None,
-    attend_padding: bool = False,
-    multiple: int = 1,
-) -> NoisyBatch:
-    """Collect a batch whose hidden tokens are known: find the positions and weights of its losses."""
-    is_hidden = xt == mask_id
-    counted = torch.ones_like(is_hidden) if valid is None else valid
-    if is_fixed is not None:
-        counted = counted & ~is_fixed
-    _require_tokens(counted)
-    anchors = None
-    if anchor_rule is not None:
-        # The lineage counts padding like text; elsewhere padding changes nothing.
-        rule_valid = None if attend_padding else valid
-        is_anchor = in_scope(anchor_rule(x0, rule_valid), is_hidden, anchor_scope)
-        anchors = select(is_anchor & counted, weight, multiple)
-    return NoisyBatch(
-        x0=x0,
-        xt=xt,
-        t=t,
-        noise_level=level,
-        hidden=select(is_hidden & counted, weight, multiple),
-        anchors=anchors,
-        tokens=counted.sum().float(),
-        valid=None if attend_padding else valid,
-    )
+@dataclass(frozen=True)
+class ForwardProcess:
+    """How text is corrupted (the paper's forward process) and which of its positions carry loss."""
+
+    mask_id: int | None  # None: a causal model without a mask, whose batches `shift_tokens` makes
+    schedule: NoiseSchedule = field(default_factory=LogLinear)
+    anchor_rule: AnchorRule | None = None
+    anchor_scope: str = "all"
+    attend_padding: bool = False  # the lineage's LM1B: padding is read, masked and counted for anchors like text
+    steps: int | None = None  # of discrete time (alpha must be 1 at time 0, or a reconstruction term is missing)
+    multiple: int = 1  # what the sizes of selections are rounded up to: GPUs like round sizes
 
 
 def corrupt(
     x0: Tensor,
-    schedule: NoiseSchedule,
+    process: ForwardProcess,
     rng: CounterRng,
     step: int,
     *,
-    mask_id: int,
     index: Tensor | None = None,
     total: int | None = None,
-    steps: int | None = None,
-    anchor_rule: AnchorRule | None = None,
-    anchor_scope: str = "all",
     valid: Tensor | None = None,
     is_fixed: Tensor | None = None,
-    attend_padding: bool = False,
-    multiple: int = 1,
 ) -> NoisyBatch:
-    """The forward process on a batch: stratified times, hidden tokens, the positions of the losses.
+    """Run the forward process q(xt | x0) on a batch (B, L): draw times, hide tokens, find where the losses look.
 
     Everything follows from (seed, row, step) and the row's place in the whole batch (`index` of `total`): the noise is
-    the same however the batch is spread. `steps` gives the discrete-time form with that many steps (of a schedule whose
-    alpha is 1 at time 0; where it is less, a reconstruction term is missing). `multiple` rounds selections up.
+    the same however the batch is split.
     """
+    mask_id, schedule = process.mask_id, process.schedule
+    if mask_id is None:
+        raise ValueError("mask_id is None: hiding tokens needs a mask token; use shift_tokens for a causal model")
     if x0.is_cuda:
-        raise ValueError(
-            "noise is made on the host: give corrupt tokens on the CPU and move its result with .to(device)"
-        )
+        raise ValueError("x0 is on a GPU: corrupt takes tokens on the CPU; move its result with .to(device)")
     is_mask = (x0 == mask_id) if valid is None else (x0 == mask_id) & valid
     if is_mask.any():
         row, position = is_mask.nonzero()[0].tolist()
@@ -160,30 +129,51 @@ def corrupt(
             "target. Give the model a mask id that the tokenizer never produces"
         )
     u = rng.uniform(step, 1, Purpose.TIME)[:, 0]
-    if steps is None:
+    if process.steps is None:
         t = stratified_times(u, index, total).float()
         weight = loss_weight(schedule, t)
     else:
-        t = discrete_time(stratified_times(u, index, total, eps=0.0), steps).float()
-        weight = discrete_loss_weight(schedule, t, steps)
+        t = discrete_time(stratified_times(u, index, total, eps=0.0), process.steps).float()
+        weight = discrete_loss_weight(schedule, t, process.steps)
     u = rng.uniform(step, x0.shape[1], Purpose.MASK)
     unmaskable = is_fixed
-    if valid is not None and not attend_padding:
+    if valid is not None and not process.attend_padding:
         unmaskable = ~valid if is_fixed is None else is_fixed | ~valid
     xt = mask_tokens(x0, 1 - schedule.alpha(t.double()), u, mask_id, unmaskable)
-    return collect_batch(
-        x0,
-        xt,
-        t,
-        weight,
-        noise_level(schedule, t),
-        mask_id=mask_id,
-        anchor_rule=anchor_rule,
-        anchor_scope=anchor_scope,
-        valid=valid,
-        is_fixed=is_fixed,
-        attend_padding=attend_padding,
-        multiple=multiple,
+    return collect_batch(x0, xt, t, weight, noise_level(schedule, t), process, valid=valid, is_fixed=is_fixed)
+
+
+def collect_batch(
+    x0: Tensor,
+    xt: Tensor,
+    t: Tensor,
+    weight: Tensor,
+    level: Tensor,
+    process: ForwardProcess,
+    *,
+    valid: Tensor | None = None,
+    is_fixed: Tensor | None = None,
+) -> NoisyBatch:
+    """Make a batch of text whose hidden tokens are known: find the positions and weights of its losses."""
+    is_hidden = xt == process.mask_id
+    counted = torch.ones_like(is_hidden) if valid is None else valid
+    if is_fixed is not None:
+        counted = counted & ~is_fixed
+    _require_tokens(counted)
+    read = None if process.attend_padding else valid
+    anchors = None
+    if process.anchor_rule is not None:
+        is_anchor = in_scope(process.anchor_rule(x0, read), is_hidden, process.anchor_scope)
+        anchors = select(is_anchor & counted, weight, process.multiple)
+    return NoisyBatch(
+        x0=x0,
+        xt=xt,
+        t=t,
+        noise_level=level,
+        hidden=select(is_hidden & counted, weight, process.multiple),
+        anchors=anchors,
+        tokens=counted.sum().float(),
+        valid=read,
     )
 
 

@@ -3,13 +3,48 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.selected import Selected, selected_loss
+
+
+class ModelFeatures(Protocol):
+    """What a model computes before its heads, each (B, L, dim)."""
+
+    @property
+    def anchor(self) -> Tensor | None: ...
+
+    @property
+    def final(self) -> Tensor: ...
+
+
+class TokenConfig(Protocol):
+    """The part of a model's config that its losses need."""
+
+    @property
+    def is_causal(self) -> bool: ...
+
+    @property
+    def mask_id(self) -> int | None: ...
+
+
+class FeatureModel(Protocol):
+    """Any model that maps tokens to features and has a linear head for each stage."""
+
+    @property
+    def config(self) -> TokenConfig: ...
+
+    @property
+    def head(self) -> nn.Linear: ...
+
+    @property
+    def anchor_head(self) -> nn.Linear | None: ...
+
+    def __call__(self, tokens: Tensor, noise_level: Tensor, *, valid: Tensor | None) -> ModelFeatures: ...
 
 
 class Loss(NamedTuple):
@@ -31,6 +66,36 @@ class Loss(NamedTuple):
                 f"rows {names} are not finite. Look at those rows' tokens, then at the learning rate"
             )
         return self
+
+
+def training_loss(
+    model: FeatureModel,
+    batch: NoisyBatch,
+    *,
+    anchor_weight: float | Tensor | None = None,
+    score_entropy: bool = False,
+    check: bool = True,
+) -> Loss:
+    """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones)."""
+    mask_id = model.config.mask_id
+    if batch.is_causal != model.config.is_causal:
+        raise ValueError("a masked model learns from batches of `corrupt`, a causal one from batches of `shift_tokens`")
+    if score_entropy and anchor_weight is not None:
+        raise ValueError("score entropy has no anchor term: leave anchor_weight out")
+    features = model(batch.xt, batch.noise_level, valid=batch.valid)
+    if score_entropy:
+        assert mask_id is not None
+        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
+    return diffusion_loss(
+        features.final,
+        model.head,
+        batch,
+        mask_id=mask_id,
+        anchor=features.anchor,
+        anchor_head=model.anchor_head,
+        anchor_weight=anchor_weight,
+        check=check,
+    )
 
 
 def diffusion_loss(

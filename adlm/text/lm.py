@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm import checkpoint
-from adlm.bundled import DEFAULT, MODELS, folder_of
+from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.diffusion.categorical import Limits, SamplingParams
 from adlm.diffusion.denoise import Frame
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
@@ -80,7 +80,7 @@ class LM:
     """A model with its tokenizer. `adlm.load` makes one."""
 
     def __init__(
-        self, loaded: checkpoint.Loaded, name: str, *, device: str = "auto", deterministic: bool = False
+        self, loaded: checkpoint.LoadedModel, name: str, *, device: str = "auto", deterministic: bool = False
     ) -> None:
         if loaded.tokenizer is None:
             raise ValueError(
@@ -271,9 +271,9 @@ def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bo
     On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes
     `deterministic`: every evaluation then has the same number of rows.
     """
-    folder = folder_of(str(model)) if str(model) in MODELS else Path(model)  # ./NAME is a folder of that name
+    folder = find_bundled_model(str(model)) if str(model) in MODELS else Path(model)  # ./NAME is a folder of that name
     if not folder.exists():
         raise FileNotFoundError(
             f"there is no model {str(model)!r}: give a run's folder, a checkpoint's, or one of {', '.join(MODELS)}"
         )
-    return LM(checkpoint.load(folder, verify=verify), str(model), device=device, deterministic=deterministic)
+    return LM(checkpoint.load_model(folder, verify=verify), str(model), device=device, deterministic=deterministic)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from adlm.diffusion.masking import corrupt, shift_tokens
+from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
+from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import LogLinear
-from adlm.methods import METHODS, training_loss
+from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.text.templates import Layout
 
@@ -71,10 +71,9 @@ def score_rows(
                     is_frame[i, span.start : span.end] = False
             noised = corrupt(
                 x0,
-                LogLinear(),
+                ForwardProcess(config.mask_id),
                 CounterRng.of(seed, draw),
                 0,
-                mask_id=config.mask_id,
                 index=draw,
                 total=draws,
                 valid=valid,

@@ -1,17 +1,16 @@
-"""What a batch asks of a model: the noise, the positions of the losses, and how much anchors weigh."""
+"""The training objective of a model: how a batch is corrupted, and how much anchors weigh."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from adlm.data.batches import Batch
 from adlm.diffusion.anchors import AnchorRule, anchor_weight, rare_in_sequence
-from adlm.diffusion.masking import NoisyBatch, corrupt, shift_tokens
+from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt, shift_tokens
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import LogLinear, NoiseSchedule
 from adlm.models.language_model import ModelConfig
 
 
@@ -19,46 +18,34 @@ from adlm.models.language_model import ModelConfig
 class Objective:
     """Hidden tokens or, for a causal model, the next one; with two stages, anchors too. Defaults as in the paper."""
 
+    process: ForwardProcess
     is_causal: bool
-    mask_id: int | None
-    anchor_rule: AnchorRule | None  # None: one stage
-    schedule: NoiseSchedule = field(default_factory=LogLinear)
-    anchor_scope: str = "all"
     peak_anchor_weight: float = 3e-3
     anchor_ramp: bool = True
-    attend_padding: bool = False
-    discrete_steps: int | None = None
-    multiple: int = 1  # what selections are rounded up to: a GPU's products like round sizes
 
     @staticmethod
-    def of(config: ModelConfig, **changes: object) -> Objective:
-        """The paper's task for a model."""
-        rule = rare_in_sequence(max_count=5) if config.anchor_layers else None
-        return replace(Objective(config.is_causal, config.mask_id, rule), **changes)  # type: ignore[arg-type]
+    def for_model(
+        config: ModelConfig,
+        *,
+        anchor_rule: AnchorRule | None = None,
+        peak_anchor_weight: float = 3e-3,
+        anchor_ramp: bool = True,
+    ) -> Objective:
+        """Make a model's objective, by default the paper's."""
+        if anchor_rule is None and config.anchor_layers:
+            anchor_rule = rare_in_sequence(max_count=5)
+        process = ForwardProcess(config.mask_id, anchor_rule=anchor_rule)
+        return Objective(process, config.is_causal, peak_anchor_weight, anchor_ramp)
 
     def corrupt(self, batch: Batch, seed: int, step: int, tokens: Tensor | None = None) -> NoisyBatch:
-        """The batch of a step. `tokens` is what the mean is over, if that is not this batch's own number of tokens."""
-        valid = batch.valid()
+        """Corrupt the batch of a step. `tokens` is what the mean is over, by default this batch's number of tokens."""
+        process, valid = self.process, batch.valid()
         if self.is_causal:
-            made = shift_tokens(batch.tokens, anchor_rule=self.anchor_rule, valid=valid, multiple=self.multiple)
+            noisy = shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
         else:
-            assert self.mask_id is not None
-            made = corrupt(
-                batch.tokens,
-                self.schedule,
-                CounterRng.of(seed, batch.number),
-                step,
-                mask_id=self.mask_id,
-                index=batch.place,
-                total=batch.total,
-                steps=self.discrete_steps,
-                anchor_rule=self.anchor_rule,
-                anchor_scope=self.anchor_scope,
-                valid=valid,
-                attend_padding=self.attend_padding,
-                multiple=self.multiple,
-            )
-        return made if tokens is None else replace(made, tokens=tokens)
+            rng = CounterRng.of(seed, batch.number)
+            noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
+        return noisy if tokens is None else replace(noisy, tokens=tokens)
 
     def counted(self, batch: Batch) -> Tensor:
         """How many tokens of a batch are asked for."""
@@ -69,6 +56,6 @@ class Objective:
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma at a step; None where there are no anchors."""
-        if self.anchor_rule is None:
+        if self.process.anchor_rule is None:
             return None
         return anchor_weight(step, steps, self.peak_anchor_weight) if self.anchor_ramp else self.peak_anchor_weight

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import anchor_weight, rare_in_sequence
-from adlm.diffusion.masking import collect_batch, shift_tokens, stratified_times
-from adlm.diffusion.objectives import token_nll
+from adlm.diffusion.masking import ForwardProcess, collect_batch, shift_tokens, stratified_times
+from adlm.diffusion.objectives import token_nll, training_loss
 from adlm.diffusion.schedules import (
     Cosine,
     CosineSquared,
@@ -18,8 +18,7 @@ from adlm.diffusion.schedules import (
     noise_level,
 )
 from adlm.diffusion.selected import selected_loss
-from adlm.interop.reference import our_name
-from adlm.methods import training_loss
+from adlm.interop.reference import convert_name
 from tests.goldens import MASK, arrays, facts, model
 
 SCHEDULES = {
@@ -76,10 +75,14 @@ def golden_batch(kind, multiple=1):
     golden = arrays(f"loss_{kind}_gpt2like")
     t, schedule = golden["t"], LogLinear()
     return golden, collect_batch(
-        golden["x0"], golden["xt"], t, loss_weight(schedule, t), noise_level(schedule, t),
-        mask_id=MASK, anchor_rule=rare_in_sequence(5), valid=golden["attention_mask"].bool(),
-        attend_padding=True, multiple=multiple,
-    )  # fmt: skip
+        golden["x0"],
+        golden["xt"],
+        t,
+        loss_weight(schedule, t),
+        noise_level(schedule, t),
+        ForwardProcess(MASK, anchor_rule=rare_in_sequence(5), attend_padding=True, multiple=multiple),
+        valid=golden["attention_mask"].bool(),
+    )
 
 
 def gamma_of(case):
@@ -115,7 +118,7 @@ def test_token_losses_and_discrete_time(kind):
     t = discrete_time(golden["t"], 100)
     torch.testing.assert_close(t, golden["discrete_T100/t_used"])
     weight = discrete_loss_weight(LogLinear(), t, 100)
-    discrete = collect_batch(golden["x0"], golden["xt"], t, weight, golden["sigma"], mask_id=MASK)
+    discrete = collect_batch(golden["x0"], golden["xt"], t, weight, golden["sigma"], ForwardProcess(MASK))
     each = selected_loss(final, ours.head, discrete.x0, discrete.hidden, without=MASK)
     per_token = token_nll(each, discrete.hidden, discrete.x0.shape)
     torch.testing.assert_close(per_token, golden["discrete_T100/per_token"], atol=1e-4, rtol=1e-4)
@@ -137,7 +140,7 @@ def test_every_gradient(kind, case):
     training_loss(ours, golden_batch(kind)[1], anchor_weight=gamma_of(case)).total.backward()
     parameters = dict(ours.named_parameters())
     for theirs, expected in golden.items():
-        grad = parameters.pop(our_name(theirs, two_stages=kind == "adlm")).grad
+        grad = parameters.pop(convert_name(theirs, two_stages=kind == "adlm")).grad
         torch.testing.assert_close(grad, expected, atol=2e-5, rtol=1e-3, msg=lambda m, n=theirs: f"{n}: {m}")
     assert not parameters
     ours.zero_grad()

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import random_positions, rare_in_sequence, tf_idf
-from adlm.diffusion.masking import collect_batch, corrupt, shift_tokens
-from adlm.diffusion.objectives import Loss, diffusion_loss
+from adlm.diffusion.masking import ForwardProcess, collect_batch, corrupt, shift_tokens
+from adlm.diffusion.objectives import Loss, diffusion_loss, training_loss
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import LogLinear
-from adlm.methods import METHODS, build_config, training_loss
+from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
 from bench.plain import plain_logits
 from tests.world import random_model
@@ -30,7 +29,7 @@ def batch_of(method, x0, rule=None, **where):
     if METHODS[method].is_causal:
         return shift_tokens(x0, anchor_rule=rule, valid=where.get("valid"))
     rng = CounterRng.of(0, x0.shape[0])
-    return corrupt(x0, LogLinear(), rng, 0, mask_id=MASK, anchor_rule=rule, **where)
+    return corrupt(x0, ForwardProcess(MASK, anchor_rule=rule), rng, 0, **where)
 
 
 def gradients(model, batch, anchor_weight):
@@ -144,9 +143,7 @@ def test_rows_do_not_see_each_other(method):
         if METHODS[method].is_causal:
             return shift_tokens(x0[number], anchor_rule=rule)
         rng = CounterRng.of(5, number)
-        return corrupt(
-            x0[number], LogLinear(), rng, 2, mask_id=MASK, anchor_rule=rule, index=number, total=rows
-        )  # fmt: skip
+        return corrupt(x0[number], ForwardProcess(MASK, anchor_rule=rule), rng, 2, index=number, total=rows)
 
     with torch.no_grad():
         whole = loss(torch.arange(rows))
@@ -218,9 +215,7 @@ def test_padding_changes_no_figure(method, time_conditioning, value):
         torch.testing.assert_close(features.final[:, :length], expected.final, atol=1e-5, rtol=1e-5)
         if not is_causal:  # as the lineage does it, padding is read like text
             rng = CounterRng.of(0, 4)
-            read = corrupt(
-                wide, LogLinear(), rng, 0, mask_id=MASK, anchor_rule=rule, valid=valid, attend_padding=True
-            )  # fmt: skip
+            read = corrupt(wide, ForwardProcess(MASK, anchor_rule=rule, attend_padding=True), rng, 0, valid=valid)
             assert read.valid is None and float(read.tokens) == 40
             assert not torch.allclose(training_loss(model, read).row_nll, one.row_nll, atol=1e-3)
 
@@ -229,7 +224,7 @@ def test_fixed_positions_are_neither_hidden_nor_counted():
     x0 = text(5)
     is_fixed = torch.arange(LENGTH).expand(5, -1) < 6
     batch = corrupt(
-        x0, LogLinear(), CounterRng.of(1, 5), 0, mask_id=MASK, is_fixed=is_fixed, anchor_rule=rare_in_sequence(2)
+        x0, ForwardProcess(MASK, anchor_rule=rare_in_sequence(2)), CounterRng.of(1, 5), 0, is_fixed=is_fixed
     )
     assert torch.equal(batch.xt[is_fixed], x0[is_fixed])
     assert float(batch.tokens) == 5 * (LENGTH - 6)
@@ -241,7 +236,7 @@ def test_a_nan_is_raised_and_its_row_named():
     model, x0 = build(), text(4)
     xt = torch.full_like(x0, MASK)
     batch = collect_batch(
-        x0, xt, torch.ones(4), torch.ones(4), torch.zeros(4), mask_id=MASK, anchor_rule=rare_in_sequence(1)
+        x0, xt, torch.ones(4), torch.ones(4), torch.zeros(4), ForwardProcess(MASK, anchor_rule=rare_in_sequence(1))
     )
     features = model(xt)
     final = features.final.detach().clone()
@@ -255,13 +250,18 @@ def test_a_nan_is_raised_and_its_row_named():
     anchor[1] = torch.nan
     with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
         diffusion_loss(
-            features.final, model.head, batch, mask_id=MASK,
-            anchor=anchor, anchor_head=model.anchor_head, anchor_weight=0.1,
-        )  # fmt: skip
+            features.final,
+            model.head,
+            batch,
+            mask_id=MASK,
+            anchor=anchor,
+            anchor_head=model.anchor_head,
+            anchor_weight=0.1,
+        )
 
 
 def test_text_that_holds_the_mask_is_refused():
     x0 = text(3)
     x0[1, 4] = MASK
     with pytest.raises(ValueError, match=f"row 1 holds the mask id {MASK} as text at position 4"):
-        corrupt(x0, LogLinear(), CounterRng.of(0, 3), 0, mask_id=MASK)
+        corrupt(x0, ForwardProcess(MASK), CounterRng.of(0, 3), 0)

@@ -9,14 +9,13 @@ from torch import nn
 from adlm.diffusion import selected
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, distribution
-from adlm.diffusion.masking import Selection, collect_batch, corrupt, select
-from adlm.diffusion.objectives import diffusion_loss, score_entropy_loss, token_nll
+from adlm.diffusion.masking import ForwardProcess, Selection, collect_batch, corrupt, select
+from adlm.diffusion.objectives import diffusion_loss, score_entropy_loss, token_nll, training_loss
 from adlm.diffusion.plans import ancestral, remask_cap, reverse_distribution
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import _SelectedLoss, selected_loss
 from adlm.generate import compile_for_sampling
-from adlm.methods import training_loss
 from bench.plain import plain_law, plain_logits, plain_loss, subs
 from tests.world import random_model
 
@@ -48,9 +47,7 @@ def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multi
     """Whatever the chunk, with and without positions that only pad the selection."""
     monkeypatch.setitem(selected.CHUNK, "cpu", chunk)
     model, x0, rule = build(method, bridge=bridge), text(5), rare_in_sequence(1)
-    batch = corrupt(
-        x0, LogLinear(), CounterRng.of(1, 5), 0, mask_id=MASK, anchor_rule=rule, multiple=multiple
-    )  # fmt: skip
+    batch = corrupt(x0, ForwardProcess(MASK, anchor_rule=rule, multiple=multiple), CounterRng.of(1, 5), 0)
     gamma = 0.3 if method == "adlm" else None
 
     model.zero_grad()
@@ -127,7 +124,7 @@ def test_an_empty_selection_costs_nothing(frozen):
 def test_a_batch_with_nothing_hidden_has_loss_zero():
     model, x0 = build(), text(2)
     batch = collect_batch(
-        x0, x0, torch.ones(2), torch.ones(2), torch.zeros(2), mask_id=MASK, anchor_rule=rare_in_sequence(0)
+        x0, x0, torch.ones(2), torch.ones(2), torch.zeros(2), ForwardProcess(MASK, anchor_rule=rare_in_sequence(0))
     )
     loss = training_loss(model, batch, anchor_weight=0.1)
     loss.total.backward()
@@ -170,7 +167,7 @@ def test_score_entropy_is_sedds_in_value_and_gradient():
     schedule = LogLinear()
     t = torch.linspace(0.1, 0.95, 6, dtype=torch.float64)
     xt = torch.where(torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0)
-    batch = collect_batch(x0, xt, t, loss_weight(schedule, t), noise_level(schedule, t), mask_id=MASK)
+    batch = collect_batch(x0, xt, t, loss_weight(schedule, t), noise_level(schedule, t), ForwardProcess(MASK))
     features = model(xt).final.detach().requires_grad_()
     head = model.head
     ours = score_entropy_loss(features, head, batch, mask_id=MASK)
@@ -189,7 +186,7 @@ def test_score_entropy_is_sedds_in_value_and_gradient():
 def test_score_entropy_is_at_least_the_nelbo():
     """And equal to it where the logits' mass is V - 1."""
     model, x0 = build("mdlm"), text(4)
-    batch = corrupt(x0, LogLinear(), CounterRng.of(2, 4), 0, mask_id=MASK)
+    batch = corrupt(x0, ForwardProcess(MASK), CounterRng.of(2, 4), 0)
     with torch.no_grad():
         final = model(batch.xt).final
         nelbo = diffusion_loss(final, model.head, batch, mask_id=MASK)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import every_token, listed, random_positions, rare_in_sequence
-from adlm.diffusion.masking import collect_batch, corrupt
+from adlm.diffusion.masking import ForwardProcess, collect_batch, corrupt
+from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import ancestral, reverse_distribution, reverse_divergence
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import Cosine, LogLinear, discrete_loss_weight, discrete_time, loss_weight
-from adlm.evaluate.likelihood import held_out_bound
-from adlm.methods import training_loss
+from adlm.likelihood import estimate_nll
 from tests.world import TinyWorld, joint, law_of, random_model
 
 WORLDS = {2: TinyWorld(random_model(seed=39, length=2)), 3: TinyWorld(random_model(seed=113, positions="learned"))}
@@ -58,12 +58,11 @@ def discrete_nelbo(world, x0, steps):
     return total
 
 
-def loss_of(world, x0, xt, weight, anchor_weight=None, **where):
+def loss_of(world, x0, xt, weight, anchor_weight=None, **anchors):
     """The library's loss summed over tokens, for hiding patterns with given weights."""
-    rows = len(xt)
-    batch = collect_batch(
-        x0.expand(rows, -1), xt, torch.ones(rows), weight.float(), torch.zeros(rows), mask_id=world.mask, **where
-    )
+    rows, ones = len(xt), torch.ones(len(xt))
+    process = ForwardProcess(world.mask, **anchors)
+    batch = collect_batch(x0.expand(rows, -1), xt, ones, weight.float(), 0 * ones, process)
     with torch.no_grad():
         loss = training_loss(world.model, batch, anchor_weight=anchor_weight)
     return loss, batch.tokens
@@ -94,7 +93,9 @@ def test_corruption_estimates_the_nelbo(length, schedule):
         chance = is_hidden_prob[:, None] ** hidden * (1 - is_hidden_prob[:, None]) ** (length - hidden)
         each_time = -schedule.dalpha(t) / is_hidden_prob * (chance * cost).sum(-1)
         expected = float((torch.from_numpy(node_weights) / 2 * each_time).sum())
-        batch = corrupt(x0.expand(rows, -1), schedule, CounterRng.of(7, rows), number, mask_id=world.mask)
+        batch = corrupt(
+            x0.expand(rows, -1), ForwardProcess(world.mask, schedule=schedule), CounterRng.of(7, rows), number
+        )
         with torch.no_grad():
             row_nll = training_loss(world.model, batch).row_nll.double()
         error = float(row_nll.std()) / math.sqrt(rows)
@@ -128,11 +129,11 @@ def test_held_out_bound_in_discrete_time(steps):
     world = WORLDS[2]
     x0 = texts(world)[1]
     rows = x0.expand(4000, -1)
-    batch = corrupt(rows, LogLinear(), CounterRng.of(0, 4000), 0, mask_id=world.mask, steps=steps)
+    batch = corrupt(rows, ForwardProcess(world.mask, steps=steps), CounterRng.of(0, 4000), 0)
     found, count = (batch.t * steps).round().unique(return_counts=True)
     assert found.tolist() == list(range(1, steps + 1))
     assert count.max() - count.min() <= 2
-    bound = held_out_bound(world.model, rows, batch=1000, draws=4, steps=steps)
+    bound = estimate_nll(world.model, rows, batch=1000, draws=4, steps=steps)
     # LogLinear hides (1 - eps) t: a thousandth less than the enumeration's alpha = 1 - t
     expected = discrete_nelbo(world, x0, steps) / world.length
     assert bound.nll == pytest.approx(expected, abs=4 * bound.stderr + 2e-3 * expected)

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adlm.diffusion import selected
 from adlm.diffusion.masking import NoisyBatch, Selection
-from adlm.methods import METHODS, build_config, training_loss
+from adlm.diffusion.objectives import training_loss
+from adlm.methods import METHODS, build_config
 from adlm.models import costs
 from adlm.models.costs import flops_per_token, memory_estimate, parameter_count, parameters, peak_flops
 from adlm.models.language_model import LanguageModel, ModelConfig
@@ -221,7 +222,7 @@ from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.masking import corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear
-from adlm.methods import training_loss
+from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel, ModelConfig
 
 def steps(config, rows):

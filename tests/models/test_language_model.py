@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from adlm.diffusion.masking import shift_tokens
-from adlm.methods import build_config, training_loss
+from adlm.diffusion.objectives import training_loss
+from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
 from tests.goldens import facts
 from tests.world import random_model

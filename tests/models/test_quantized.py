@@ -80,9 +80,9 @@ def test_an_exported_model_says_about_the_same(method: str, changes: dict[str, A
     a weight. That is each matrix's share, and of about 15 matrices one after the other: 0.7% · √15 = 3%."""
     words = tokenizer("bytes")
     model = random_model(method, vocab_size=258, mask_id=257, dim=64, heads=4, length=32, scale=0.3, **changes)
-    loaded = checkpoint.Loaded(model, words, method, 11, "documents")
-    folder = checkpoint.export(loaded, tmp_path / "given")
-    back = checkpoint.load(folder, verify=True)
+    loaded = checkpoint.LoadedModel(model, words, method, 11, "documents")
+    folder = checkpoint.export_model(loaded, tmp_path / "given")
+    back = checkpoint.load_model(folder, verify=True)
     assert (back.method, back.step, back.rows, back.tokenizer) == (method, 11, "documents", back.tokenizer)
     assert back.tokenizer is not None and back.tokenizer.sha256 == words.sha256
     assert back.model.config == model.fold().config
@@ -99,7 +99,7 @@ def test_an_exported_model_says_about_the_same(method: str, changes: dict[str, A
     assert torch.equal(same, now), "exporting and loading is rounding the weights, and nothing else"
     assert 0 < float((now - was).square().mean().sqrt() / was.square().mean().sqrt()) < 0.05
     # What is exported once more is the same to rounding: nothing is folded or rounded twice.
-    again = checkpoint.load(checkpoint.export(back, tmp_path / "again"))
+    again = checkpoint.load_model(checkpoint.export_model(back, tmp_path / "again"))
     with torch.no_grad():
         torch.testing.assert_close(again.model.head(again.model(tokens, level).final), now, rtol=1e-4, atol=1e-4)
 
@@ -107,7 +107,7 @@ def test_an_exported_model_says_about_the_same(method: str, changes: dict[str, A
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_file_has_about_a_byte_a_parameter(tied: bool, tmp_path: Path) -> None:
     model = random_model("adlm", vocab_size=258, mask_id=257, dim=128, heads=4, length=32, tied=tied, bridge="direct")
-    folder = checkpoint.export(checkpoint.Loaded(model, tokenizer("bytes"), "adlm", 0), tmp_path)
+    folder = checkpoint.export_model(checkpoint.LoadedModel(model, tokenizer("bytes"), "adlm", 0), tmp_path)
     count = sum(p.numel() for p in model.fold().parameters())  # a tied head is one with the embedding
     size = (folder / "model.safetensors").stat().st_size
     assert count < size < 1.15 * count
@@ -116,7 +116,7 @@ def test_a_file_has_about_a_byte_a_parameter(tied: bool, tmp_path: Path) -> None
 
 def test_an_exported_model_writes(tmp_path: Path) -> None:
     model = random_model("adlm", vocab_size=258, mask_id=257, dim=32, length=32)
-    folder = checkpoint.export(checkpoint.Loaded(model, tokenizer("bytes"), "adlm", 0, "documents"), tmp_path)
+    folder = checkpoint.export_model(checkpoint.LoadedModel(model, tokenizer("bytes"), "adlm", 0, "documents"), tmp_path)
     found = adlm.load(folder, device="cpu")
     assert found.row_format.is_framed and found.infill("a ___{3} b").texts[0].startswith("a ")
     card = folder / "README.md"
