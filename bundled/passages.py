@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SEPARATOR = "<|endoftext|>"
-MAX_CHARACTERS = 920  # of a passage by default: about 240 tokens of the bundled tokenizer, so that nearly all fit into 254
+MAX_CHARACTERS = 920  # about 240 tokens of the bundled tokenizer: nearly all passages fit into 254
 MIN_CHARACTERS = 40
 FULL_SHARE = 0.6  # of the passages are as long as fits, the others end earlier
 ABBREVIATION = "".join(rf"(?<!\b{short}\.)" for short in ("Mr", "Mrs", "Dr", "St", "[A-Z]"))
@@ -98,7 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("books", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--most", type=int, default=MAX_CHARACTERS, help="maximum characters of a passage [default: %(default)s]")
+    parser.add_argument(
+        "--most", type=int, default=MAX_CHARACTERS, help="characters of a passage [default: %(default)s]"
+    )
     parser.add_argument("--take", type=int, help="number of passages, taken evenly from all [default: all]")
     options = parser.parse_args()
     found = [
