@@ -26,11 +26,10 @@ from torch import Tensor
 import adlm
 from adlm.data.batches import TensorRows
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.masking import NoisyBatch
 from adlm.evaluate.diversity import Row, cut_alike, distinct, entropy, repetition
-from adlm.evaluate.likelihood import Bound, held_out_bound
 from adlm.evaluate.ngrams import count_bigrams, held_out_nll, per_token
 from adlm.generate import pick_device
+from adlm.likelihood import NllEstimate, estimate_nll
 from adlm.models.costs import parameter_count
 
 ORDERS = (1, 2, 3, 4)
@@ -132,22 +131,14 @@ def sampled(lm: Any, label: str, asked: argparse.Namespace, bar: Progress) -> li
 
 def bound_of(
     model: adlm.LanguageModel, label: str, held: TensorRows, asked: argparse.Namespace, bar: Progress
-) -> tuple[Bound, Tensor]:
+) -> tuple[NllEstimate, Tensor]:
     """The bound, and each row's nats and tokens."""
-    kept: list[Tensor] = []
-    task = bar.add_task(f"{label}: bound", total=len(held) * (1 if model.config.is_causal else asked.draws))
-
-    def loss_of(noised: NoisyBatch) -> adlm.Loss:
-        bar.advance(task, len(noised.x0))
-        return adlm.training_loss(model, noised)
-
-    def keep(sums: Tensor) -> Tensor:
-        kept.append(sums)
-        return sums
-
+    task = bar.add_task(f"{label}: bound", total=len(held))
     model.to(pick_device(asked.device))
-    bound = held_out_bound(model, held, draws=asked.draws, seed=asked.seed, loss_of=loss_of, total=keep)
-    return bound, kept[0]
+    bound = estimate_nll(
+        model, held, draws=asked.draws, seed=asked.seed, on_rows=lambda done, _: bar.update(task, completed=done)
+    )
+    return bound, torch.stack([bound.row_nats, bound.row_tokens])
 
 
 def compared(rows: list[list[int]], held: TensorRows, tokenizer: Tokenizer, seed: int) -> dict[str, Any]:
@@ -186,7 +177,7 @@ def decoded(rows: TensorRows, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode(row[:length], skip_special=True) for row, length in pairs]
 
 
-def told(bound: Bound, size: int) -> dict[str, Any]:
+def told(bound: NllEstimate, size: int) -> dict[str, Any]:
     """A bound with what follows from it; all its nats go to the bytes of the text."""
     bits = bound.tokens / math.log(2) / size
     return {

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from adlm.data.batches import RowDataset, is_valid
-from adlm.evaluate.metrics import Bound, Likelihood
+from adlm.likelihood import NllEstimate, summarize_rows
 
 Ids = NDArray[np.int64]
 Told = Callable[[int, int], None]  # rows done, rows in all
@@ -110,7 +110,7 @@ def count_bigrams(rows: RowDataset, vocab_size: int, *, on_rows: Told | None = N
 
 def held_out_nll(
     nll: Callable[[Ids], NDArray[Any]], rows: RowDataset, *, ends_free: bool = False, on_rows: Told | None = None
-) -> Bound:
+) -> NllEstimate:
     """Nats per token over the tokens that a masked model's bound counts: all but padding, the first of a row too.
 
     `nll` gives the nats of every token of rows (n, L): `Bigram.nll` or `Bigram.unigram_nll`. With `ends_free` the first
@@ -131,11 +131,9 @@ def held_out_nll(
     return per_token(np.concatenate(nats), np.concatenate(tokens))
 
 
-def per_token(nats: NDArray[np.float64], tokens: NDArray[Any]) -> Bound:
+def per_token(nats: NDArray[np.float64], tokens: NDArray[Any]) -> NllEstimate:
     """The figure of rows by each one's nats and tokens."""
-    found = Likelihood()
-    found.add_rows(torch.from_numpy(nats), torch.from_numpy(tokens))
-    return found.bound()
+    return summarize_rows(torch.from_numpy(nats), torch.from_numpy(tokens))
 
 
 def _pieces(rows: RowDataset, on_rows: Told | None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:

@@ -1,0 +1,529 @@
+"""Negative log-likelihood of rows of tokens: the NELBO of masked models, exact for causal ones, or under an order.
+
+Under an unmasking order (`estimate_order_nll`) a masked model that reveals tokens in an order that depends only on what
+is visible has a computable likelihood: −log p(x) = Σ −log p(x_i | what is visible when i is revealed). It is exact for
+the sampler that decodes in this order from a row of known length, all hidden but the given tokens: `denoise` with the
+order of this name, temperature 1, no top-k, top-p or limits. Where several tokens are revealed in a step, that sampler
+draws them independently of each other, and the sum is exact for it. In a random order it is a bound: p(x) is a mean
+over orders, and the mean of −log p(x | order) is above −log of it. For a model without time conditioning its
+expectation is the NELBO of continuous time: it is no tighter, but less noisy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adlm.data.batches import RowDataset, TensorRows, is_valid
+from adlm.diffusion import orders
+from adlm.diffusion.masking import ForwardProcess, NoisyBatch, Selection, corrupt, select, shift_tokens
+from adlm.diffusion.objectives import Loss, training_loss
+from adlm.diffusion.orders import Order, next_positions
+from adlm.diffusion.plans import EPS
+from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.diffusion.schedules import LogLinear, NoiseSchedule, noise_level
+from adlm.diffusion.selected import CHUNK, selected_loss
+from adlm.models.language_model import LanguageModel
+
+MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
+LEFT_TO_RIGHT, RANDOM = "left_to_right", "random"
+# The orders of the samplers; `tokens_a_step` sets how many tokens a step reveals, not steps or a bound on entropies.
+SCORED_ORDERS = {
+    order.name: replace(order, steps=None, entropy_bound=None)
+    for order in (orders.confidence(1), orders.margin(1), replace(orders.entropy_bounded(), name="entropy"))
+}
+ORDERS = (LEFT_TO_RIGHT, *SCORED_ORDERS, RANDOM)
+MAX_TIE = 1e-6  # scores that are no further apart are equal
+
+
+class Ranks(Protocol):
+    """The processes that share the rows; `adlm.training.distributed.DistributedContext` is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def all_reduce_sum(self, values: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class NllEstimate:
+    """Nats per token with a standard error: an upper bound for a masked model, exact for a causal one.
+
+    `row_nats` and `row_tokens` (n,) are the sums of each row: two models on the same rows and noise can be paired.
+    """
+
+    nll: float
+    stderr: float  # over documents (or rows); it contains the noise
+    tokens: int
+    noise_stderr: float | None = None  # from the noise alone; None: one draw does not show it
+    draws: int = 1
+    row_nats: Tensor = field(default_factory=lambda: torch.zeros(0), compare=False, repr=False)
+    row_tokens: Tensor = field(default_factory=lambda: torch.zeros(0), compare=False, repr=False)
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity; infinite for a model that diverged."""
+        return math.exp(self.nll) if self.nll < 700 else math.inf
+
+    def bits_per_byte(self, size: int) -> float:
+        """All counted nats as bits, over `size` bytes of text."""
+        if size < 1:
+            raise ValueError(f"bits per byte need a text of at least 1 byte, got {size}")
+        return self.nll * self.tokens / math.log(2) / size
+
+
+def summarize_rows(
+    row_nats: Tensor,
+    row_tokens: Tensor,
+    documents: Tensor | None = None,
+    *,
+    variance: Tensor | None = None,
+    draws: int = 1,
+) -> NllEstimate:
+    """The estimate from each row's nats and tokens (n,), with a standard error over documents or rows.
+
+    `variance` (n,) is that of each row's nats by its noise, where it is known.
+    """
+    row_nats, row_tokens = row_nats.double().cpu(), row_tokens.double().cpu()
+    infinite = (~torch.isfinite(row_nats)).nonzero()[:, 0].tolist()
+    if infinite:
+        raise FloatingPointError(f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}")
+    unit, units = group_rows(len(row_nats), documents)
+    tokens = float(row_tokens.sum())
+    if tokens == 0:
+        raise ValueError("no tokens were counted: the data is empty or every token is masked out")
+    sums = torch.zeros(2, units, dtype=torch.float64).index_add_(1, unit, torch.stack([row_nats, row_tokens]))
+    _, stderr = estimate_ratio(*sums.numpy())
+    if math.isnan(stderr):
+        raise ValueError(f"a standard error needs counted tokens in at least 2 of {units} units: give more text")
+    noise = None if variance is None else float(variance.sum().sqrt() / row_tokens.sum())
+    return NllEstimate(float(row_nats.sum()) / tokens, stderr, int(tokens), noise, draws, row_nats, row_tokens)
+
+
+def estimate_ratio(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float]:
+    """Σ sums / Σ counts over independent units (n,), and its standard error; NaN where nothing was counted."""
+    total = counts.sum()
+    if total == 0:
+        return math.nan, math.nan
+    mean = sums.sum() / total
+    return float(mean), influence_stderr((sums - mean * counts) / total, counts > 0)
+
+
+def influence_stderr(influence: NDArray[Any], is_used: NDArray[np.bool_]) -> float:
+    """The standard error from each unit's influence on an estimate, over the units in use; NaN for fewer than 2."""
+    n = int(is_used.sum())
+    return math.sqrt(n / (n - 1) * float(np.square(influence).sum())) if n > 1 else math.nan
+
+
+def group_rows(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]:
+    """The unit of each row (rows,) for a standard error over documents or rows, and the number of units, at least 2."""
+    if documents is None:
+        if rows < 2:
+            raise ValueError(f"a standard error needs at least 2 rows, got {rows}: give more text or shorter rows")
+        return torch.arange(rows), rows
+    if documents.shape != (rows,):
+        raise ValueError(f"{rows} rows need as many document numbers, got a shape of {tuple(documents.shape)}")
+    distinct, unit = documents.cpu().unique(return_inverse=True)
+    if len(distinct) < 2:
+        raise ValueError(
+            f"a standard error over documents needs rows from at least 2 of them, got {len(distinct)}: give more text, "
+            "or leave `documents` out for an error over rows"
+        )
+    return unit, len(distinct)
+
+
+def noise_variance(nats: Tensor, tokens: Tensor, times: Tensor | None = None) -> Tensor:
+    """The variance (n,) of the mean of each row's draws (n, K) by its noise alone.
+
+    Draws at different `times` (n, K), in [0, 1), differ by more than noise: few masked tokens cost less than many. The
+    mean cost of a token at a time, over all rows in bins of it, is subtracted first; a row's own part of it stays in.
+    """
+    correction = 1.0
+    if times is not None:
+        bins = min(max(nats.numel() // MIN_DRAWS_PER_BIN, 1), len(nats), MAX_TIME_BINS)
+        which, tokens = (times * bins).long().clamp(max=bins - 1), tokens[:, None].expand_as(nats)
+        parts = torch.stack([nats.flatten(), tokens.flatten()])
+        sums = torch.zeros(2, bins, dtype=torch.float64).index_add_(1, which.flatten(), parts)
+        nats = nats - tokens * (sums[0] / sums[1].clamp(min=1))[which]
+        correction = nats.numel() / (nats.numel() - bins + 1)
+    return nats.var(1) / nats.shape[1] * correction
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Some rows, and which of their tokens count."""
+
+    row: Tensor  # (n,): the number of each row, from which its noise follows
+    x0: Tensor  # (n, L)
+    valid: Tensor | None  # (n, L), False at padding; None if there is none
+    is_given: Tensor | None  # (n, L): always visible and not counted; None if there are no such tokens
+    is_counted: Tensor  # (n, L)
+
+
+def _estimate(
+    rows: Tensor | RowDataset,
+    compute_nats: Callable[[RowBatch, int], Tensor],
+    *,
+    draws: int,
+    batch: int,
+    max_rows: int | None,
+    given_tokens: Sequence[int],
+    documents: Tensor | None,
+    ranks: Ranks | None,
+    on_rows: Callable[[int, int], None] | None,
+    is_exact: bool,
+    skip_first: bool = False,
+    times: Callable[[int], Tensor] | None = None,
+) -> NllEstimate:
+    """Sum the nats (n, draws) that `compute_nats` returns for every batch and the number of all rows."""
+    dataset = TensorRows(rows) if isinstance(rows, Tensor) else rows
+    count = len(dataset) if max_rows is None else min(max_rows, len(dataset))
+    documents = None if documents is None else documents[:count]
+    group_rows(count, documents)  # raises before anything is computed
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    sums = torch.zeros(2, count, dtype=torch.float64)  # nats and tokens of each row
+    row_draws = torch.zeros(count, draws, dtype=torch.float64)
+    batches = torch.arange(count).split(batch)
+    for turn in range(-(-len(batches) // world_size)):
+        mine = turn * world_size + rank
+        row = batches[min(mine, len(batches) - 1)]  # ranks without a batch still take part in the collectives
+        x0, lengths = dataset.fetch(row)
+        valid = None if lengths is None else is_valid(lengths, x0.shape[1])
+        is_given = torch.isin(x0, torch.tensor(list(given_tokens))) if given_tokens else None
+        is_counted = torch.ones_like(x0, dtype=torch.bool) if valid is None else valid.clone()
+        if is_given is not None:
+            is_counted &= ~is_given
+        is_counted[:, :1] &= not skip_first
+        nats = compute_nats(RowBatch(row, x0, valid, is_given, is_counted), count)
+        if mine < len(batches):
+            sums[:, row] = torch.stack([nats.mean(1), is_counted.sum(1).double()])
+            row_draws[row] = nats
+        if on_rows is not None:
+            on_rows(min((turn + 1) * world_size * batch, count), count)
+    if ranks is not None:
+        sums, row_draws = ranks.all_reduce_sum(sums), ranks.all_reduce_sum(row_draws)
+    variance = torch.zeros(count) if is_exact else None
+    if draws > 1:
+        variance = noise_variance(row_draws, sums[1], None if times is None else times(count))
+    return summarize_rows(*sums, documents, variance=variance, draws=draws)
+
+
+def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> Tensor:
+    """The place of a draw of rows among the `count` strata of the unit interval, modulo `count`.
+
+    The seed shifts all rows alike: without that a row would be at the same times for every seed, and a mean over seeds
+    would keep the bias of rows at times that are easy for them. A single draw has the lineage's place.
+    """
+    shift = float(CounterRng.of(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0  # no draw's own number
+    return row.double() + count * (draw / draws + shift)
+
+
+@torch.no_grad()
+def estimate_nll(
+    model: LanguageModel,
+    rows: Tensor | RowDataset,
+    *,
+    batch: int = 32,
+    draws: int = 1,
+    seed: int = 0,
+    schedule: NoiseSchedule | None = None,
+    steps: int | None = None,
+    score_entropy: bool = False,
+    attend_padding: bool = False,
+    given_tokens: Sequence[int] = (),
+    documents: Tensor | None = None,
+    max_rows: int | None = None,
+    loss_fn: Callable[[NoisyBatch], Loss] | None = None,
+    ranks: Ranks | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> NllEstimate:
+    """Estimate the NELBO of rows (n, L), Eq. 4 without an anchor term, with `draws` noises each; exact if causal.
+
+    Continuous time, or with `steps` the bound of a process with that many steps. `given_tokens` are visible wherever
+    they occur and not counted. `documents` (n,) numbers the document in which each row begins: the standard error is
+    over documents, without it over rows. `ranks` share the rows; a sharded model is called through `loss_fn`, equally
+    often by each rank. `on_rows` is called with the rows done and all rows.
+
+    A row's noise follows from (seed, its number, the draw). One draw has the lineage's time: in the row's own n-th of
+    the unit interval. Several are spread evenly, k / draws later each, from a start that the seed shifts for all rows
+    alike: so times are even over the draws of a row and over the rows, and over seeds every row is seen at every time.
+    Batch size and number of processes change nothing but rounding.
+    """
+    if draws < 1 or batch < 1:
+        raise ValueError(f"draws and batch must be at least 1, got {draws} and {batch}")
+    config, device, was_training = model.config, model.embed.weight.device, model.training
+    draws = 1 if config.is_causal else draws
+    process = ForwardProcess(config.mask_id, schedule or LogLinear(), attend_padding=attend_padding, steps=steps)
+
+    def times(count: int) -> Tensor:
+        every = torch.arange(count)
+        return torch.stack([draw_position(every, count, draw, draws, seed) / count % 1 for draw in range(draws)], dim=1)
+
+    def corrupt_rows(each: RowBatch, count: int, draw: int, is_given: Tensor | None) -> NoisyBatch:
+        if config.is_causal:
+            return shift_tokens(each.x0, valid=each.is_counted if is_given is not None else each.valid)
+        rng, index = CounterRng.of(seed, each.row), draw_position(each.row, count, draw, draws, seed)
+        return corrupt(each.x0, process, rng, draw, index=index, total=count, valid=each.valid, is_fixed=is_given)
+
+    def compute_nats(each: RowBatch, count: int) -> Tensor:
+        # Where every token is given nothing counts, but all ranks must call a sharded model.
+        has_counted = bool(each.is_counted.any())
+        nats = []
+        for draw in range(draws):
+            noisy = corrupt_rows(each, count, draw, each.is_given if has_counted else None).to(device)
+            loss = loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
+            nats.append(loss.row_nll.double().cpu() * has_counted)
+        return torch.stack(nats, dim=1)
+
+    model.eval()
+    try:
+        return _estimate(
+            rows,
+            compute_nats,
+            draws=draws,
+            batch=batch,
+            max_rows=max_rows,
+            given_tokens=given_tokens,
+            documents=documents,
+            ranks=ranks,
+            on_rows=on_rows,
+            is_exact=config.is_causal,
+            skip_first=config.is_causal,
+            times=times,
+        )
+    finally:
+        model.train(was_training)
+
+
+@torch.no_grad()
+def estimate_token_nats(
+    model: LanguageModel,
+    rows: Sequence[Sequence[int]],
+    is_scored: Sequence[Sequence[bool]],
+    *,
+    draws: int,
+    seed: int,
+    batch: int,
+    score_entropy: bool = False,
+) -> Tensor:
+    """Nats (n, draws) of the scored tokens of each row, the others given; a causal model has one exact draw.
+
+    The times of a row's draws are spread evenly, and its noise follows from (seed, draw): the nats of a row do not
+    depend on the other rows.
+    """
+    config, device = model.config, model.embed.weight.device
+    draws = 1 if config.is_causal else draws
+    pairs = [(row, draw) for row in range(len(rows)) if any(is_scored[row]) for draw in range(draws)]
+    nats = torch.zeros(len(rows), draws, dtype=torch.float64)
+    for start in range(0, len(pairs), batch):
+        part = pairs[start : start + batch]
+        row, draw = torch.tensor(part).unbind(1)
+        lengths = torch.tensor([len(rows[i]) for i, _ in part])
+        width = int(lengths.max())
+        x0 = torch.tensor([[*rows[i], *[0] * (width - len(rows[i]))] for i, _ in part])
+        scored = torch.tensor([[*is_scored[i], *[False] * (width - len(rows[i]))] for i, _ in part])
+        valid = is_valid(lengths, width)
+        if config.is_causal:
+            noisy = replace(shift_tokens(x0, valid=valid), hidden=select(scored[:, 1:], torch.ones(len(part))))
+        else:
+            process, rng = ForwardProcess(config.mask_id), CounterRng.of(seed, draw)
+            noisy = corrupt(x0, process, rng, 0, index=draw, total=draws, valid=valid, is_fixed=~scored)
+        loss = training_loss(model, noisy.to(device), score_entropy=score_entropy)
+        nats[row, draw] = loss.row_nll.double().cpu()
+    return nats
+
+
+def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> float:
+    """Nats per token of the unigram model with these token counts (V,), one added to each: the baseline to beat."""
+    nll = -((counts.double() + 1) / (counts.sum() + len(counts))).log()[tokens]
+    return float(nll.mean() if valid is None else nll[valid].mean())
+
+
+@torch.no_grad()
+def estimate_order_nll(
+    model: LanguageModel,
+    rows: Tensor | RowDataset,
+    order: str | Order | Tensor,
+    *,
+    tokens_a_step: int = 1,
+    draws: int = 1,
+    seed: int = 0,
+    batch: int = 32,
+    max_rows: int | None = None,
+    given_tokens: Sequence[int] = (),
+    documents: Tensor | None = None,
+    ranks: Ranks | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> NllEstimate:
+    """Nats per token of rows (n, L) that are revealed in an order: exact, or a bound for a random order.
+
+    The order is a name of `ORDERS`, an `Order` with a score (with its own steps or entropy bound), or a permutation
+    (L,): the positions in the order of their reveal. Scores are computed in float64, and where they are equal (to 1e-6)
+    the left one comes first, so that rounding and batch size change nothing. A row of n hidden tokens takes
+    ceil(n / tokens_a_step) steps of equal size, the larger ones first, as in `denoise` with so many steps. A random
+    order takes `draws` permutations for each row; their spread is the error from noise. `batch` is the number of states
+    in the network at a time; the other arguments are those of `estimate_nll`.
+    """
+    if model.config.is_causal or model.config.mask_id is None:
+        raise ValueError("a causal model has one order, from left to right, in which its nll is exact already")
+    if tokens_a_step < 1 or draws < 1:
+        raise ValueError(f"tokens_a_step and draws must be at least 1, got {tokens_a_step} and {draws}")
+    is_random = isinstance(order, str) and order == RANDOM
+    scored = None if isinstance(order, Tensor) else _find_scored_order(order)
+    folded = model.fold() if scored is None else model.fold().double()
+    permutation = order if isinstance(order, Tensor) else None
+    if permutation is not None and not torch.equal(permutation.sort().values, torch.arange(permutation.numel())):
+        raise ValueError(f"a permutation has every position from 0 on once, got {permutation.tolist()}")
+    draws = draws if is_random else 1
+
+    def compute_nats(each: RowBatch, _: int) -> Tensor:
+        if scored is not None:
+            return _nats_by_score(folded, each, scored, tokens_a_step)[:, None]
+        width = each.x0.shape[1]
+        nats = []
+        for draw in range(draws):
+            if is_random:
+                place = CounterRng.of(seed, each.row).uniform(draw, width, Purpose.ORDER)
+            elif permutation is None:
+                place = torch.arange(width).expand_as(each.x0)
+            elif len(permutation) == width:
+                place = permutation.argsort().expand_as(each.x0)
+            else:
+                raise ValueError(f"the permutation is of {len(permutation)} positions, the rows have {width}")
+            nats.append(_nats_by_place(folded, each, place, tokens_a_step, batch))
+        return torch.stack(nats, dim=1)
+
+    return _estimate(
+        rows,
+        compute_nats,
+        draws=draws,
+        batch=batch,
+        max_rows=max_rows,
+        given_tokens=given_tokens,
+        documents=documents,
+        ranks=ranks,
+        on_rows=on_rows,
+        is_exact=not is_random,
+    )
+
+
+def _find_scored_order(order: str | Order) -> Order | None:
+    """The order by its score; None where the places are known beforehand."""
+    if isinstance(order, Order):
+        if order.score is None:
+            raise ValueError(f"order {order.name!r} is random: give the name {RANDOM!r}")
+        return order
+    if order not in ORDERS:
+        raise ValueError(f"unknown order {order!r}; known: {', '.join(ORDERS)}, or a permutation of the positions")
+    return SCORED_ORDERS.get(order)
+
+
+def count_steps(hidden: Tensor, tokens_a_step: int) -> Tensor:
+    """The number of steps of rows with so many hidden tokens."""
+    return -(-hidden // tokens_a_step)
+
+
+def step_of_rank(rank: Tensor, hidden: Tensor, steps: Tensor) -> Tensor:
+    """The one of `steps` even steps, larger ones first, that reveals the token of each rank among `hidden`."""
+    small, more = hidden // steps.clamp(min=1), hidden % steps.clamp(min=1)
+    early = more * (small + 1)
+    return torch.where(rank < early, rank // (small + 1), more + (rank - early) // small.clamp(min=1))
+
+
+def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_a_step: int, batch: int) -> Tensor:
+    """Nats of rows (n,) whose order is known beforehand, the lowest place (n, L) first: all states at once."""
+    hidden = rows.is_counted.sum(1, keepdim=True)
+    rank = torch.where(rows.is_counted, place.double(), torch.inf).argsort(stable=True, dim=1).argsort(1)
+    steps = count_steps(hidden, tokens_a_step)
+    reveal = torch.where(rows.is_counted, step_of_rank(rank, hidden, steps), -1)  # given tokens and padding: before
+    row = torch.repeat_interleave(torch.arange(len(place)), steps[:, 0])
+    step = torch.arange(len(row)) - (steps.cumsum(0) - steps)[row, 0]
+    nats = torch.zeros(len(place), dtype=torch.float64)
+    for states in torch.arange(len(row)).split(batch) if len(row) else ():
+        mine, now = row[states], step[states, None]
+        index = (reveal[mine] == now).flatten().nonzero()[:, 0]
+        features = _compute_features(model, rows, mine, reveal[mine] >= now)
+        targets = rows.x0[mine].to(features.device)
+        selection = Selection(index.to(features.device), torch.ones(len(index), device=features.device))
+        losses = selected_loss(features, model.head, targets, selection, without=model.config.mask_id).each
+        nats.index_add_(0, mine[index // place.shape[1]], losses.double().cpu())
+    return nats
+
+
+def _nats_by_score(model: LanguageModel, rows: RowBatch, order: Order, tokens_a_step: int) -> Tensor:
+    """Nats of rows (n,) whose next positions follow from the network's own prediction, a step of all rows at a time."""
+    is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
+    steps = count_steps(is_hidden.sum(1), tokens_a_step)
+    start = torch.zeros_like(steps)
+    if order.steps is None and order.entropy_bound is None:
+        # Rows end together: a row of fewer steps starts later, so that the steps left are the same for all.
+        order = replace(order, steps=int(steps.max()))
+        start = steps.max() - steps
+    step = 0
+    while bool(is_hidden.any()):
+        active = (is_hidden.any(1) & (start <= step)).nonzero()[:, 0]
+        here = is_hidden[active]
+        scores, losses = _score_hidden(model, rows, active, here, order)
+        chosen = next_positions(order, merge_ties(scores, here), here, step)
+        nats[active] += (losses * chosen).sum(1)
+        is_hidden[active] = here & ~chosen
+        step += 1
+    return nats
+
+
+def merge_ties(scores: Tensor, is_hidden: Tensor) -> Tensor:
+    """The scores (n, L) of hidden positions, neighbors in rank that are equal (to `MAX_TIE`) made the same.
+
+    In a row that is all hidden, a model with relative positions predicts the same everywhere, up to rounding.
+    """
+    ranked, place = scores.masked_fill(~is_hidden, -torch.inf).sort(dim=1, descending=True, stable=True)
+    is_lower = torch.ones_like(is_hidden)
+    is_lower[:, 1:] = ranked[:, :-1] - ranked[:, 1:] > MAX_TIE
+    leader = torch.where(is_lower, torch.arange(scores.shape[1]), 0).cummax(1).values
+    return torch.empty_like(scores).scatter_(1, place, ranked.gather(1, leader))
+
+
+def _score_hidden(
+    model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor, order: Order
+) -> tuple[Tensor, Tensor]:
+    """Score and nats of every hidden position of some rows of the batch, (n, L) each, zero elsewhere."""
+    assert order.score is not None
+    features = _compute_features(model, batch, rows, is_hidden).flatten(0, 1)
+    index = is_hidden.flatten().nonzero()[:, 0]
+    targets = batch.x0[rows].flatten()[index].to(features.device)
+    scores, losses = [], []
+    for part, logits in _compute_logits(model, features[index.to(features.device)]):
+        scores.append(order.score(logits))
+        losses.append(-logits.log_softmax(-1).gather(1, targets[part, None])[:, 0])
+    score, loss = torch.cat(scores).cpu(), torch.cat(losses).cpu()
+    scattered = [values.new_zeros(is_hidden.shape).masked_scatter_(is_hidden, values) for values in (score, loss)]
+    return scattered[0], scattered[1]
+
+
+def _compute_features(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor) -> Tensor:
+    """The network's features of some rows with these positions masked; time is the masked share of counted tokens."""
+    device, mask_id = model.embed.weight.device, model.config.mask_id
+    assert mask_id is not None
+    xt = torch.where(is_hidden, mask_id, batch.x0[rows])
+    share = is_hidden.sum(1) / batch.is_counted[rows].sum(1).clamp(min=1)
+    level = noise_level(LogLinear(EPS), share.double())
+    valid = None if batch.valid is None else batch.valid[rows].to(device)
+    final: Tensor = model(xt.to(device), level.to(device), valid=valid).final
+    return final
+
+
+def _compute_logits(model: LanguageModel, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of features (N, dim), a chunk at a time, without the mask token."""
+    size = CHUNK[features.device.type]
+    for start in range(0, len(features), size):
+        logits = model.head(features[start : start + size])
+        logits[:, model.config.mask_id] = -torch.inf
+        yield slice(start, start + size), logits
