@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,15 @@ from numpy.typing import NDArray
 
 from adlm.likelihood import estimate_ratio, influence_stderr
 
-__all__ = ["calibration_error", "estimate_ratio", "estimate_ratio_difference"]
+__all__ = [
+    "Correlation",
+    "calibration_error",
+    "correlate",
+    "estimate_ratio",
+    "estimate_ratio_difference",
+    "find_shared_steps",
+    "rank_values",
+]
 
 
 def estimate_ratio_difference(
@@ -29,3 +40,152 @@ def calibration_error(bins: NDArray[Any]) -> NDArray[np.float64]:
     count, probability, hits = np.moveaxis(bins, -1, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(np.abs(probability - hits).sum(-1) / count.sum(-1), dtype=np.float64)
+
+
+def rank_values(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Ranks from 1; equal values share the mean of theirs."""
+    try:
+        from scipy.stats import rankdata
+    except ImportError as error:
+        raise ImportError(f"ranks need scipy ({error}): pip install 'adlm[eval]'") from error
+    return np.asarray(rankdata(values), dtype=np.float64)
+
+
+# Correlation of two metrics over models. Training improves nearly every metric, so any two correlate over the
+# checkpoints of a run: correlations within runs, and between runs at equal steps, say more.
+
+MIN_POINTS = 3
+MAX_EXACT_ORDERS = 5040  # the permutation test tries all orders of up to seven points
+RANDOM_ORDERS = 9999  # and this many of more
+NORMAL_975 = 1.959963984540054  # quantile of a 95% interval
+ALL_MODELS, WITHIN_RUNS, AT_EQUAL_STEPS = "all models", "within runs", "at equal steps"
+Groups = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rho and Pearson's r, each with its 95% interval and the p-value of a two-sided permutation test."""
+
+    x: str
+    y: str
+    among: str
+    points: int
+    groups: int  # whose means are subtracted
+    independent: int  # points that the intervals count
+    rho: float
+    low: float
+    high: float
+    p_value: float
+    r: float
+    r_low: float
+    r_high: float
+    r_p_value: float
+
+
+def correlate(
+    x: Sequence[float],
+    y: Sequence[float],
+    *,
+    among: str = ALL_MODELS,
+    runs: Sequence[str] = (),
+    steps: Sequence[int] = (),
+    names: tuple[str, str] = ("x", "y"),
+    seed: int = 0,
+) -> Correlation:
+    """Correlate two metrics of at least three models, each of a run and at a step.
+
+    All models: they count as independent, which checkpoints of one run are not. Within runs: ranks and means are each
+    run's own, and the test permutes within runs. With few checkpoints rho is then nearer to 0 (with two it is Kendall's
+    tau). At equal steps: ranks and means are those of each step that all runs have, the test permutes whole runs, and
+    intervals count runs.
+
+    Intervals are those of Bonett and Wright (2000) for rho and of Fisher for r. Where all ranks agree rho is ±1 and its
+    interval would be a point: it is computed half an exchange of neighbors short of that. Three points have [−1, 1].
+    """
+    _check_values(x, y, names)
+    groups: Groups = [range(len(x))]
+    independent, orders = len(x), np.zeros((0, 0), dtype=np.int64)
+    if among == WITHIN_RUNS:
+        groups = [group for run in dict.fromkeys(runs) if len(group := [i for i, r in enumerate(runs) if r == run]) > 1]
+        points = sum(map(len, groups))
+        independent = points - len(groups) + 1
+        if independent < MIN_POINTS:
+            raise ValueError(
+                f"no correlation within runs: of {len(set(runs))} runs {len(groups)} have several checkpoints, "
+                f"{points} in all; keep more of them (checkpoint.keep)"
+            )
+    elif among == AT_EQUAL_STEPS:
+        places = {key: place for place, key in enumerate(zip(runs, steps, strict=True))}
+        shared, independent = find_shared_steps(runs, steps), len(set(runs))
+        groups = [[places[run, step] for run in dict.fromkeys(runs)] for step in shared]
+        if independent < MIN_POINTS or not shared:
+            reason = f"there are {independent} runs" if independent < MIN_POINTS else "no step is in all runs"
+            raise ValueError(
+                f"no correlation at equal steps: {reason}; give at least {MIN_POINTS} runs with checkpoints at the "
+                "same steps"
+            )
+        orders = _permute([independent], seed)
+        orders = np.concatenate([orders + number * independent for number in range(len(shared))], axis=1)
+    if among != AT_EQUAL_STEPS:
+        orders = _permute([len(group) for group in groups], seed)
+    numbers: list[float] = []
+    for is_ranked in (True, False):
+        a, b = (_center(np.asarray(values, dtype=np.float64), groups, is_ranked) for values in (x, y))
+        for name, centered in zip(names, (a, b), strict=True):
+            if not np.any(np.abs(centered) > 1e-12):
+                where = "" if among == ALL_MODELS else f" {among}"
+                raise ValueError(f"{name} is the same for all {len(a)} models{where}: it correlates with nothing")
+        size = math.sqrt(float((a @ a) * (b @ b)))
+        value = min(1.0, max(-1.0, float(a @ b) / size))
+        p_value = float(np.mean(np.abs(b[orders] @ a / size) >= abs(value) - 1e-9))
+        # Exchanging the ranks of two neighbors changes the sum of products by 1, at equal steps by 1 at each of them.
+        margin = (len(groups) if among == AT_EQUAL_STEPS else 1) / (2 * size) if is_ranked else 1e-12
+        numbers += [value, *_correlation_interval(value, independent, is_ranked, margin), p_value]
+    return Correlation(*names, among, sum(map(len, groups)), len(groups), independent, *numbers)
+
+
+def find_shared_steps(runs: Sequence[str], steps: Sequence[int]) -> list[int]:
+    """The steps that all runs have."""
+    pairs = set(zip(runs, steps, strict=True))
+    return [step for step in dict.fromkeys(steps) if all((run, step) in pairs for run in set(runs))]
+
+
+def _check_values(x: Sequence[float], y: Sequence[float], names: tuple[str, str]) -> None:
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} values of {names[0]} and {len(y)} of {names[1]}: give one of each for every model")
+    if len(x) < MIN_POINTS:
+        raise ValueError(
+            f"no correlation over {len(x)} models: give at least {MIN_POINTS} models, such as the checkpoints of a run "
+            "(checkpoint.keep) or runs of different recipes"
+        )
+    for name, values in zip(names, (x, y), strict=True):
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} is not finite for every model: a correlation needs it of each")
+
+
+def _permute(sizes: Sequence[int], seed: int) -> NDArray[np.int64]:
+    """Orders (k, n) of consecutive groups, each permuted in itself: all of them, or the identity and random ones."""
+    starts = np.cumsum([0, *sizes[:-1]])
+    if math.prod(map(math.factorial, sizes)) <= MAX_EXACT_ORDERS:
+        each = [itertools.permutations(range(start, start + n)) for start, n in zip(starts, sizes, strict=True)]
+        return np.array([list(itertools.chain(*order)) for order in itertools.product(*each)])
+    rng = np.random.default_rng(seed)
+    drawn = [rng.permuted(np.tile(np.arange(n), (RANDOM_ORDERS, 1)), axis=1) for n in sizes]
+    orders = np.concatenate([part + start for part, start in zip(drawn, starts, strict=True)], axis=1)
+    return np.concatenate([np.arange(sum(sizes))[None], orders])
+
+
+def _center(values: NDArray[np.float64], groups: Groups, is_ranked: bool) -> NDArray[np.float64]:
+    """Values, or ranks within their group, minus their group's mean."""
+    parts = [rank_values(values[list(group)]) if is_ranked else values[list(group)] for group in groups]
+    return np.concatenate([part - part.mean() for part in parts])
+
+
+def _correlation_interval(value: float, n: int, is_ranked: bool, margin: float) -> tuple[float, float]:
+    """The 95% interval over n independent points; its center stays `margin` away from ±1."""
+    if n <= MIN_POINTS:
+        return -1.0, 1.0
+    center = max(margin - 1, min(1 - margin, value))
+    reach = NORMAL_975 * math.sqrt((1 + value * value / 2 if is_ranked else 1.0) / (n - 3))
+    low, high = (math.tanh(math.atanh(center) + side) for side in (-reach, reach))
+    return min(low, value), max(high, value)
