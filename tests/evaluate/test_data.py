@@ -14,9 +14,9 @@ import torch
 from adlm.data.batches import TensorRows
 from adlm.data.prepare import prepare
 from adlm.data.shards import open_data
-from adlm.data.sources import excerpt
+from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import Tokenizer
-from adlm.evaluate.reading import Reading, documents_of, hash_of, read
+from adlm.evaluate.data import EvalDataset, hash_rows, load_eval_data, number_documents
 from tests.data.test_sources import FIXTURES
 from tests.text.models import PROSE, tokenizer
 
@@ -33,7 +33,7 @@ def written(path: Path, documents: list[str]) -> Path:
     return path
 
 
-def all_rows(reading: Reading) -> tuple[list[list[int]], list[int]]:
+def all_rows(reading: EvalDataset) -> tuple[list[list[int]], list[int]]:
     tokens, lengths = reading.rows.fetch(torch.arange(len(reading.rows)))
     widths = [tokens.shape[1]] * len(tokens) if lengths is None else lengths.tolist()
     return [row[:width] for row, width in zip(tokens.tolist(), widths, strict=True)], widths
@@ -48,7 +48,7 @@ def byte_stream(documents: list[str]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: Any) -> None:
     path = written(tmp_path / "a.jsonl", sentences(9000))  # more than two chunks
-    one, four = (read(path, tokenizer("bytes"), 32, rows=rows, workers=workers) for workers in (1, 4))
+    one, four = (load_eval_data(path, tokenizer("bytes"), 32, rows=rows, workers=workers) for workers in (1, 4))
     assert one.rows_hash == four.rows_hash and one.settings == four.settings and one.bytes == four.bytes
     assert torch.equal(one.documents, four.documents)
     assert all_rows(one) == all_rows(four)
@@ -59,8 +59,8 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: Any) -> Non
 def test_rows_are_those_of_prepare(tmp_path: Path, rows: Any, words: str) -> None:
     path = written(tmp_path / "a.jsonl", [*sentences(200), "", "naïve – 漢字 " * 40])
     prepare(path, tmp_path / "data", tokenizer=words, length=24, rows=rows, valid_share=0, workers=1)
-    fresh = read(path, tokenizer(words), 24, rows=rows)
-    stored = read(tmp_path / "data", tokenizer(words), 24, split="train")
+    fresh = load_eval_data(path, tokenizer(words), 24, rows=rows)
+    stored = load_eval_data(tmp_path / "data", tokenizer(words), 24, split="train")
     assert stored.rows_hash == fresh.rows_hash and all_rows(stored) == all_rows(fresh)
     assert torch.equal(stored.documents, fresh.documents)
     assert stored.settings["rows"] == rows and stored.settings["identity"] == fresh.settings["identity"]
@@ -71,7 +71,7 @@ def test_rows_are_those_of_prepare(tmp_path: Path, rows: Any, words: str) -> Non
 
 def test_wrapped_rows_are_the_stream_between_bos_and_eos(tmp_path: Path) -> None:
     documents = [*sentences(60), "", "", "x" * 70]
-    reading = read(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 20)
+    reading = load_eval_data(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 20)
     stream = byte_stream(documents)
     count = len(stream) // 18
     rows, _ = all_rows(reading)
@@ -87,11 +87,11 @@ def test_wrapped_rows_are_the_stream_between_bos_and_eos(tmp_path: Path) -> None
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_bytes_are_those_of_the_text_in_the_rows(tmp_path: Path, rows: Any, limit: int | None) -> None:
     documents = [*sentences(300), "one word and then " * 20]
-    reading = read(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 40, rows=rows, limit=limit)
+    reading = load_eval_data(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 40, rows=rows, limit=limit)
     found, _ = all_rows(reading)
     assert reading.bytes == sum(token < 256 for row in found for token in row) == reading.settings["text_bytes"]
     words = tokenizer("gpt2")
-    reading = read(tmp_path / "a.jsonl", words, 40, rows=rows, limit=limit)
+    reading = load_eval_data(tmp_path / "a.jsonl", words, 40, rows=rows, limit=limit)
     kept = [[token for token in row if token != words.eos_id] for row in all_rows(reading)[0]]
     assert reading.bytes == len("".join(words.decode(row) for row in kept if row))
 
@@ -99,20 +99,20 @@ def test_bytes_are_those_of_the_text_in_the_rows(tmp_path: Path, rows: Any, limi
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_a_limit_takes_the_first_rows(tmp_path: Path, rows: Any) -> None:
     path = written(tmp_path / "a.jsonl", sentences(5000))
-    every = read(path, tokenizer("bytes"), 32, rows=rows)
-    few = read(path, tokenizer("bytes"), 32, rows=rows, limit=10)
+    every = load_eval_data(path, tokenizer("bytes"), 32, rows=rows)
+    few = load_eval_data(path, tokenizer("bytes"), 32, rows=rows, limit=10)
     assert all_rows(few)[0] == all_rows(every)[0][:10] and few.rows_hash != every.rows_hash
     assert torch.equal(few.documents, every.documents[:10]) and few.settings["limit"] == 10
     assert few.settings["documents_dropped"] is None  # what was not read is not known
     prepare(path, tmp_path / "data", tokenizer="bytes", length=32, rows=rows, valid_share=0, workers=1)
-    stored = read(tmp_path / "data", tokenizer("bytes"), 32, split="train", limit=10)
+    stored = load_eval_data(tmp_path / "data", tokenizer("bytes"), 32, split="train", limit=10)
     assert stored.rows_hash == few.rows_hash and stored.bytes == pytest.approx(few.bytes, rel=0.05)
     assert "share" in stored.settings["bytes_are"]
 
 
 def test_long_documents_are_cut_and_it_is_said(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a" * 50, "b" * 8, "", "c" * 9])
-    reading = read(path, tokenizer("bytes"), 10, rows="documents")
+    reading = load_eval_data(path, tokenizer("bytes"), 10, rows="documents")
     rows, widths = all_rows(reading)
     assert widths == [10, 10, 2, 10] and rows[1] == [256, *b"b" * 8, 256]
     settings = reading.settings
@@ -123,54 +123,54 @@ def test_long_documents_are_cut_and_it_is_said(tmp_path: Path) -> None:
 def test_the_hash_is_of_the_bytes_that_are_written_down() -> None:
     tokens, lengths = torch.tensor([[9, 8, 7], [6, 5, 0]]), torch.tensor([3, 2])
     expected = hashlib.sha256(struct.pack("<2Q5I2I", 2, 3, 9, 8, 7, 6, 5, 3, 2)).hexdigest()
-    assert hash_of(TensorRows(tokens, lengths)) == expected
+    assert hash_rows(TensorRows(tokens, lengths)) == expected
     tokens[1, 2] = 4  # padding
-    assert hash_of(TensorRows(tokens, lengths)) == expected
-    assert hash_of(TensorRows(tokens)) == hashlib.sha256(struct.pack("<2Q8I", 2, 3, 9, 8, 7, 6, 5, 4, 3, 3)).hexdigest()
+    assert hash_rows(TensorRows(tokens, lengths)) == expected
+    assert hash_rows(TensorRows(tokens)) == hashlib.sha256(struct.pack("<2Q8I", 2, 3, 9, 8, 7, 6, 5, 4, 3, 3)).hexdigest()
 
 
 def test_a_row_that_ends_with_its_document_is_followed_by_the_next() -> None:
     rows = TensorRows(torch.tensor([[256, 1, 256, 256], [256, 2, 2, 256], [256, 256, 3, 256]]))
-    assert documents_of(rows, tokenizer("bytes"), is_wrapped=True).tolist() == [0, 1, 1]
+    assert number_documents(rows, tokenizer("bytes"), is_wrapped=True).tolist() == [0, 1, 1]
 
 
 def test_what_the_text_is_stands_in_the_settings(tmp_path: Path) -> None:
-    wiki = read(f"wikitext103:{FIXTURES / 'wiki.valid.tokens'}", tokenizer("gpt2"), 64).settings
+    wiki = load_eval_data(f"wikitext103:{FIXTURES / 'wiki.valid.tokens'}", tokenizer("gpt2"), 64).settings
     assert wiki["detokenizer"] == "wikitext" and wiki["stand_in"] is None and wiki["rows"] == "wrapped"
     assert wiki["tokenizer"] == "gpt2" and wiki["tokenizer_sha256"] == tokenizer("gpt2").sha256
     assert wiki["unk_marks"] == 0
     (tmp_path / "wiki.test.tokens").write_text(" \n = The <unk> = \n \n It was <unk> , they said . \n" * 9)
-    whole = read(f"wikitext2:{tmp_path}", tokenizer("gpt2"), 32, split="test", rows="documents")
+    whole = load_eval_data(f"wikitext2:{tmp_path}", tokenizer("gpt2"), 32, split="test", rows="documents")
     assert whole.settings["unk_marks"] == 18
     assert wiki["identity"]["files"][0]["name"] == "wiki.valid.tokens"
     path = tmp_path / "valid.jsonl"
     path.write_text(json.dumps({"abstract": "cells , we find , grow . " * 20}) + "\n")
-    science = read(f"scientific_papers_pubmed:{path}", tokenizer("gpt2"), 16).settings
+    science = load_eval_data(f"scientific_papers_pubmed:{path}", tokenizer("gpt2"), 16).settings
     assert science["stand_in"] == "abstracts, in place of full articles"
     news = tmp_path / "news.en.heldout-00000-of-00050"
     news.write_text("It is so .\n" * 9)
-    assert read(f"lm1b:{news}", tokenizer("gpt2"), 16).settings["rows"] == "documents"  # as that set has them
+    assert load_eval_data(f"lm1b:{news}", tokenizer("gpt2"), 16).settings["rows"] == "documents"  # as that set has them
 
 
 def test_marks_of_unknown_words_are_counted_where_rows_hold_them(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a <unk> b <unk>", "c " * 30, "<unk>" * 9])
     for limit, count in ((1, 2), (2, 2), (3, 11)):
-        assert read(path, tokenizer("bytes"), 90, rows="documents", limit=limit).settings["unk_marks"] == count
-    assert read(path, tokenizer("bytes"), 32, limit=1).settings["unk_marks"] == 2
+        assert load_eval_data(path, tokenizer("bytes"), 90, rows="documents", limit=limit).settings["unk_marks"] == count
+    assert load_eval_data(path, tokenizer("bytes"), 32, limit=1).settings["unk_marks"] == 2
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab\\ud800cdefghijkl"}\n')
-    reading = read(path, tokenizer("bytes"), 8, rows="documents")
+    reading = load_eval_data(path, tokenizer("bytes"), 8, rows="documents")
     assert all_rows(reading)[0] == [[256, *b"ab?cde", 256]] and reading.bytes == 6
 
 
 def test_one_book_is_read_whole(tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text(excerpt())
-    reading = read(tmp_path / "book.txt", tokenizer("gpt2"), 1024)
+    (tmp_path / "book.txt").write_text(load_excerpt())
+    reading = load_eval_data(tmp_path / "book.txt", tokenizer("gpt2"), 1024)
     assert set(reading.documents.tolist()) == {0} and reading.settings["documents_cut"] == 1
-    assert 0.98 * len(excerpt()) < reading.bytes <= len(excerpt().encode())
+    assert 0.98 * len(load_excerpt()) < reading.bytes <= len(load_excerpt().encode())
 
 
 # Errors.
@@ -179,29 +179,29 @@ def test_one_book_is_read_whole(tmp_path: Path) -> None:
 def test_text_that_fills_no_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a few words"])
     with pytest.raises(ValueError, match=r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; give a smaller"):
-        read(path, tokenizer("bytes"), 64)  # a row a document would be one row, which has no error
+        load_eval_data(path, tokenizer("bytes"), 64)  # a row a document would be one row, which has no error
     two = written(tmp_path / "b.jsonl", ["a few", "words"])
     with pytest.raises(ValueError, match=r"10 tokens in 2 documents.*--rows documents"):
-        read(two, tokenizer("bytes"), 64)
-    assert len(read(path, tokenizer("bytes"), 64, rows="documents").rows) == 1
+        load_eval_data(two, tokenizer("bytes"), 64)
+    assert len(load_eval_data(path, tokenizer("bytes"), 64, rows="documents").rows) == 1
 
 
 def test_a_pipe_is_no_source(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for source in ("-", str(tmp_path / "pipe")):
         with pytest.raises(ValueError, match=r"no file that can be read twice.*write it to a file first"):
-            read(source, tokenizer("bytes"), 64)
+            load_eval_data(source, tokenizer("bytes"), 64)
 
 
 def test_empty_data(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(ValueError, match="is empty: give a file or a folder with text in it"):
-        read(tmp_path / "a.txt", tokenizer("bytes"), 64)
+        load_eval_data(tmp_path / "a.txt", tokenizer("bytes"), 64)
     (tmp_path / "b.txt").write_text(" \n\n")
     with pytest.raises(ValueError, match="holds no document"):
-        read(tmp_path / "b.txt", tokenizer("bytes"), 64)
+        load_eval_data(tmp_path / "b.txt", tokenizer("bytes"), 64)
     with pytest.raises(FileNotFoundError, match=r"no file or folder.*nowhere\.txt"):
-        read(tmp_path / "nowhere.txt", tokenizer("bytes"), 64)
+        load_eval_data(tmp_path / "nowhere.txt", tokenizer("bytes"), 64)
 
 
 @pytest.mark.parametrize(
@@ -214,18 +214,18 @@ def test_empty_data(tmp_path: Path) -> None:
 )
 def test_wrong_arguments(tmp_path: Path, change: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        read(written(tmp_path / "a.jsonl", ["text"]), tokenizer("bytes"), 16, **change)
+        load_eval_data(written(tmp_path / "a.jsonl", ["text"]), tokenizer("bytes"), 16, **change)
 
 
 def test_a_tokenizer_without_ends(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'bare' does not say which tokens begin and end"):
-        read(written(tmp_path / "a.jsonl", ["text"]), tokenizer("bare"), 16)
+        load_eval_data(written(tmp_path / "a.jsonl", ["text"]), tokenizer("bare"), 16)
 
 
 def test_a_prepared_folder_must_fit(tmp_path: Path) -> None:
     path, folder = written(tmp_path / "a.jsonl", sentences(100)), tmp_path / "data"
     prepare(path, folder, tokenizer="bytes", length=32, workers=1)
-    assert len(read(folder, tokenizer("bytes"), 32).rows) == len(open_data(folder).rows("valid"))
+    assert len(load_eval_data(folder, tokenizer("bytes"), 32).rows) == len(open_data(folder).rows("valid"))
     other: dict[str, tuple[Tokenizer, int, dict[str, Any]]] = {
         r"prepared with the tokenizer 'bytes'.*model's is 'gpt2'.*prepare it again": (tokenizer("gpt2"), 32, {}),
         r"have 32 tokens, and 16 are asked for.*--length 16": (tokenizer("bytes"), 16, {}),
@@ -234,7 +234,7 @@ def test_a_prepared_folder_must_fit(tmp_path: Path) -> None:
     }
     for said, (words, length, how) in other.items():
         with pytest.raises(ValueError, match=said):
-            read(folder, words, length, **how)
+            load_eval_data(folder, words, length, **how)
     (folder / "manifest.json").rename(folder / "progress.json")
     with pytest.raises(ValueError, match="is not finished"):
-        read(folder, tokenizer("bytes"), 32)
+        load_eval_data(folder, tokenizer("bytes"), 32)

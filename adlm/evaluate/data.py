@@ -1,0 +1,345 @@
+"""Any text as rows for an evaluation: the same rows for any number of workers, identified by a hash.
+
+Sources, tokenization and packing are those of `adlm prepare`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adlm.data.batches import RowDataset
+from adlm.data.packing import Framing, PackedRows, Packer
+from adlm.data.prepare import ROW_LAYOUTS, PrepareProgress, find_named_corpus
+from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
+from adlm.data.sources import Source, open_source
+from adlm.data.tokenizers import Tokenizer
+from adlm.data.workers import TokenizedChunk, TokenizerPool, chunk_documents
+
+ROWS_PER_READ = 1024
+UNKNOWN = "<unk>"  # stands for rare words in the tokenized form of some sets
+RowLayout = Literal["wrapped", "documents"]
+
+
+@dataclass(frozen=True)
+class EvalDataset:
+    """Rows of text with their documents, size and origin.
+
+    `rows_hash` is the sha256 of: the number of rows and their width (two little-endian uint64), the tokens of every row
+    without its padding (uint32), the rows' lengths (uint32; the width for rows without padding).
+    """
+
+    rows: RowDataset
+    documents: Tensor  # (n,): the number of the document in which each row begins
+    bytes: int  # UTF-8, of the text that the rows hold
+    rows_hash: str
+    settings: dict[str, Any]
+
+    def document_units(self) -> Tensor | None:
+        """The documents for a standard error over documents; None if there is only one, so that rows are the units."""
+        return self.documents if len(self.documents.unique()) > 1 else None
+
+
+def load_eval_data(
+    source: str | Path,
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    rows: RowLayout | None = None,
+    split: str | None = None,
+    workers: int = 1,
+    limit: int | None = None,
+    on_progress: Callable[[PrepareProgress], None] | None = None,
+) -> EvalDataset:
+    """Load the rows of a file, a folder, a named dataset (also NAME:PATH), a Hub dataset or prepared data.
+
+    By default the split is the held-out one, and rows are those of the named dataset, else wrapped. `limit` takes only
+    the first rows. Prepared data keeps its own rows, which may be shorter than `length`.
+    """
+    if rows is not None and rows not in ROW_LAYOUTS:
+        raise ValueError(f"rows must be one of {', '.join(ROW_LAYOUTS)}, got {rows!r}")
+    for name, value in (("workers", workers), ("limit", limit)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if tokenizer.bos_id is None or tokenizer.eos_id is None:
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r} does not define which tokens begin and end a text, and rows need both: set "
+            "bos_token and eos_token in a tokenizer_config.json next to its tokenizer.json"
+        )
+    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
+    framing = Framing(length, tokenizer.bos_id, tokenizer.eos_id, pad_id)
+    path = Path(source).expanduser()
+    if str(source) == "-" or (path.exists() and not (path.is_file() or path.is_dir())):
+        raise ValueError(f"{source} is a stream, which cannot be read twice (once for its checksum): save it to a file")
+    split = split or "valid"
+    if path.is_dir() and any((path / name).is_file() for name in (MANIFEST, PROGRESS)):
+        return _load_prepared(path, tokenizer, length, rows=rows, split=split, limit=limit)
+    corpus = find_named_corpus(source)
+    layout = rows or (corpus.rows if corpus else "wrapped")
+    opened = open_source(source, split=split)
+    packing = EvalPacker(Packer(framing, is_wrapped=layout == "wrapped"), tokenizer, limit)
+    _tokenize(opened, packing, split, workers, on_progress or (lambda _: None))
+    if not packing.row_count:
+        remedy = "use rows=documents (one document a row, padded), " if packing.documents > 1 else "use "
+        raise ValueError(
+            f"{opened.name} fills no row of {length} tokens: it has {packing.tokens:,} tokens in {packing.documents:,} "
+            f"documents, and a wrapped row takes {length - 2:,}; {remedy}a smaller length, or more text"
+        )
+    settings = {
+        "source": opened.name,
+        "identity": opened.identity,
+        "split": split,
+        "detokenizer": opened.identity.get("detokenizer"),
+        "stand_in": opened.identity.get("stand_in"),
+        "rows": layout,
+        "length": length,
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "limit": limit,
+        "bytes_are": "of the text, detokenized" if opened.identity.get("detokenizer") else "of the text",
+        **packing.count_losses(),
+    }
+    return _describe_rows(packing.collect_rows(), tokenizer, packing.bytes, settings)
+
+
+@dataclass(frozen=True)
+class CompactRows:
+    """Rows in memory, in the smallest integer type that holds their ids."""
+
+    tokens: NDArray[Any]  # (n, L)
+    lengths: NDArray[np.int64] | None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens (n, L) and lengths (n,) of some rows."""
+        index = torch.as_tensor(indices, dtype=torch.int64).numpy()
+        lengths = None if self.lengths is None else torch.from_numpy(self.lengths[index])
+        return torch.from_numpy(self.tokens[index].astype(np.int64)), lengths
+
+
+@dataclass
+class EvalPacker:
+    """Packs documents into at most `limit` rows, and counts the text that they hold and what is lost."""
+
+    packer: Packer
+    tokenizer: Tokenizer
+    limit: int | None
+    parts: list[PackedRows] = field(default_factory=list)
+    row_count: int = 0
+    documents: int = 0  # fed so far
+    tokens: int = 0  # of the text so far
+    bytes: int = 0  # of the text that the rows hold
+    bytes_fed: int = 0
+    documents_cut: int = 0
+    tokens_cut: int = 0
+    unknown: int = 0  # marks <unk> in the documents that the rows hold something of
+    unknown_pending: list[int] = field(default_factory=list)  # marks <unk> in documents since the last row's end
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the limit is reached."""
+        return self.limit is not None and self.row_count >= self.limit
+
+    def feed(self, chunk: TokenizedChunk, texts: list[str]) -> None:
+        """Add a chunk of documents."""
+        packed = self.packer.feed(*chunk)
+        if self.limit is not None and self.row_count + len(packed.rows) > self.limit:
+            keep = self.limit - self.row_count
+            lengths = None if packed.lengths is None else packed.lengths[:keep]
+            packed = PackedRows(packed.rows[:keep], lengths, packed.ends[:keep])
+        first, self.documents = self.documents, self.documents + len(texts)
+        self.tokens += len(chunk.ids)
+        self.unknown_pending += [text.count(UNKNOWN) for text in texts]
+        if len(packed.rows):
+            self.parts.append(packed)
+            self.row_count += len(packed.rows)
+            whole, inside, _ = packed.ends[-1].tolist()
+            used = whole + (inside > 0) - (self.documents - len(self.unknown_pending))
+            self.unknown += sum(self.unknown_pending[:used])
+            self.unknown_pending = self.unknown_pending[used:]
+            if packed.lengths is None:
+                self.bytes = self.bytes_fed + int(chunk.sizes[: whole - first].sum())
+                if inside:
+                    self.bytes += self._count_prefix_bytes(texts[whole - first], inside)
+            else:
+                kept = packed.lengths - 2
+                lengths, is_cut = chunk.lengths[: len(kept)], chunk.lengths[: len(kept)] > kept
+                self.documents_cut += int(is_cut.sum())
+                self.tokens_cut += int((lengths - kept).sum())
+                self.bytes += int(chunk.sizes[: len(kept)][~is_cut].sum())
+                self.bytes += sum(self._count_prefix_bytes(texts[i], int(kept[i])) for i in np.flatnonzero(is_cut))
+        self.bytes_fed += int(chunk.sizes.sum())
+
+    def _count_prefix_bytes(self, text: str, tokens: int) -> int:
+        """Bytes of the text that its first tokens stand for."""
+        text = text.encode("utf-8", "replace").decode("utf-8")  # as it was tokenized
+        offsets = self.tokenizer.bpe.encode(text, add_special_tokens=False).offsets[:tokens]
+        return len(text[: offsets[-1][1]].encode("utf-8")) if offsets else 0
+
+    def collect_rows(self) -> CompactRows:
+        """All rows."""
+        lengths = [part.lengths for part in self.parts if part.lengths is not None]
+        return CompactRows(
+            np.concatenate([part.rows for part in self.parts]),
+            np.concatenate(lengths).astype(np.int64) if lengths else None,
+        )
+
+    def count_losses(self) -> dict[str, Any]:
+        """Documents and tokens used and dropped; None where a limit ended the reading and they are not known."""
+        whole, inside, _ = self.parts[-1].ends[-1].tolist()
+        used, is_wrapped = whole + (inside > 0), self.packer.is_wrapped
+        dropped = (self.documents - used, len(self.packer.carry)) if is_wrapped else (0, self.tokens_cut)
+        return {
+            "documents": used,
+            "documents_cut": int(inside > 0) if is_wrapped else self.documents_cut,
+            "documents_dropped": None if self.is_full else dropped[0],
+            "tokens_dropped": None if self.is_full and is_wrapped else dropped[1],
+            "unk_marks": self.unknown,
+        }
+
+
+def _tokenize(
+    source: Source, packing: EvalPacker, split: str, workers: int, on_progress: Callable[[PrepareProgress], None]
+) -> None:
+    """Feed the packer until the source ends or the limit is reached."""
+    started, tokenizer = time.perf_counter(), packing.tokenizer
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        with TokenizerPool(Path(folder) / "tokenizer.json", choose_dtype(tokenizer.vocab_size), workers) as pool:
+            chunks = ((texts, (texts, consumed)) for texts, consumed in chunk_documents(source.read()))
+            for chunk, (texts, consumed) in pool.tokenize(chunks):
+                packing.feed(chunk, texts)
+                seconds = time.perf_counter() - started
+                done = (packing.bytes_fed, packing.tokens, packing.row_count, packing.documents)
+                on_progress(PrepareProgress(split, consumed, source.total_bytes, *done, seconds))
+                if packing.is_full:
+                    break
+
+
+def _load_prepared(
+    folder: Path, tokenizer: Tokenizer, length: int, *, rows: str | None, split: str, limit: int | None
+) -> EvalDataset:
+    """Load the rows of a folder that `adlm prepare` made."""
+    data = open_data(folder)
+    if data.tokenizer.sha256 != tokenizer.sha256:
+        raise ValueError(
+            f"{folder} was prepared with the tokenizer {data.tokenizer.name!r} ({data.tokenizer.sha256[:12]}…), and "
+            f"the model's is {tokenizer.name!r} ({tokenizer.sha256[:12]}…): give the text itself, or prepare it again "
+            "with --tokenizer and the model's folder"
+        )
+    if data.length > length:
+        raise ValueError(
+            f"the rows of {folder} have {data.length} tokens, which is more than {length}: give the text itself, or "
+            f"prepare it again with --length {length}"
+        )
+    layout = data.manifest["rows"]
+    if rows is not None and rows != layout:
+        raise ValueError(f"the rows of {folder} are {layout}, not {rows}: give the text itself")
+    every, manifest = data.rows(split), data.manifest["splits"][split]
+    if not len(every):
+        raise ValueError(f"{folder} has no rows in {split}: prepare it again with a --valid-share above 0")
+    is_whole = limit is None or limit >= len(every)
+    kept: RowDataset = every if limit is None or is_whole else RowPrefix(every, limit)
+    text_bytes = manifest["bytes"]
+    if not is_whole:
+        text_bytes = round(
+            text_bytes * (count_text_tokens(kept, tokenizer) / max(1, count_text_tokens(every, tokenizer)))
+        )
+    settings = {
+        "source": str(folder),
+        "identity": data.manifest["source"],
+        "prepared": data.manifest["settings_sha256"],
+        "split": split,
+        "detokenizer": data.manifest["source"].get("detokenizer"),
+        "stand_in": data.manifest["source"].get("stand_in"),
+        "rows": layout,
+        "length": data.length,
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "limit": limit,
+        "bytes_are": "the folder's" if is_whole else "a share of the folder's, by tokens",
+    }
+    return _describe_rows(kept, tokenizer, text_bytes, settings)
+
+
+@dataclass(frozen=True)
+class RowPrefix:
+    """The first `count` rows of a dataset."""
+
+    every: RowDataset
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens (n, L) and lengths (n,) of some rows."""
+        return self.every.fetch(indices)
+
+
+def iterate_rows(rows: RowDataset) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """All rows in order, some at a time: tokens (n, L) and lengths (n,), the width where there is no padding."""
+    for index in torch.arange(len(rows)).split(ROWS_PER_READ):
+        tokens, lengths = rows.fetch(index)
+        yield tokens.numpy(), np.full(len(index), tokens.shape[1]) if lengths is None else lengths.numpy()
+
+
+def _find_text(tokens: NDArray[Any], lengths: NDArray[Any], tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """Which tokens (n, L) are neither BOS, EOS nor padding."""
+    is_text: NDArray[np.bool_] = (tokens != tokenizer.bos_id) & (tokens != tokenizer.eos_id)
+    return is_text & (np.arange(tokens.shape[1]) < lengths[:, None])
+
+
+def count_text_tokens(rows: RowDataset, tokenizer: Tokenizer) -> int:
+    """The number of tokens of rows that stand for text."""
+    return sum(int(_find_text(tokens, lengths, tokenizer).sum()) for tokens, lengths in iterate_rows(rows))
+
+
+def count_row_bytes(data: EvalDataset, tokenizer: Tokenizer) -> NDArray[np.float64]:
+    """Bytes of the text of each row (n,), by decoding its tokens, scaled to add up to the bytes of the dataset."""
+    sizes = [
+        len(tokenizer.decode(row[is_text].tolist()).encode())
+        for tokens, lengths in iterate_rows(data.rows)
+        for row, is_text in zip(tokens, _find_text(tokens, lengths, tokenizer), strict=True)
+    ]
+    return np.array(sizes) * (data.bytes / max(1, sum(sizes)))
+
+
+def hash_rows(rows: RowDataset) -> str:
+    """The sha256 that identifies rows; `EvalDataset` describes the bytes."""
+    digest = hashlib.sha256()
+    every: list[NDArray[Any]] = []
+    for tokens, lengths in iterate_rows(rows):
+        if not every:
+            digest.update(np.array([len(rows), tokens.shape[1]], dtype="<u8").tobytes())
+        digest.update(tokens[np.arange(tokens.shape[1]) < lengths[:, None]].astype("<u4").tobytes())
+        every.append(lengths.astype("<u4"))
+    digest.update(b"".join(each.tobytes() for each in every))
+    return digest.hexdigest()
+
+
+def number_documents(rows: RowDataset, tokenizer: Tokenizer, *, is_wrapped: bool) -> Tensor:
+    """The number of the document in which each row begins, (n,); in wrapped rows an EOS ends each document."""
+    if not is_wrapped:
+        return torch.arange(len(rows))
+    ends = np.concatenate([(tokens[:, 1:-1] == tokenizer.eos_id).sum(1) for tokens, _ in iterate_rows(rows)])
+    return torch.from_numpy(np.cumsum(ends) - ends)
+
+
+def _describe_rows(rows: RowDataset, tokenizer: Tokenizer, text_bytes: int, settings: dict[str, Any]) -> EvalDataset:
+    """The dataset of rows, with their hash and documents computed."""
+    documents = number_documents(rows, tokenizer, is_wrapped=settings["rows"] == "wrapped")
+    settings = {**settings, "row_count": len(rows), "text_bytes": text_bytes}
+    return EvalDataset(rows, documents, text_bytes, hash_rows(rows), settings)
