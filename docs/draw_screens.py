@@ -1,7 +1,7 @@
-"""The pictures of the README: `python docs/draw_screens.py` (Pillow, selenium and Chromium are needed).
+"""Draw the pictures of the README: `python docs/draw_screens.py` (needs Pillow, selenium and Chromium).
 
-docs/denoising.gif   a text on its way            docs/terminal.svg   two samplers in a terminal
-docs/player.png      the same two on the page
+docs/denoising.gif   one text being generated     docs/terminal.svg   two samplers in a terminal
+docs/player.png      the same two in the HTML player
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ import adlm
 from adlm.view.terminal import draw_panels
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # for the tests' browser
+sys.path.insert(0, str(HERE.parent))  # for tests.browser
 
 PROMPT, LENGTH, STEPS, TOP_P, SEED = "The old man ", 64, 96, 0.8, 1
-MOMENT = 0.4  # of the way, for pictures that stand still
+MOMENT = 0.4  # of all steps: the frame of the still pictures
 
 
 def main() -> None:
     lm = adlm.load(device="cpu")
-    recordings = [
+    trajectories = [
         lm.record(
             PROMPT, length=LENGTH, steps=STEPS, top_p=TOP_P, seed=SEED, sampler=sampler, title=f"{lm.name} · {sampler}"
         )
         for sampler in ("remask_loop", "ancestral")
     ]
-    adlm.write_gif(recordings[:1], HERE / "denoising.gif")
-    draw_terminal(recordings, HERE / "terminal.svg")
-    draw_page(recordings, HERE / "player.png")
+    adlm.write_gif(trajectories[:1], HERE / "denoising.gif")
+    draw_terminal(trajectories, HERE / "terminal.svg")
+    draw_page(trajectories, HERE / "player.png")
 
 
-def draw_terminal(recordings: list[adlm.Trajectory], path: Path) -> None:
-    """A moment of the live view."""
+def draw_terminal(trajectories: list[adlm.Trajectory], path: Path) -> None:
+    """Draw one frame of the live view."""
     console = Console(record=True, width=110, force_terminal=True, file=StringIO(), color_system="truecolor")
-    stills = [recording.stills[int(MOMENT * len(recording.stills))] for recording in recordings]
-    titles = [recording.title for recording in recordings]
-    console.print(draw_panels(stills, titles, steps=[STEPS, STEPS]))
-    console.save_svg(str(path), title="adlm sample --beside ancestral")
+    frames = [trajectory.frames[int(MOMENT * len(trajectory.frames))] for trajectory in trajectories]
+    titles = [trajectory.title for trajectory in trajectories]
+    console.print(draw_panels(frames, titles, steps=[STEPS, STEPS]))
+    console.save_svg(str(path), title="adlm sample --compare ancestral")
 
 
-def draw_page(recordings: list[adlm.Trajectory], path: Path) -> None:
-    """The page at that moment, with a card open."""
+def draw_page(trajectories: list[adlm.Trajectory], path: Path) -> None:
+    """Take a screenshot of the player at that frame, with the predictions of one token open."""
     from selenium.webdriver import ActionChains
 
     from tests.browser import media, open_browser
 
     with TemporaryDirectory() as folder, open_browser(Path(folder)) as driver:
-        page = adlm.write_player(recordings, Path(folder) / "page.html", title="Two samplers on one seed")
+        page = adlm.write_player(trajectories, Path(folder) / "page.html", title="Two samplers on one seed")
         driver.set_window_size(1180, 860)
         media(driver, prefers_reduced_motion="reduce")
         driver.get(page.as_uri())
