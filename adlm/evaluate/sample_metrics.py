@@ -27,7 +27,7 @@ from adlm.evaluate.mauve import SEEDS, MauveScore, describe_mauve, measure_mauve
 from adlm.evaluate.results import Estimate, ProgressCallback, ignore_progress
 from adlm.evaluate.scorer import ScoringModel, TokenizedText
 from adlm.evaluate.scoring import BATCH, ScoringRequest, score_texts, split_windows
-from adlm.evaluate.tallies import ratio
+from adlm.evaluate.stats import estimate_ratio
 from adlm.training.distributed import DistributedContext
 
 Tokens = Sequence[int] | Sequence[str] | NDArray[Any]  # of one text
@@ -273,7 +273,7 @@ def sum_gen_ppl(
     if not tokens.sum():
         raise ValueError("no token is scored: texts have one token and the scoring model no BOS; give longer texts")
     sizes = np.asarray(characters, dtype=float)
-    nll, bits = Estimate(*ratio(sums, tokens)), Estimate(*ratio(sums / math.log(2), sizes))
+    nll, bits = Estimate(*estimate_ratio(sums, tokens)), Estimate(*estimate_ratio(sums / math.log(2), sizes))
     return GenPpl(nll, bits, int(tokens.sum()), int(sizes.sum()))
 
 

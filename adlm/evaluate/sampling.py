@@ -1,0 +1,330 @@
+"""Samples of a model, passages of real text, and `samples`, which measures both.
+
+A sample follows from the settings, the seed and its number, so a set of samples does not depend on how it was
+generated: by one process or several, in one run or resumed after a kill.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adlm.data.shards import hash_file, write_atomically
+from adlm.data.sources import open_source
+from adlm.evaluate.cache import Cache, hash_settings
+from adlm.evaluate.mauve import EXTRA
+from adlm.evaluate.provenance import collect_provenance, hash_weights
+from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
+from adlm.evaluate.sample_metrics import MIN_TOKENS, Comparison, SampleMetrics, compare_texts
+from adlm.evaluate.scorer import ScoringModel, find_scorer, load_scorer
+from adlm.evaluate.scoring import BATCH, open_cache, sync_cache
+from adlm.methods import SAMPLERS, look_up
+from adlm.text.generation import GenerationRequest
+from adlm.text.lm import LM, GeneratedRow, denoise_rows
+from adlm.training.distributed import DistributedContext
+
+SEPARATOR = "\n<|endoftext|>\n"  # between the texts of a file
+NUM_SAMPLES = 200
+MAX_CHARACTERS_PER_TOKEN = 6  # of a reference passage; real text has fewer, so passages are long enough to be truncated
+MIN_PASSAGE = 32  # characters; shorter ones are headings
+PARAGRAPH = re.compile(r"(?:\A|\n[ \t]*\n)\s*(?=\S)")  # after a blank line
+LINE = re.compile(r"^(?=\S)", re.MULTILINE)
+
+
+def samples(
+    model: LM | None = None,
+    *,
+    scorer: str | Path | ScoringModel,
+    reference: str | Path,
+    texts: Path | Sequence[str] | None = None,
+    features: str | Path | ScoringModel | None = None,
+    n: int | None = None,
+    length: int | None = None,
+    steps: int | None = None,
+    sampler: str | None = None,
+    temperature: float = 1.0,
+    top_p: float = 0.9,
+    top_k: int | None = None,
+    block: int | None = None,
+    sampler_options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    batch: int = 16,
+    until_eos: bool = False,
+    window: int | None = None,
+    buckets: int | None = None,
+    mauve_seeds: int = 5,
+    scorer_batch: int = BATCH,
+    out: Path | None = None,
+    context: DistributedContext | None = None,
+    on_progress: ProgressCallback = ignore_progress,
+) -> EvalResult:
+    """Generate samples (or take `texts`) and measure Gen-PPL, MAUVE, entropy and n-grams, and those of real text.
+
+    `scorer` is a causal LM (see `load_scorer`), `features` the model whose features MAUVE compares (by default the
+    scorer), `reference` held-out real text. `out` keeps samples and scores; the same call resumes there.
+    """
+    sampling: dict[str, Any] = {
+        "length": length,
+        "steps": steps,
+        "sampler": sampler,
+        "temperature": temperature,
+        "top_p": top_p,
+    }
+    sampling |= {"top_k": top_k, "block": block}
+    if (model is None) == (texts is None):
+        raise ValueError("samples measures a model or texts: give one of them")
+    if texts is not None:
+        defaults = inspect.signature(samples).parameters
+        given = sampling | {"sampler_options": sampler_options or None}
+        if unused := [name for name, value in given.items() if value != defaults[name].default]:
+            raise ValueError(f"texts are given, but {', '.join(unused)} set how to generate: leave them out")
+    if find_spec("mauve") is None:
+        raise ImportError(f"MAUVE is one of the metrics of samples and needs mauve-text: {EXTRA}")
+    source, cache = open_source(reference), open_cache(out, context)
+    for name in (scorer, features):  # wrong names are refused before anything is generated
+        if isinstance(name, str | Path):
+            find_scorer(name)
+    device = model.device if model is not None else context.device if context else "cpu"
+    by = load_scorer(scorer, device=device) if isinstance(scorer, str | Path) else scorer
+    by.require_causal()
+    features = by if features in (None, scorer) else features
+    features = load_scorer(features, device=device) if isinstance(features, str | Path) else features
+    if model is not None:
+        request = model.build_request(n=n or NUM_SAMPLES, seed=seed, batch=batch, **sampling, **(sampler_options or {}))
+        if request.n < 2:
+            raise ValueError(f"n={request.n}: metrics of a set need at least 2 texts; a hundred or more are better")
+        generated = generate_samples(model, request, cache=cache, context=context, on_progress=on_progress)
+        if out is not None and (context is None or context.is_main):
+            lines = [json.dumps(asdict(each), ensure_ascii=False).encode() + b"\n" for each in generated]
+            write_atomically(out / "samples.jsonl", b"".join(lines))
+        selected = [each.text for each in generated]
+        about = {"model": model.name, "n": request.n, **describe_samples(model, request)}
+        about["nfe"] = sum(each.nfe for each in generated) / len(generated)
+    else:
+        assert texts is not None
+        selected, about = select_texts(texts, n)
+    longest = max(len(text) for text in by.encode(selected)) if selected else 1
+    characters = MAX_CHARACTERS_PER_TOKEN * max(longest, 1)
+    passages = cut_passages(
+        (text for text, _ in source.read()),
+        2 * len(selected),
+        characters,
+        seed=seed,
+        is_fit=lambda text: len(by.encode([text])[0]) >= MIN_TOKENS,
+    )
+    comparison = compare_texts(
+        selected,
+        passages,
+        by,
+        features,
+        until_eos=until_eos,
+        window=window,
+        seeds=range(mauve_seeds),
+        buckets=buckets,
+        batch=scorer_batch,
+        cache=cache,
+        context=context,
+        on_progress=on_progress,
+    )
+    shortest = min_passage(characters)
+    cut = {"shortest": f"{shortest} characters", "longest": f"{characters} characters"}
+    settings = comparison.settings | {"reference": {"name": source.name, "identity": source.identity, **cut}}
+    settings |= {"reference_seed": seed, "samples": about}
+    metrics = {"samples": comparison.samples.as_dict(), "reference": comparison.reference.as_dict()}
+    assert comparison.samples.mauve is not None
+    warnings = comparison.samples.mauve.warnings
+    return EvalResult("samples", metrics, settings, collect_provenance(by.device), [build_table(comparison)], warnings)
+
+
+def build_table(comparison: Comparison) -> Table:
+    """One row for each metric."""
+
+    def format_metrics(metrics: SampleMetrics) -> dict[str, str]:
+        assert metrics.gen_ppl is not None and metrics.mauve is not None
+        cells = {
+            "Gen-PPL": metrics.gen_ppl.estimate.format(1),
+            "bits per character": metrics.gen_ppl.bits_per_character.format(),
+            "MAUVE (95%)": metrics.mauve.estimate.format(),
+            "entropy (nats)": metrics.entropy.format(),
+        }
+        cells |= {f"distinct-{n}": each.format() for n, each in metrics.distinct.items()}
+        return cells | {"repetition-4": metrics.repetition.format()}
+
+    sides = [format_metrics(each) for each in (comparison.samples, comparison.reference)]
+    about = comparison.settings
+    note = (
+        f"{about['texts']} texts each, {about['tokens']:,} tokens, truncated to the same lengths; scored by "
+        f"{about['judge']['name']}, features of {about['features']['name']}. Samples are good where all metrics are "
+        "near those of real text: a lower Gen-PPL with less entropy is repetition. Compare only metrics of one scoring "
+        "model and of equally many texts of one length."
+    )
+    columns = [Column("metric", is_text=True), Column("samples"), Column("real text")]
+    return Table(columns, [[name, cell, sides[1][name]] for name, cell in sides[0].items()], notes=[note])
+
+
+# Generation.
+
+
+@dataclass(frozen=True)
+class SampledText:
+    """One sample of a model."""
+
+    number: int
+    seed: int
+    text: str
+    tokens: list[int]  # of the model, without BOS and what follows the end of the text
+    nfe: int
+
+
+def generate_samples(
+    lm: LM,
+    request: GenerationRequest,
+    *,
+    cache: Cache | None = None,
+    context: DistributedContext | None = None,
+    on_progress: ProgressCallback = ignore_progress,
+) -> list[SampledText]:
+    """Generate the samples of a request with one prompt; those in the cache are not generated again."""
+    if len(request.layouts) != 1:
+        raise ValueError(f"samples have one prompt, got {len(request.layouts)}: generate those of each prompt alone")
+    cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
+    base = hash_settings(describe_samples(lm, request))
+    keys = [f"sample-{base}-{number}" for number in range(request.n)]
+    missing = [number for number, key in enumerate(keys) if key not in cache]
+    done, own = request.n - len(missing), missing[rank::world_size]
+    on_progress("generating", done, request.n)
+    try:
+        for first in range(0, len(own), request.batch):
+            numbers = own[first : first + request.batch]
+            for sample in generate_batch(lm, request, numbers):
+                cache.put(keys[sample.number], asdict(sample))
+            done += len(numbers) * world_size  # the other ranks are assumed to be as fast
+            on_progress("generating", min(done, request.n), request.n)
+    finally:
+        cache.flush()
+    sync_cache(cache, context)
+    return [SampledText(**cache.get(key)) for key in keys]
+
+
+def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:
+    """Everything that a sample follows from, except its number."""
+    settings = {name: value for name, value in request.settings.items() if name not in ("n", "model")}
+    settings |= {"prompt": "".join(span.text for span in request.layouts[0].spans)}
+    settings |= {"weights_sha256": hash_weights(lm.model), "tokenizer_sha256": lm.tokenizer.sha256}
+    plain: dict[str, Any] = json.loads(json.dumps(settings | {"deterministic": lm.deterministic}))
+    return plain
+
+
+def generate_batch(lm: LM, request: GenerationRequest, numbers: Sequence[int]) -> Iterator[SampledText]:
+    """Generate the samples with these numbers in one batch."""
+    layout, eos_id = request.layouts[0], lm.tokenizer.eos_id
+    rows = [(layout, number) for number in numbers]
+    *_, frame = denoise_rows(lm.predictor, replace(request, n=max(numbers) + 1), rows)
+    for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
+        row = GeneratedRow(layout, ids[: len(layout)], nfe)
+        tokens = [token for span in layout.spans for token in row.ids[span.start : span.end]]
+        if layout.may_end and eos_id in tokens:
+            tokens = tokens[: tokens.index(eos_id)]
+        yield SampledText(number, request.seed, row.text, tokens, nfe)
+
+
+def takes_steps(sampler: str) -> bool:
+    """Whether a sampler has a number of steps."""
+    return "steps" in inspect.signature(look_up(SAMPLERS, sampler, "sampler")).parameters
+
+
+# Given texts.
+
+
+def select_texts(texts: Path | Sequence[str], n: int | None) -> tuple[list[str], dict[str, Any]]:
+    """The first `n` of given texts or of a file (by default all), and a description of them."""
+    found = read_texts(texts) if isinstance(texts, Path) else list(texts)
+    if len(found) < 2:
+        where = ""
+        if isinstance(texts, Path):
+            end = "is a line" if texts.suffix == ".jsonl" else f"ends at a line {SEPARATOR.strip()}"
+            where = f" in {texts}, where a text {end}"
+        raise ValueError(f"metrics of a set need at least 2 texts, got {len(found)}{where}: give a hundred or more")
+    if n is not None and n > len(found):
+        raise ValueError(f"n={n}, but there are {len(found)} texts: leave n out to measure all")
+    about: dict[str, Any] = {"texts_in_the_file": len(found), "n": n or len(found)}
+    if isinstance(texts, Path):
+        about |= {"texts": str(texts), "sha256": hash_file(texts)}
+    return found[:n], about
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a file: `<|endoftext|>` between them, or .jsonl with a "text" on each line."""
+    content = path.read_bytes().decode("utf-8").removesuffix("\n").removesuffix("\r")
+    if path.suffix != ".jsonl":
+        return content.split(SEPARATOR)
+    texts = []
+    for number, line in enumerate(content.split("\n"), 1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'line {number} of {path} is not an object with a "text" ({error})') from error
+        if not isinstance(text, str):
+            raise ValueError(f'line {number} of {path}: "text" is {text!r}, but must be a string')
+        texts.append(text)
+    return texts
+
+
+# Passages of real text.
+
+
+def cut_passages(
+    documents: Iterable[str],
+    count: int,
+    characters: int,
+    *,
+    seed: int = 0,
+    is_fit: Callable[[str], bool] = lambda passage: True,
+) -> list[str]:
+    """Draw passages of at most so many characters from documents, without overlap.
+
+    A passage begins at a paragraph (after a blank line; in a document without any, at a line); a shorter document is
+    one passage if it has `min_passage` characters. The end of a document that is shorter than a passage is left out,
+    and so are passages that are not `is_fit`.
+    """
+    if characters < 1 or count < 1:
+        raise ValueError(f"{count} passages of {characters} characters: both must be at least 1")
+    shortest = min_passage(characters)
+    every = [passage for each in documents for passage in split_document(each, characters) if len(passage) >= shortest]
+    order = np.random.default_rng(seed).permutation(len(every))
+    chosen = list(islice((every[number] for number in order if is_fit(every[number])), count))
+    if len(chosen) < count:
+        raise ValueError(
+            f"the reference has {len(chosen)} passages of {shortest} to {characters:,} characters, but {count} are "
+            "needed, two for every text (a MAUVE reference and a real-text baseline): give more reference text, or "
+            "measure fewer or shorter texts"
+        )
+    return chosen
+
+
+def min_passage(characters: int) -> int:
+    """The smallest number of characters of a passage that may have at most `characters`."""
+    return min(MIN_PASSAGE, characters // 4)
+
+
+def split_document(document: str, characters: int) -> Iterator[str]:
+    """The passages of one document."""
+    if not document.strip():
+        return
+    if len(document) <= characters:
+        yield document.strip()
+        return
+    # Lines of a text that is wrapped at a width are not paragraphs: most of them begin inside a sentence.
+    begins, at = PARAGRAPH if re.search(r"\n[ \t]*\n", document.strip()) else LINE, 0
+    while (match := begins.search(document, at)) and match.end() + characters <= len(document):
+        at = match.end() + characters
+        yield document[match.end() : at].rstrip()
