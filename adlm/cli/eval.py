@@ -274,9 +274,7 @@ def anchors(
             from adlm.evaluate import anchors as study
             from adlm.evaluate.plots import draw_figures
 
-            names = models or [DEFAULT]
-            if checkpoints:
-                names = [path for name in names for path in study.list_run_checkpoints(name)]
+            names = study.list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
             result = study.anchors(
                 study.load_two_stage_models(list(dict.fromkeys(names)), device=device),
                 data,
