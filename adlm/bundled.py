@@ -8,6 +8,6 @@ MODELS = ("adlm-prose", "mdlm-prose")
 DEFAULT = MODELS[0]
 
 
-def folder_of(name: str) -> Path:
+def find_bundled_model(name: str) -> Path:
     """Where a bundled model lies."""
     return Path(__file__).resolve().parent / "weights" / name

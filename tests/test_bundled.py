@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import adlm
-from adlm.bundled import DEFAULT, MODELS, folder_of
+from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 
 MOST_BYTES = 30_000_000  # of everything that a wheel carries for them
 
@@ -20,12 +20,12 @@ def bundled() -> adlm.LM:
 def test_a_model_is_found_by_name_from_any_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = adlm.load(name, device="cpu")
-    assert model.name == name and folder_of(name).is_absolute()
+    assert model.name == name and find_bundled_model(name).is_absolute()
     assert model.generate(length=4, steps=2).texts
 
 
 def test_all_of_them_are_small() -> None:
-    folder = folder_of(DEFAULT).parent
+    folder = find_bundled_model(DEFAULT).parent
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set(MODELS)
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MOST_BYTES
 
@@ -73,6 +73,6 @@ def test_it_knows_english_from_noise(bundled: adlm.LM) -> None:
 def test_a_folder_of_its_name_does_not_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / DEFAULT).mkdir()
     monkeypatch.chdir(tmp_path)
-    assert adlm.load(device="cpu").step == adlm.load(folder_of(DEFAULT), device="cpu").step
+    assert adlm.load(device="cpu").step == adlm.load(find_bundled_model(DEFAULT), device="cpu").step
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         adlm.load(Path.cwd() / DEFAULT)

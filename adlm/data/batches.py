@@ -1,15 +1,28 @@
-"""Rows in shuffled order, a global batch at a time, spread over processes; where they stand is a plain dict."""
+"""Global batches for training, shared over processes: shuffled from prepared rows, or streamed from a source.
+
+The position in the data is a plain dict, and loading it resumes exactly.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
+
+from adlm.data.packing import Framing, PackedRows, Packer
+from adlm.data.sources import Source
+from adlm.data.tokenizers import Tokenizer
+
+DOCUMENT_CHUNK = 64  # documents that a stream tokenizes at a time
+STREAM_START: dict[str, Any] = {"epoch": 0, "start": [0, 0, 0], "block": 0, "taken": 0, "rows": 0}
 
 
 class RowDataset(Protocol):
@@ -19,46 +32,73 @@ class RowDataset(Protocol):
     def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]: ...
 
 
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows in memory."""
+
+    tokens: Tensor
+    lengths: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
+        index = torch.as_tensor(indices)
+        return self.tokens[index], None if self.lengths is None else self.lengths[index]
+
+
 def is_valid(lengths: Tensor, length: int) -> Tensor:
-    """(n, L), False at padding."""
+    """Return a mask (n, L) that is False at padding."""
     return torch.arange(length) < lengths[:, None]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This process's rows of a global batch."""
+    """The rows of a global batch that belong to this process."""
 
     tokens: Tensor  # (n, L)
     lengths: Tensor | None  # (n,)
-    number: Tensor  # (n,): what each row's noise is known by
-    place: Tensor  # (n,): where each row stands in the global batch
+    number: Tensor  # (n,): row numbers, which key the noise
+    place: Tensor  # (n,): positions in the global batch
     total: int  # rows of the global batch
-    state: dict[str, Any]  # to be loaded to go on after this batch
+    state: dict[str, Any]  # the position after this batch
 
     def valid(self) -> Tensor | None:
-        """(n, L), False at padding; None if there is none."""
+        """Return a mask (n, L) that is False at padding, or None without padding."""
         return None if self.lengths is None else is_valid(self.lengths, self.tokens.shape[1])
 
     def split(self, rows: int) -> list[Batch]:
-        """Pieces of at most so many rows."""
+        """Split into batches of at most so many rows."""
         if rows >= len(self.tokens):
             return [self]
-        cuts = [slice(first, first + rows) for first in range(0, len(self.tokens), rows)]
         return [
-            Batch(
-                self.tokens[cut],
-                None if self.lengths is None else self.lengths[cut],
-                self.number[cut],
-                self.place[cut],
-                self.total,
-                self.state,
+            replace(
+                self,
+                tokens=self.tokens[first : first + rows],
+                lengths=None if self.lengths is None else self.lengths[first : first + rows],
+                number=self.number[first : first + rows],
+                place=self.place[first : first + rows],
             )
-            for cut in cuts
+            for first in range(0, len(self.tokens), rows)
         ]
 
 
-class _Numbered(Dataset[Any]):
-    """Rows with their numbers, a whole batch at a call; `repeats` times over if a batch is more than there is."""
+def _build_loader(rows: Any, **options: Any) -> Any:
+    """Build a loader that passes the batches of `rows` on as they are."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        prefetch = 4 if options["num_workers"] else None
+        return StatefulDataLoader(rows, collate_fn=_return_batch, prefetch_factor=prefetch, **options)
+
+
+def _return_batch(batch: Any) -> Any:
+    return batch
+
+
+class _NumberedRows(Dataset[Any]):
+    """Rows with their numbers, a whole batch per call; repeated where a batch is larger than the data."""
 
     def __init__(self, rows: RowDataset, repeats: int) -> None:
         self.rows, self.repeats = rows, repeats
@@ -71,51 +111,41 @@ class _Numbered(Dataset[Any]):
         return *self.rows.fetch(number % len(self.rows)), number
 
 
-def whole_batch(batch: Any) -> Any:
-    """What a loader hands on as it is."""
-    return batch
-
-
 class ShuffledBatches:
-    """Every row once before any comes twice, for ever; the last rows of an epoch that fill no batch are left out.
+    """An endless iterator of batches; every row once per epoch, except the last rows that do not fill a batch.
 
-    The k-th global batch is the same set of rows in the same places whatever the number of processes, so a run can go
-    on with more or fewer of them.
+    The k-th global batch has the same rows in the same places for any number of processes, so a run can resume on more
+    or fewer processes.
     """
 
     def __init__(
         self, rows: RowDataset, batch: int, *, seed: int = 0, rank: int = 0, size: int = 1, workers: int = 0
     ) -> None:
-        from torchdata.stateful_dataloader import StatefulDataLoader
         from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
         if len(rows) == 0:
-            raise ValueError("there are no rows to train on")
+            raise ValueError("the data has 0 rows: prepare data with at least one training row")
         if batch % size:
-            raise ValueError(f"a batch of {batch} rows cannot be shared evenly by {size} processes")
+            raise ValueError(f"batch {batch} is not a multiple of {size} processes: choose one that is")
         self.batch, self.rank, self.size = batch, rank, size
-        numbered = _Numbered(rows, repeats=-(-batch // len(rows)))
+        numbered = _NumberedRows(rows, repeats=-(-batch // len(rows)))
         self.sampler = StatefulDistributedSampler(numbered, size, rank, shuffle=True, seed=seed, drop_last=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            self.loader = StatefulDataLoader(
-                numbered,
-                batch_size=batch // size,
-                sampler=self.sampler,
-                drop_last=True,
-                num_workers=workers,
-                collate_fn=whole_batch,
-                prefetch_factor=4 if workers else None,
-                persistent_workers=workers > 0,
-                generator=torch.Generator().manual_seed(seed),  # not the caller's
-            )
+        self.loader = _build_loader(
+            numbered,
+            batch_size=batch // size,
+            sampler=self.sampler,
+            drop_last=True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            generator=torch.Generator().manual_seed(seed),  # not the caller's
+        )
         self.epoch, self.taken = 0, 0  # batches taken of this epoch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the batch that had this state."""
+        """Continue after the batch that had this state."""
         if state["rows"] % self.batch:
             raise ValueError(
-                f"{state['rows']} rows of epoch {state['epoch']} are no whole number of batches of {self.batch}: "
+                f"{state['rows']} rows of epoch {state['epoch']} are not a multiple of the batch of {self.batch}: "
                 "resume with the batch size that the run began with"
             )
         self.epoch, self.taken = state["epoch"], state["rows"] // self.batch
@@ -133,16 +163,116 @@ class ShuffledBatches:
             self.epoch, self.taken = self.epoch + 1, 0
 
 
-@dataclass(frozen=True)
-class TensorRows:
-    """Rows that are in memory already."""
+class StreamedRows(IterableDataset[Any]):
+    """This process's share of a source's documents, endlessly: tokenized, packed and shuffled within blocks of rows.
 
-    tokens: Tensor
-    lengths: Tensor | None = None
+    The state is the start of the block in the source and the number of rows taken from the block.
+    """
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        length: int,
+        rows: int,
+        *,
+        is_wrapped: bool = True,
+        block: int = 1024,
+        seed: int = 0,
+        rank: int = 0,
+        size: int = 1,
+        state: Mapping[str, Any] = STREAM_START,
+    ) -> None:
+        if tokenizer.bos_id is None or tokenizer.eos_id is None:
+            raise ValueError(f"tokenizer {tokenizer.name!r} has no BOS and EOS, which the rows of a stream need")
+        pad = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
+        self.framing = Framing(length, tokenizer.bos_id, tokenizer.eos_id, pad)
+        self.source, self.tokenizer, self.rows, self.is_wrapped = source, tokenizer, rows, is_wrapped
+        self.block, self.seed, self.rank, self.size, self.state = block, seed, rank, size, dict(state)
 
-    def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
-        index = torch.as_tensor(indices)
-        return self.tokens[index], None if self.lengths is None else self.lengths[index]
+    def __iter__(self) -> Iterator[tuple[Any, Any, Any, dict[str, Any]]]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this is a process or a thread of its own
+        rows = self._iterate_rows()
+        while True:
+            picked = list(islice(rows, self.rows))
+            tokens, lengths, number = (np.stack(column) for column in list(zip(*picked, strict=True))[:3])
+            yield tokens, None if self.is_wrapped else lengths, number, picked[-1][3]
+
+    def _iterate_rows(self) -> Iterator[tuple[Any, Any, Any, dict[str, Any]]]:
+        """Yield rows with their length, their number and the state after them."""
+        state = dict(self.state)
+        while True:
+            is_empty = True
+            for packed, following in self._iterate_blocks(state["start"]):
+                is_empty = False
+                key = np.random.SeedSequence([self.seed, state["epoch"], state["block"], self.rank])
+                order = np.random.Generator(np.random.Philox(key)).permutation(len(packed.rows))
+                for taken in range(state["taken"], len(order)):
+                    place, is_last = order[taken], taken == len(order) - 1
+                    number = state["rows"] * self.size + self.rank
+                    state |= {"taken": taken + 1, "rows": state["rows"] + 1}
+                    if is_last:
+                        state |= {"start": following, "block": state["block"] + 1, "taken": 0}
+                    length = self.framing.length if packed.lengths is None else packed.lengths[place]
+                    yield packed.rows[place].astype(np.int64), np.int64(length), np.int64(number), dict(state)
+            if is_empty and state["start"] == [0, 0, 0]:
+                raise ValueError(
+                    f"{self.source.name} does not fill one row of {self.framing.length} tokens"
+                    + (f" for each of {self.size} processes" if self.size > 1 else "")
+                    + ": give more text or a smaller length"
+                )
+            state |= {"epoch": state["epoch"] + 1, "start": [0, 0, 0], "block": 0, "taken": 0}
+
+    def _iterate_blocks(self, start: list[int]) -> Iterator[tuple[PackedRows, list[int]]]:
+        """Yield blocks of rows from a position in the source, each with the position after it."""
+        packer = Packer(self.framing, is_wrapped=self.is_wrapped, start=start)
+        texts = (text for text, _ in islice(self.source.read(), self.rank, None, self.size))
+        documents = islice(texts, start[0], None)
+        waiting: list[PackedRows] = []
+        while chunk := list(islice(documents, DOCUMENT_CHUNK)):
+            ids, lengths = self.tokenizer.encode_batch(chunk)
+            sizes = np.array([len(text.encode("utf-8")) for text in chunk])
+            waiting.append(packer.feed(ids, lengths, sizes))
+            while sum(len(packed.rows) for packed in waiting) >= self.block:
+                block = _concatenate(waiting)
+                yield _slice(block, 0, self.block), block.ends[self.block - 1].tolist()
+                waiting = [_slice(block, self.block, len(block.rows))]
+        if waiting and len((rest := _concatenate(waiting)).rows):
+            yield rest, rest.ends[-1].tolist()
+
+
+def _concatenate(parts: list[PackedRows]) -> PackedRows:
+    lengths = None if parts[0].lengths is None else np.concatenate([p.lengths for p in parts if p.lengths is not None])
+    return PackedRows(np.concatenate([p.rows for p in parts]), lengths, np.concatenate([p.ends for p in parts]))
+
+
+def _slice(packed: PackedRows, first: int, last: int) -> PackedRows:
+    lengths = None if packed.lengths is None else packed.lengths[first:last]
+    return PackedRows(packed.rows[first:last], lengths, packed.ends[first:last])
+
+
+class StreamedBatches:
+    """Batches of a stream, made ahead in a process of their own if there may be workers.
+
+    Every process reads its share of the documents, so the batches depend on the number of processes: a run must resume
+    on as many as it began with.
+    """
+
+    def __init__(self, rows: StreamedRows, batch: int, *, workers: int = 0) -> None:
+        self.rows, self.batch, self.workers = rows, batch, workers
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batch that had this state."""
+        self.rows.state = dict(state)
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader = _build_loader(
+            self.rows,
+            batch_size=None,
+            num_workers=min(self.workers, 1),  # one: the order is the stream's
+            multiprocessing_context="fork" if self.workers else None,
+        )
+        place = torch.arange(self.rows.rows) * self.rows.size + self.rows.rank
+        for tokens, lengths, number, state in loader:
+            length = None if lengths is None else torch.as_tensor(lengths)
+            yield Batch(torch.as_tensor(tokens), length, torch.as_tensor(number), place, self.batch, state)

@@ -1,44 +1,65 @@
-"""The data sets that the lineage trains and evaluates on, as a table: where they are, and how they are read.
+"""Named data sets of the MDLM lineage: their place on the Hugging Face Hub and how their text becomes documents.
 
-The Hub's repositories hold Parquet; where a repository's own branch holds a script, which `datasets` no longer runs,
-`revision` is the branch of the Hub's conversion. The same content may lie in local files: `open_source("lm1b:PATH")`.
+The Hub's repositories hold Parquet files. Where the main branch of a repository holds a loading script, which
+`datasets` no longer runs, `revision` is the branch with the Hub's conversion. `open_source("lm1b:PATH")` reads the same
+content from local files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 CONVERTED = "refs/convert/parquet"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A named data set: the Hub's names for it, how its text becomes documents, and what the paper does with it."""
+    """A named data set: its Hub location, its document rule and the paper's settings for it."""
 
     hub: str
     config: str | None
-    column: str  # alternatives by |, columns joined by a blank by +, numbers where a table has no header
-    splits: Mapping[str, str]  # ours to the Hub's, which may be a slice: "train[:-100000]"
-    documents: str  # the rule for plain text files; rows of a table are documents
-    detokenizer: str | None
-    rows: str  # "wrapped": one stream cut into rows; "documents": a document to a row
-    tokenizer: str
-    length: int
+    column: str  # alternatives separated by |, columns joined with a space by +, numbers where there is no header
+    splits: Mapping[str, str]  # our split to the Hub's, which may be a slice: "train[:-100000]"
     note: str
+    documents: str = "auto"  # document rule for plain text files; in tables a row is a document
+    detokenizer: str | None = None
+    rows: str = "wrapped"  # "wrapped": one stream cut into rows; "documents": one document per row
+    tokenizer: str = "gpt2"
+    length: int = 1024
     revision: str | None = None
-    files: tuple[str, ...] = ()  # names, as patterns, of files without a suffix that says what they are
-    # Where one plain text file holds every split, the characters of each.
+    files: tuple[str, ...] = ()  # file name patterns of text files without a known suffix
+    # Character range of each split where one plain text file holds all splits.
     characters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    stand_ins: Mapping[str, str] = field(default_factory=dict)  # columns that are not quite it: what to call them
+    stand_ins: Mapping[str, str] = field(default_factory=dict)  # columns that only approximate the data set: a label
 
 
 HELD_OUT = {"train": "train", "valid": "validation", "test": "test"}
 TEST_ONLY = {"train": "train", "valid": "test", "test": "test"}  # the lineage validates on the test split here
-OPENWEBTEXT_HELD_OUT = {"train": "train[:-100000]", "valid": "train[-100000:]"}
-# What is read in place of the table of articles, by its columns; plain text has none.
-ARTICLES = {"abstract": "abstracts, in place of full articles", "": "plain text, in place of the published articles"}
-SCIENTIFIC = "an article to a document; abstracts alone, or plain text, are taken and labelled as a stand-in"
+WIKITEXT2 = Corpus(
+    hub="Salesforce/wikitext",
+    config="wikitext-2-raw-v1",
+    column="text",
+    splits=HELD_OUT,
+    documents="every-line",
+    detokenizer="wikitext",
+    note="one document per line, blank lines included, as in the Hub's rows; the raw form has no <unk>",
+)
+ARTICLES_NOTE = "one document per article; abstracts alone or plain text are accepted and labeled as a stand-in"
+PUBMED = Corpus(
+    hub="armanc/scientific_papers",
+    config="pubmed",
+    revision=CONVERTED,
+    column="article|abstract",
+    splits=HELD_OUT,
+    detokenizer="scientific_papers",
+    note=ARTICLES_NOTE,
+    # Columns read instead of the articles; plain text has none.
+    stand_ins={
+        "abstract": "abstracts, in place of full articles",
+        "": "plain text, in place of the published articles",
+    },
+)
 
 CORPORA: dict[str, Corpus] = {
     "lm1b": Corpus(
@@ -52,45 +73,18 @@ CORPORA: dict[str, Corpus] = {
         rows="documents",
         tokenizer="bert-base-uncased",
         length=128,
-        note="One Billion Word benchmark: a sentence to a document, news.en.heldout-* is the test split",
+        note="One Billion Word benchmark: one document per sentence, news.en.heldout-* is the test split",
         files=("news.en*",),
     ),
     "openwebtext-split": Corpus(
         hub="Skylion007/openwebtext",
         config="plain_text",
         column="text",
-        splits=OPENWEBTEXT_HELD_OUT,
-        documents="auto",
-        detokenizer=None,
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
+        splits={"train": "train[:-100000]", "valid": "train[-100000:]"},
         note="OpenWebText: the last 100,000 documents are held out, as in the lineage",
     ),
-    "wikitext2": Corpus(
-        hub="Salesforce/wikitext",
-        config="wikitext-2-raw-v1",
-        column="text",
-        splits=HELD_OUT,
-        documents="every-line",
-        detokenizer="wikitext",
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
-        note="a line to a document, blank ones too, as the Hub's rows have it; the raw form has no <unk>",
-    ),
-    "wikitext103": Corpus(
-        hub="Salesforce/wikitext",
-        config="wikitext-103-raw-v1",
-        column="text",
-        splits=HELD_OUT,
-        documents="every-line",
-        detokenizer="wikitext",
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
-        note="a line to a document, blank ones too, as the Hub's rows have it; the raw form has no <unk>",
-    ),
+    "wikitext2": WIKITEXT2,
+    "wikitext103": replace(WIKITEXT2, config="wikitext-103-raw-v1"),
     "ptb": Corpus(
         hub="ptb-text-only/ptb_text_only",
         config="penn_treebank",
@@ -99,10 +93,7 @@ CORPORA: dict[str, Corpus] = {
         splits=HELD_OUT,
         documents="line",
         detokenizer="ptb",
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
-        note="Mikolov's Penn Treebank: a sentence to a document; LDC text, not to be passed on",
+        note="Mikolov's Penn Treebank: one document per sentence; LDC text, not to be redistributed",
     ),
     "lambada": Corpus(
         hub="EleutherAI/lambada_openai",
@@ -111,10 +102,7 @@ CORPORA: dict[str, Corpus] = {
         splits={"valid": "test", "test": "test"},
         documents="line",
         detokenizer="lambada",
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
-        note="OpenAI's test file of 5,153 passages; there is nothing to train on",
+        note="OpenAI's test file of 5,153 passages; there is no training split",
     ),
     "ag_news": Corpus(
         hub="fancyzhx/ag_news",
@@ -122,39 +110,11 @@ CORPORA: dict[str, Corpus] = {
         column="text|Title+Description|1+2",
         splits=TEST_ONLY,
         documents="line",
-        detokenizer=None,
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
-        note="title and description, joined by a blank, as the Hub's text column has it; non-commercial use",
+        note="title and description joined with a space, as in the Hub's text column; non-commercial use",
     ),
-    "scientific_papers_pubmed": Corpus(
-        hub="armanc/scientific_papers",
-        config="pubmed",
-        revision=CONVERTED,
-        column="article|abstract",
-        splits=HELD_OUT,
-        documents="auto",
-        detokenizer="scientific_papers",
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
-        note=SCIENTIFIC,
-        stand_ins=ARTICLES,
-    ),
-    "scientific_papers_arxiv": Corpus(
-        hub="armanc/scientific_papers",
-        config="arxiv",
-        revision=CONVERTED,
-        column="article|abstract",
-        splits=HELD_OUT,
-        documents="auto",
-        detokenizer="scientific_papers",
-        rows="wrapped",
-        tokenizer="gpt2",
-        length=1024,
-        note=f"{SCIENTIFIC}; the Hub's conversion has the first 5 GB of the training split",
-        stand_ins=ARTICLES,
+    "scientific_papers_pubmed": PUBMED,
+    "scientific_papers_arxiv": replace(
+        PUBMED, config="arxiv", note=f"{ARTICLES_NOTE}; the Hub's conversion has the first 5 GB of the training split"
     ),
     "text8": Corpus(
         hub="afmck/text8",
@@ -162,11 +122,9 @@ CORPORA: dict[str, Corpus] = {
         column="text",
         splits=HELD_OUT,
         documents="file",
-        detokenizer=None,
-        rows="wrapped",
         tokenizer="characters",
         length=256,
-        note="one document of lower-case letters and blanks; 90M, 5M and 5M characters",
+        note="one document of lower-case letters and spaces; 90M, 5M and 5M characters",
         files=("text8", "text8.gz"),
         characters={
             "train": (0, 90_000_000),
@@ -180,8 +138,8 @@ ALIASES = {"openwebtext": "openwebtext-split", "wikitext-2": "wikitext2", "wikit
 
 
 def find_corpus(name: str) -> Corpus:
-    """The data set of this name, or of one that it also goes by."""
+    """Return the data set with this name or alias."""
     known = ALIASES.get(name, name)
     if known not in CORPORA:
-        raise ValueError(f"no data set is called {name!r}; there are {', '.join([*CORPORA, *ALIASES])}")
+        raise ValueError(f"data set {name!r} is unknown: choose one of {', '.join([*CORPORA, *ALIASES])}")
     return CORPORA[known]

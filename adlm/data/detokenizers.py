@@ -1,7 +1,7 @@
-"""The lineage's clean-ups: text that was split into words for a benchmark, put together again as people write it.
+"""Detokenizers of the MDLM lineage: they undo the word splitting of benchmark texts.
 
 They keep the lineage's quirks (` N N N ` becomes ` 1 N 1 ` in WikiText, a passage of LAMBADA begins with a line end):
-figures on these sets are only comparable on the same characters. Each is a list of steps, applied in order.
+perplexities on these sets are only comparable on the same characters. Each is a list of steps, applied in order.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import re
 from collections.abc import Callable
 
 Detokenizer = Callable[[str], str]
-# What is looked for, as it stands or a pattern; what takes its place; and of a pattern, what no match is without:
-# looking for that first is many times as fast, and most sentences have no brackets.
+# A string or pattern and its replacement; for a pattern also a string that every match contains: searching for that
+# first is many times as fast, and most sentences have no brackets.
 Step = tuple[str, str] | tuple[re.Pattern[str], str, str]
 
-INNERMOST = 10  # how often ` N ` is looked for: neighbours share their blank, so one pass sees every second one
+NUMBER_PASSES = 10  # replacements of ` N `: neighbors share their space, so one pass sees every second one
 
 
 def _tighten(marks: str) -> list[Step]:
-    """No blank before these marks where one follows them."""
+    """Remove the space before these marks where one follows them."""
     return [(f" {mark} ", f"{mark} ") for mark in marks]
 
 
 def _enclose(opening: str, closing: str) -> Step:
-    """No white space inside a pair, whatever stands between, up to the nearest closing mark."""
+    """Remove white space inside a pair, up to the nearest closing mark."""
     first, last = re.escape(opening), re.escape(closing)
     return re.compile(rf"{first}\s*([^{last}]*?)\s*{last}"), rf"{opening}\1{closing}", closing
 
 
 def _enclose_words(opening: str, closing: str) -> Step:
-    """No blank inside a pair that has exactly one on each side and no such mark within."""
+    """Remove the spaces inside a pair that has exactly one on each side and no such mark within."""
     first, last = re.escape(opening), re.escape(closing)
     return re.compile(rf"{first} ([^{first}{last}]+) {last}"), rf"{opening}\1{closing}", f" {closing}"
 
@@ -53,7 +53,7 @@ PENN_TREEBANK: list[Step] = [
     (" n't", "n't"),
     (" \n ", "\n"),
     ("\\/", "/"),
-    *[(" N ", " 1 ")] * INNERMOST,
+    *[(" N ", " 1 ")] * NUMBER_PASSES,
     ("$ 1", "$1"),
     ("# 1", "#1"),
     ("<unk>", "?"),
@@ -87,27 +87,27 @@ def _apply(text: str, steps: list[Step]) -> str:
 
 
 def wikitext(text: str) -> str:
-    """WikiText: ` @-@ `, blanks before marks, headings, line ends."""
+    """Detokenize WikiText: ` @-@ `, spaces before marks, headings, line ends."""
     return _apply(text, WIKITEXT)
 
 
 def ptb(text: str) -> str:
-    """Mikolov's Penn Treebank: contractions, `N` for a number, `<unk>`."""
+    """Detokenize Mikolov's Penn Treebank: contractions, `N` for a number, `<unk>`."""
     return _apply(text, PENN_TREEBANK)
 
 
 def lm1b(text: str) -> str:
-    """The One Billion Word benchmark: blanks around marks, within quotation marks and brackets."""
+    """Detokenize the One Billion Word benchmark: spaces around marks, within quotation marks and brackets."""
     return _apply(text, BILLION_WORDS)
 
 
 def lambada(text: str) -> str:
-    """LAMBADA: straight quotation marks, and one line end before the passage."""
+    """Detokenize LAMBADA: straight quotation marks, and one line end before the passage."""
     return "\n" + text.replace("“", '"').replace("”", '"').strip()
 
 
 def scientific_papers(text: str) -> str:
-    """arXiv and PubMed articles: WikiText's steps, then those of the One Billion Word benchmark."""
+    """Detokenize arXiv and PubMed articles: WikiText's steps, then those of the One Billion Word benchmark."""
     return lm1b(wikitext(text))
 
 
@@ -121,7 +121,7 @@ DETOKENIZERS: dict[str, Detokenizer] = {
 
 
 def find_detokenizer(name: str) -> Detokenizer:
-    """The clean-up of this name."""
+    """Return the detokenizer with this name."""
     if name not in DETOKENIZERS:
-        raise ValueError(f"no detokenizer is called {name!r}; there are {', '.join(DETOKENIZERS)}")
+        raise ValueError(f"detokenizer {name!r} is unknown: choose one of {', '.join(DETOKENIZERS)}")
     return DETOKENIZERS[name]

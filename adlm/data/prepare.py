@@ -1,11 +1,13 @@
-"""Text to a folder of packed rows: in parallel, the same whatever the number of workers, and over any interruption."""
+"""Prepares text as a folder of packed rows: in parallel, independent of the number of workers, and resumable."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,35 +16,47 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from adlm.data import writing
+import numpy as np
+import torch
+
 from adlm.data.corpora import ALIASES, CORPORA, Corpus
-from adlm.data.packing import Framing, Packer
+from adlm.data.packing import Framing, PackedRows, Packer
 from adlm.data.shards import (
     COUNTS,
     FORMAT,
     MANIFEST,
-    Rows,
+    PROGRESS,
+    ShardedRows,
+    ShardWriter,
     check_size,
-    dtype_for,
+    choose_dtype,
+    describe_tokenizer,
+    get_disk_dtype,
+    get_ends_file,
+    hash_file,
+    load_checked_tokenizer,
     open_data,
     read_manifest,
-    sha256_of,
-    tokenizer_facts,
-    tokenizer_of,
-    write_safely,
+    read_state_file,
+    shorten_shards,
+    write_atomically,
 )
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
-from adlm.data.workers import TokenizerPool, chunked
+from adlm.data.workers import TokenizerPool, chunk_documents
 
-SAMPLE_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is learned from
+TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
 SHARD_TOKENS = 2**25
-MANNERS = ("wrapped", "documents")
+ROW_LAYOUTS = ("wrapped", "documents")
+COPY_ROWS = 4096  # rows that are moved to the valid split at a time
+FILE_NAMES = re.compile(
+    r"((train|valid)-\d{5,}\.(bin|len|ends)|counts\.npy|tokenizer(_config)?\.json|(progress|manifest)\.json)(\.part)?"
+)
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a preparation is."""
+class PrepareProgress:
+    """The progress of a preparation."""
 
     split: str
     consumed: int  # bytes of the source on disk
@@ -71,92 +85,87 @@ def prepare(
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[PrepareProgress], None] | None = None,
 ) -> dict[str, Any]:
-    """The manifest of the folder `out`, made, completed or found there; see docs/prepare.md for every choice.
+    """Prepare the folder `out`, or resume or reuse it, and return its manifest; docs/prepare.md explains the choices.
 
-    A named corpus brings its own tokenizer, length, rows and valid split; otherwise they are gpt2, 1024, wrapped, and
-    the last rows of the stream.
+    A named corpus has its own tokenizer, length, rows and valid split; otherwise the defaults are gpt2, 1024, wrapped,
+    and the last rows of the stream.
     """
-    corpus = named_corpus(source)
-    asked, tokenizer = tokenizer, tokenizer or (corpus.tokenizer if corpus else "gpt2")
+    corpus = find_named_corpus(source)
+    given_tokenizer, tokenizer = tokenizer, tokenizer or (corpus.tokenizer if corpus else "gpt2")
     length = length or (corpus.length if corpus else 1024)
     rows = rows or (corpus.rows if corpus else "wrapped")
-    if rows not in MANNERS:
-        raise ValueError(f"rows must be one of {', '.join(MANNERS)}, got {rows!r}")
+    if rows not in ROW_LAYOUTS:
+        raise ValueError(f"rows is {rows!r}: expected {' or '.join(ROW_LAYOUTS)}")
     if not 0 <= valid_share < 1:
-        raise ValueError(f"valid_share must be at least 0 and below 1, got {valid_share}")
+        raise ValueError(f"valid_share is {valid_share}: expected at least 0 and below 1")
     if shard_tokens < length:
-        raise ValueError(f"shard_tokens must be at least a row's {length}, got {shard_tokens}")
+        raise ValueError(f"shard_tokens is {shard_tokens}: expected at least a row's {length}")
     if train_tokenizer is not None and train_tokenizer < 258:
-        raise ValueError(f"a trained tokenizer has at least 258 tokens (bytes, end, mask), got {train_tokenizer}")
-    if train_tokenizer is not None and asked is not None:
-        raise ValueError(
-            f"tokenizer {str(asked)!r:.60} is given, and one of {train_tokenizer} to be learned: leave one"
-        )
-    how: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer}
-    opened = {"train": source if isinstance(source, Source) else open_source(source, split=split, **how)}
+        raise ValueError(f"train_tokenizer is {train_tokenizer}: expected at least 258 tokens (bytes, end, mask)")
+    if train_tokenizer is not None and given_tokenizer is not None:
+        raise ValueError(f"tokenizer {str(given_tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
+    reading: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer}
+    sources = {"train": source if isinstance(source, Source) else open_source(source, split=split, **reading)}
     if valid is not None:
-        opened["valid"] = valid if isinstance(valid, Source) else open_source(valid, split="valid", **how)
+        sources["valid"] = valid if isinstance(valid, Source) else open_source(valid, split="valid", **reading)
     elif corpus is not None and isinstance(source, str) and split == "train":
-        opened["valid"] = open_source(source, split="valid", **how)
-        if opened["valid"].identity == opened["train"].identity:
-            del opened["valid"]  # one file is every split: its end is held out, as of any file
-    for each in opened.values():
+        sources["valid"] = open_source(source, split="valid", **reading)
+        if sources["valid"].identity == sources["train"].identity:
+            del sources["valid"]  # one file is every split: its end is held out, as of any file
+    for each in sources.values():
         if each.folder is not None and Path(out).resolve().is_relative_to(each.folder.resolve()):
-            raise ValueError(
-                f"{out} lies in {each.folder}, whose files are read as text: choose an --out outside of it"
-            )
+            raise ValueError(f"{out} is inside {each.folder}, whose files are read as text: choose another --out")
 
-    given = None
+    loaded = None
     if train_tokenizer is None:
-        given = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
-        learned: dict[str, Any] = {key: value for key, value in tokenizer_facts(given).items() if key != "name"}
+        loaded = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
+        settings: dict[str, Any] = {key: value for key, value in describe_tokenizer(loaded).items() if key != "name"}
     else:
-        learned = {"trained": train_tokenizer, "on_bytes": SAMPLE_BYTES}
+        settings = {"trained": train_tokenizer, "on_bytes": TOKENIZER_BYTES}
     settings = {
-        "source": opened["train"].identity,
-        "valid": opened["valid"].identity if "valid" in opened else {"share": valid_share},
-        "tokenizer": learned,
+        "source": sources["train"].identity,
+        "valid": sources["valid"].identity if "valid" in sources else {"share": valid_share},
+        "tokenizer": settings,
         "length": length,
         "rows": rows,
         "shard_tokens": shard_tokens,
     }
-    job = Job(Path(out), json.loads(json.dumps(settings)), workers or cores(), on_progress or (lambda _: None))
+    settings = json.loads(json.dumps(settings))
+    job = Preparation(Path(out), settings, workers or count_cores(), on_progress or (lambda _: None))
     if overwrite:
-        writing.clear(job.folder)
-    found = begin(job)
-    if found is not None:
-        return found
-    return run(job, opened, given)
+        remove_prepared(job.folder)
+    manifest = begin_or_resume(job)
+    return run_preparation(job, sources, loaded) if manifest is None else manifest
 
 
-def named_corpus(source: str | Path | Source) -> Corpus | None:
-    """The corpus that a source names, also in the form NAME:PATH."""
+def find_named_corpus(source: str | Path | Source) -> Corpus | None:
+    """Return the corpus that a source names, also in the form NAME:PATH."""
     if not isinstance(source, str):
         return None
     name = source.split(":")[0]
     return CORPORA.get(ALIASES.get(name, name))
 
 
-def cores() -> int:
-    """The cores that this process may use."""
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def held_out_rows(rows: int, share: float) -> int:
-    """How many of the last rows become the valid split: the share, but not fewer than 64 or a tenth, nor than two."""
+def count_valid_rows(rows: int, share: float) -> int:
+    """Return the size of the valid split: the share, but at least 64 or a tenth, and at least two rows."""
     return max(int(share * rows), min(64, rows // 10), 2) if share else 0
 
 
 @dataclass(frozen=True)
-class Job:
-    """One preparation: where, of what, and the state that it can be taken up from, which is all in progress.json."""
+class Preparation:
+    """One preparation: its folder, its settings, and the state in progress.json from which it resumes."""
 
     folder: Path
     settings: dict[str, Any]
     workers: int
-    on_progress: Callable[[Progress], None]
+    on_progress: Callable[[PrepareProgress], None]
     state: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -168,57 +177,61 @@ class Job:
         """Whether the valid split is the end of the train stream."""
         return "share" in self.settings["valid"]
 
-    def save(self) -> None:
-        writing.write_progress(self.folder, self.state)
+    def save_state(self) -> None:
+        write_atomically(self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8"))
+
+    def open_train_rows(self, dtype: str) -> ShardedRows:
+        shards = tuple((shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"])
+        is_padded = self.settings["rows"] == "documents"
+        return ShardedRows(self.folder, self.settings["length"], dtype, is_padded, shards)
 
 
-def begin(job: Job) -> dict[str, Any] | None:
-    """The manifest if the folder is finished; otherwise the state to go on from, perhaps a fresh one."""
+def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
+    """Return the manifest if the folder is finished; otherwise load the state to resume from, or a fresh one."""
     if job.folder.exists() and not job.folder.is_dir():
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
-    is_finished = (job.folder / MANIFEST).is_file()
-    old = read_manifest(job.folder) if is_finished else writing.read_progress(job.folder)
-    if old is None and (found := [path for path in writing.ours(job.folder) if path.suffix != ".part"]):
+    is_finished, progress = (job.folder / MANIFEST).is_file(), job.folder / PROGRESS
+    old = read_manifest(job.folder) if is_finished else read_state_file(progress) if progress.is_file() else None
+    if old is None and (foreign := [path for path in list_files(job.folder) if path.suffix != ".part"]):
         raise ValueError(
-            f"{job.folder} holds {found[0].name}, which no preparation here wrote and this one would replace: "
+            f"{job.folder} holds {foreign[0].name}, which no preparation wrote and this one would replace: "
             "move it, or choose another --out"
         )
     if old is not None and not is_finished and not any(split["shards"] for split in old["splits"].values()):
-        old = None  # nothing is lost by beginning anew
+        old = None  # nothing is lost by starting over
     if old is not None and old["settings_sha256"] != job.sha256:
-        listed = "\n".join(writing.differences(old["settings"], job.settings))
-        what = "holds data prepared" if is_finished else "holds a preparation begun"
+        listed = "\n".join(list_differences(old["settings"], job.settings))
+        content = "prepared data" if is_finished else "an unfinished preparation"
         raise ValueError(
-            f"{job.folder} {what} with other settings:\n{listed}\nChoose another --out, or --overwrite it."
+            f"{job.folder} holds {content} with other settings:\n{listed}\nChoose another --out, or --overwrite it."
         )
     if is_finished:
-        writing.tidy(job.folder)
+        remove_temporary(job.folder)
         return open_data(job.folder).manifest
     if old is not None and old["cut"] is None:  # while the valid split is cut off, shards are being shortened
         for split in old["splits"].values():
             for shard in split["shards"]:
                 check_size(job.folder / shard["file"], shard["bytes"])
-    splits = {"train": {"shards": [], "end": [0, 0, 0], "is_complete": False}}
-    if not job.is_cut:
-        splits["valid"] = json.loads(json.dumps(splits["train"]))
+    names = ("train",) if job.is_cut else ("train", "valid")
+    splits = {name: {"shards": [], "end": [0, 0, 0], "is_complete": False} for name in names}
     fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits}
     job.state.update(old or {"format": FORMAT, **fresh, "cut": None})
-    job.save()
+    job.save_state()
     return None
 
 
-def run(job: Job, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Everything that is still to do."""
-    tokenizer = ready_tokenizer(job, sources["train"], tokenizer)
+def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Do everything that is left to do and return the manifest."""
+    tokenizer = save_tokenizer(job, sources["train"], tokenizer)
     if tokenizer.bos_id is None or tokenizer.eos_id is None:
         raise ValueError(
-            f"tokenizer {tokenizer.name!r} does not say which tokens begin and end a text: name them as bos_token "
-            "and eos_token in a tokenizer_config.json beside its tokenizer.json"
+            f"tokenizer {tokenizer.name!r} has no BOS or no EOS token: name them as bos_token and eos_token in a "
+            "tokenizer_config.json next to its tokenizer.json"
         )
     pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     framing = Framing(job.settings["length"], tokenizer.bos_id, tokenizer.eos_id, pad_id)
-    dtype = dtype_for(tokenizer.vocab_size)
+    dtype = choose_dtype(tokenizer.vocab_size)
     try:
         with TokenizerPool(job.folder / "tokenizer.json", dtype, job.workers) as pool:
             for split, source in sources.items():
@@ -226,38 +239,50 @@ def run(job: Job, sources: dict[str, Source], tokenizer: Tokenizer | None) -> di
                     write_split(job, split, source, pool, framing, dtype)
         if job.is_cut:
             cut_valid(job, dtype)
-        return finish(job, sources["train"], tokenizer, dtype)
+        return write_manifest(job, sources["train"], tokenizer, dtype)
     except OSError as error:
-        writing.remove_parts(job.folder)  # room for whatever comes next
-        if error.errno == errno.ENOSPC:
-            raise disk_full(job) from error
-        raise
+        remove_files(job.folder, lambda path: path.suffix == ".part")  # frees space
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(errno.ENOSPC, describe_full_disk(job)) from error
 
 
-def ready_tokenizer(job: Job, source: Source, tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer, in the folder: given, learned now, or learned before the interruption."""
+def save_tokenizer(job: Preparation, source: Source, tokenizer: Tokenizer | None) -> Tokenizer:
+    """Save the tokenizer in the folder; without one given, load the one saved before or train one."""
     if job.state["tokenizer"] is not None:
-        return tokenizer_of(job.folder, job.state["tokenizer"])
+        return load_checked_tokenizer(job.folder, job.state["tokenizer"])
     if tokenizer is None:
         size = job.settings["tokenizer"]["trained"]
-        tokenizer = train_bpe(sample(source, SAMPLE_BYTES), size, end_token=END_OF_TEXT, name=f"bpe-{size}")
+        texts = read_first_documents(source, TOKENIZER_BYTES)
+        tokenizer = train_bpe(texts, size, end_token=END_OF_TEXT, name=f"bpe-{size}")
     tokenizer.save(job.folder)
-    job.state["tokenizer"] = tokenizer_facts(tokenizer)
-    job.save()
+    job.state["tokenizer"] = describe_tokenizer(tokenizer)
+    job.save_state()
     return tokenizer
 
 
-def write_split(job: Job, split: str, source: Source, pool: TokenizerPool, framing: Framing, dtype: str) -> None:
-    """Documents to shards, from where the last complete shard ended."""
+def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
+    """Yield the first documents up to so many bytes; the last one is cut."""
+    left = max_bytes
+    for text, _ in source.read():
+        yield text[:left]  # characters: no more than the bytes that are left
+        left -= len(text.encode("utf-8", "replace"))
+        if left <= 0:
+            return
+
+
+def write_split(
+    job: Preparation, split: str, source: Source, pool: TokenizerPool, framing: Framing, dtype: str
+) -> None:
+    """Write documents to shards, from the end of the last complete shard."""
     state, began = job.state["splits"][split], time.perf_counter()
-    is_wrapped = job.settings["rows"] == "wrapped"
 
     def on_shard(record: dict[str, Any], end: list[int]) -> None:
         state["shards"].append(record)
         state["end"] = end
-        job.save()
+        job.save_state()
 
-    writer = writing.ShardWriter(
+    writer = ShardWriter(
         job.folder,
         split,
         dtype=dtype,
@@ -266,131 +291,162 @@ def write_split(job: Job, split: str, source: Source, pool: TokenizerPool, frami
         keep_ends=job.is_cut,
         on_shard=on_shard,
     )
-    packer = Packer(framing, is_wrapped=is_wrapped, start=state["end"])
-    count, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
-    for found, consumed in pool.tokenize(chunked(source.read(), skip=packer.documents)):
-        packed = packer.feed(*found)
+    packer = Packer(framing, is_wrapped=job.settings["rows"] == "wrapped", start=state["end"])
+    rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
+    for chunk, consumed in pool.tokenize(chunk_documents(source.read(), skip=packer.documents)):
+        packed = packer.feed(*chunk)
         writer.add(packed)
-        count, text, tokens = count + len(packed.rows), text + int(found.sizes.sum()), tokens + len(found.ids)
-        seconds = time.perf_counter() - began
-        job.on_progress(Progress(split, consumed, source.total_bytes, text, tokens, count, packer.documents, seconds))
+        rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
+        counts = (consumed, source.total_bytes, text, tokens, rows, packer.documents)
         state["consumed"], state["of"] = consumed, source.total_bytes
+        job.on_progress(PrepareProgress(split, *counts, time.perf_counter() - began))
     writer.close()
-    if count == 0:
-        writing.clear(job.folder)
+    if rows == 0:
+        remove_prepared(job.folder)
         raise ValueError(
             f"{source.name} ({split}) fills no row: it has {tokens:,} tokens in {packer.documents:,} documents, and "
-            f"one row of length {framing.length} takes {framing.length - 2:,}; choose a smaller --length or more text"
+            f"one row of length {framing.length} needs {framing.length - 2:,}; choose a smaller --length or more text"
         )
     state["is_complete"] = True
-    job.save()
+    job.save_state()
 
 
-def stored(job: Job, dtype: str) -> Rows:
-    shards = tuple((shard["file"], shard["rows"]) for shard in job.state["splits"]["train"]["shards"])
-    is_padded = job.settings["rows"] == "documents"
-    return Rows(job.folder, job.settings["length"], dtype, is_padded, shards)
-
-
-def cut_valid(job: Job, dtype: str) -> None:
-    """Move the last rows to the valid split: first copy, then shorten, so that a kill in between loses nothing."""
+def cut_valid(job: Preparation, dtype: str) -> None:
+    """Move the last rows to the valid split: first copy, then truncate, so that a kill in between loses nothing."""
     state = job.state["splits"]["train"]
     if job.state["cut"] is None:
-        rows = stored(job, dtype)
-        cut = len(rows) - held_out_rows(len(rows), job.settings["valid"]["share"])
+        rows = job.open_train_rows(dtype)
+        cut = len(rows) - count_valid_rows(len(rows), job.settings["valid"]["share"])
         if cut < 1:
-            writing.clear(job.folder)
+            remove_prepared(job.folder)
             raise ValueError(
-                f"{len(rows)} rows of length {job.settings['length']} are too few: the valid split takes "
-                f"{len(rows) - cut} and at least one must be left to train on; choose a smaller --length, more "
-                "text, or --valid-share 0"
+                f"{len(rows)} rows of length {job.settings['length']} are too few: the valid split needs "
+                f"{len(rows) - cut} and the train split at least one; choose a smaller --length, more text, or "
+                "--valid-share 0"
             )
-        ends = writing.ends_of(job.folder, state["shards"], cut)
+        end = find_row_end(job.folder, state["shards"], cut)
         moved: list[dict[str, Any]] = []
-        writer = writing.ShardWriter(
+        writer = ShardWriter(
             job.folder,
             "valid",
             dtype=dtype,
             shard_rows=job.settings["shard_tokens"] // job.settings["length"],
             on_shard=lambda record, _: moved.append(record),
         )
-        for packed in writing.copied(rows, cut):
-            writer.add(packed)
+        for start in range(cut, len(rows), COPY_ROWS):
+            tokens, lengths = rows.fetch(torch.arange(start, min(start + COPY_ROWS, len(rows))))
+            no_ends = np.zeros((len(tokens), 3), dtype=np.int64)
+            writer.add(PackedRows(tokens.numpy(), None if lengths is None else lengths.numpy(), no_ends))
         writer.close()
         if moved:
-            (documents, inside, text), (before, _, text_before) = state["end"], ends
-            end = [documents - before, inside, text - text_before]
-            job.state["splits"]["valid"] = {"shards": moved, "end": end, "is_complete": True}
-        job.state["cut"] = {"rows": cut, "end": ends}
-        job.save()
+            (documents, inside, text), (before, _, text_before) = state["end"], end
+            valid_end = [documents - before, inside, text - text_before]
+            job.state["splits"]["valid"] = {"shards": moved, "end": valid_end, "is_complete": True}
+        job.state["cut"] = {"rows": cut, "end": end}
+        job.save_state()
     row_bytes = job.settings["length"] * (2 if dtype == "uint16" else 4)
-    state["shards"] = writing.shorten(job.folder, state["shards"], job.state["cut"]["rows"], row_bytes)
+    state["shards"] = shorten_shards(job.folder, state["shards"], job.state["cut"]["rows"], row_bytes)
     state["end"] = job.state["cut"]["end"]
 
 
-def finish(job: Job, source: Source, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
-    """Count the tokens, write the manifest, tidy up."""
-    writing.save_counts(job.folder / COUNTS, stored(job, dtype).count_tokens(tokenizer.vocab_size))
+def find_row_end(folder: Path, shards: list[dict[str, Any]], rows: int) -> list[int]:
+    """Return the position in the source where the first `rows` rows end."""
+    for shard in shards:
+        if rows <= shard["rows"]:
+            ends = np.fromfile(folder / get_ends_file(shard["file"]), dtype=get_disk_dtype("int64")).reshape(-1, 3)
+            return [int(number) for number in ends[rows - 1]]
+        rows -= shard["rows"]
+    raise AssertionError("there are not so many rows")
+
+
+def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+    """Count the tokens, write the manifest and remove temporary files."""
+    content = io.BytesIO()
+    counts = job.open_train_rows(dtype).count_tokens(tokenizer.vocab_size)
+    np.save(content, counts.astype(get_disk_dtype("int64")), allow_pickle=False)
+    write_atomically(job.folder / COUNTS, content.getvalue())
     manifest = {
         "format": FORMAT,
         "settings": job.settings,
         "settings_sha256": job.sha256,
-        "tokenizer": tokenizer_facts(tokenizer),
+        "tokenizer": describe_tokenizer(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "mask_id": tokenizer.mask_id,
         "length": job.settings["length"],
         "dtype": dtype,
         "rows": job.settings["rows"],
-        "splits": {name: summary(job, found) for name, found in job.state["splits"].items()},
+        "splits": {name: summarize_split(job, state) for name, state in job.state["splits"].items()},
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": source.identity,
-        "counts_sha256": sha256_of(job.folder / COUNTS),
-        "made_with": f"adlm {own_version()}",
+        "counts_sha256": hash_file(job.folder / COUNTS),
+        "made_with": f"adlm {get_version()}",
     }
-    write_safely(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
-    writing.tidy(job.folder)
+    write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
+    remove_temporary(job.folder)
     return manifest
 
 
-def summary(job: Job, state: dict[str, Any]) -> dict[str, Any]:
+def summarize_split(job: Preparation, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest's entry of a split."""
     rows, (documents, inside, text) = sum(shard["rows"] for shard in state["shards"]), state["end"]
     tokens = sum(shard.pop("tokens", shard["rows"] * job.settings["length"]) for shard in state["shards"])
-    return {
-        "rows": rows,
-        "tokens": tokens,
-        "documents": documents + (inside > 0),
-        "bytes": text,
-        "shards": state["shards"],
-    }
+    totals = {"rows": rows, "tokens": tokens, "documents": documents + (inside > 0), "bytes": text}
+    return totals | {"shards": state["shards"]}
 
 
-def sample(source: Source, most: int) -> Iterator[str]:
-    """The first documents, until they make up so many bytes; the last one is cut."""
-    left = most
-    for text, _ in source.read():
-        yield text[:left]  # characters: no more than the bytes that are left
-        left -= len(text.encode("utf-8", "replace"))
-        if left <= 0:
-            return
+def list_files(folder: Path) -> list[Path]:
+    """List the files of a preparation by name; progress and manifest come last."""
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.iterdir() if path.is_file() and FILE_NAMES.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (path.name.startswith((PROGRESS, MANIFEST)), path.name))
 
 
-def disk_full(job: Job) -> OSError:
-    """The error of a full disk, with what is known of the room that the rest takes."""
+def remove_files(folder: Path, is_removed: Callable[[Path], bool]) -> None:
+    """Remove those files of a preparation."""
+    for path in list_files(folder):
+        if is_removed(path):
+            path.unlink()
+
+
+def remove_prepared(folder: Path) -> None:
+    """Remove what a preparation wrote; a folder without manifest and progress is left alone."""
+    if (folder / PROGRESS).is_file() or (folder / MANIFEST).is_file():
+        remove_files(folder, lambda path: True)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what only an unfinished preparation needs."""
+    remove_files(folder, lambda path: path.suffix in (".part", ".ends") or path.name == PROGRESS)
+
+
+def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return a line for every setting that differs."""
+    lines = []
+    for key in sorted({*old, *new}):
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            lines += list_differences(before, now, f"{prefix}{key}.")
+        elif before != now:
+            lines.append(f"  {prefix}{key}: {before!r} there, {now!r} now")
+    return lines
+
+
+def describe_full_disk(job: Preparation) -> str:
+    """Return the message for a full disk, with an estimate of the space that the rest needs."""
     splits = job.state["splits"].values()
-    written = sum(shard["bytes"] for split in splits for shard in split["shards"])
-    consumed = sum(split.get("consumed") or 0 for split in splits)
-    total = sum(split.get("of") or 0 for split in splits)
-    about = f"; the rest takes about {written * (total / consumed - 1) / 1e9:.1f} GB more" if consumed and total else ""
-    free = shutil.disk_usage(job.folder).free
-    return OSError(
-        errno.ENOSPC,
-        f"the disk of {job.folder} is full: {free / 1e9:.1f} GB free, {written / 1e9:.1f} GB of shards written{about}. "
-        "What is there is kept: make room and run the same command again",
+    written = sum(shard["bytes"] for split in splits for shard in split["shards"]) / 1e9
+    consumed, total = (sum(split.get(key) or 0 for split in splits) for key in ("consumed", "of"))
+    rest = f"; the rest needs about {written * (total / consumed - 1):.1f} GB more" if consumed and total else ""
+    free = shutil.disk_usage(job.folder).free / 1e9
+    return (
+        f"the disk of {job.folder} is full: {free:.1f} GB free, {written:.1f} GB of shards written{rest}: free some "
+        "space and run the same command again to resume"
     )
 
 
-def own_version() -> str:
-    """Of the package, if it is installed and not just on the path."""
+def get_version() -> str:
+    """Return the version of the installed package."""
     try:
         return version("adlm")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""The folder of prepared text: rows in shards that are mapped into memory, and a manifest that says what they are.
+"""The folder of prepared text: rows in shards that are memory-mapped, and a manifest that describes them.
 
-The format is written down in docs/prepare.md.
+docs/prepare.md defines the format.
 """
 
 from __future__ import annotations
@@ -12,35 +12,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adlm.data.packing import PackedRows
 from adlm.data.tokenizers import Tokenizer
 
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
-KEYS = ("tokenizer", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")  # of a finished manifest
-PIECE = 2**24  # bytes read at a time where a whole file is gone through
-AGAIN = "prepare it again with `adlm prepare … --overwrite`"
+REQUIRED_KEYS = ("tokenizer", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")  # of a manifest
+COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
+PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
 
 
-def dtype_for(vocab_size: int) -> str:
-    """Two bytes a token where every id fits."""
+def choose_dtype(vocab_size: int) -> str:
+    """Return the smallest type that holds every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def disk_type(dtype: str) -> np.dtype[Any]:
-    """Little-endian, whatever the machine."""
+def get_disk_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the little-endian form of a type."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of one split, read from disk as they are asked for; a copy sent to another process maps them anew."""
+class ShardedRows:
+    """The memory-mapped rows of one split; a pickled copy maps them again."""
 
     folder: Path
     length: int
@@ -53,7 +54,7 @@ class Rows:
         return int(self._starts[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rows, (self.folder, self.length, self.dtype, self.is_padded, self.shards)
+        return ShardedRows, (self.folder, self.length, self.dtype, self.is_padded, self.shards)
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -62,25 +63,25 @@ class Rows:
     def _map(self, shard: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
         if shard not in self._maps:
             file, rows = self.shards[shard]
-            tokens = np.memmap(self.folder / file, disk_type(self.dtype), "r", shape=(rows, self.length))
-            lengths = self.folder / lengths_file(file)
+            tokens = np.memmap(self.folder / file, get_disk_dtype(self.dtype), "r", shape=(rows, self.length))
+            lengths = self.folder / get_lengths_file(file)
             self._maps[shard] = (
                 tokens,
-                np.memmap(lengths, disk_type("uint32"), "r", shape=(rows,)) if self.is_padded else None,
+                np.memmap(lengths, get_disk_dtype("uint32"), "r", shape=(rows,)) if self.is_padded else None,
             )
         return self._maps[shard]
 
     def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of these numbers, tokens (n, length), and where rows are padded their lengths (n,)."""
+        """Return the rows with these numbers, tokens (n, length), and where rows are padded their lengths (n,)."""
         index = torch.as_tensor(indices, dtype=torch.int64).numpy()
         if len(index) and not (index.min() >= 0 and index.max() < len(self)):
             wrong = index[(index < 0) | (index >= len(self))][0]
             raise IndexError(f"row {wrong} of {len(self)} rows")
         tokens = np.empty((len(index), self.length), dtype=np.int64)
         lengths = np.empty(len(index), dtype=np.int64) if self.is_padded else None
-        shard_of = np.searchsorted(self._starts, index, side="right") - 1
-        for shard in np.unique(shard_of):
-            here = shard_of == shard
+        shard_numbers = np.searchsorted(self._starts, index, side="right") - 1
+        for shard in np.unique(shard_numbers):
+            here = shard_numbers == shard
             stored, stored_lengths = self._map(int(shard))
             local = index[here] - self._starts[shard]
             tokens[here] = stored[local]
@@ -89,20 +90,22 @@ class Rows:
         return torch.from_numpy(tokens), None if lengths is None else torch.from_numpy(lengths)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
-        """How often every token occurs, padding left out."""
+        """Count the occurrences of every token, without padding."""
         counts = np.zeros(vocab_size, dtype=np.int64)
-        step = max(1, PIECE // (8 * self.length))
+        step = max(1, COUNT_BYTES // (8 * self.length))
         for shard, (_, rows) in enumerate(self.shards):
             stored, lengths = self._map(shard)
             for first in range(0, rows, step):
-                piece = stored[first : first + step]
+                chunk = stored[first : first + step]
                 if lengths is not None:
-                    piece = piece[np.arange(self.length) < lengths[first : first + step, None]]
-                found = np.bincount(piece.ravel(), minlength=vocab_size)
-                if len(found) > vocab_size:
-                    what = f"token {len(found) - 1}, where the vocabulary has {vocab_size}"
-                    raise ValueError(f"{self.folder / self.shards[shard][0]} holds {what}: {AGAIN}")
-                counts += found
+                    chunk = chunk[np.arange(self.length) < lengths[first : first + step, None]]
+                chunk_counts = np.bincount(chunk.ravel(), minlength=vocab_size)
+                if len(chunk_counts) > vocab_size:
+                    raise ValueError(
+                        f"{self.folder / self.shards[shard][0]} holds token {len(chunk_counts) - 1}, where the "
+                        f"vocabulary has {vocab_size}: {PREPARE_AGAIN}"
+                    )
+                counts += chunk_counts
         return counts
 
 
@@ -134,139 +137,224 @@ class PreparedData:
     def splits(self) -> tuple[str, ...]:
         return tuple(self.manifest["splits"])
 
-    def rows(self, split: str) -> Rows:
+    def rows(self, split: str) -> ShardedRows:
         if split not in self.splits:
             raise ValueError(f"{self.folder} has no split {split!r}: it has {', '.join(self.splits)}")
         shards = tuple((shard["file"], shard["rows"]) for shard in self.manifest["splits"][split]["shards"])
-        return Rows(self.folder, self.length, self.manifest["dtype"], self.is_padded, shards)
+        return ShardedRows(self.folder, self.length, self.manifest["dtype"], self.is_padded, shards)
 
     def counts(self) -> Tensor:
-        """How often every token occurs in the train split, (vocab_size,)."""
+        """Return the occurrences of every token in the train split, (vocab_size,)."""
         return torch.from_numpy(np.load(self.folder / COUNTS, allow_pickle=False))
 
 
-def open_data(
-    path: Path | str, *, verify: bool = False, on_verified: Callable[[int, int], None] | None = None
-) -> PreparedData:
-    """The folder, its files there and of the right size; `verify` reads them all and compares their checksums.
-
-    `on_verified` is called with the bytes compared so far and in all.
-    """
+def open_data(path: Path | str, *, verify: bool = False) -> PreparedData:
+    """Open a prepared folder and check the sizes of its files; `verify` compares their checksums, too."""
     folder = Path(path)
     manifest = read_manifest(folder)
-    files = [(split, shard) for split, found in manifest["splits"].items() for shard in found["shards"]]
-    for _, shard in files:
+    for shard in [shard for split in manifest["splits"].values() for shard in split["shards"]]:
         check_size(folder / shard["file"], shard["bytes"])
+        if verify:
+            check_hash(folder / shard["file"], shard["sha256"])
         if "lengths_sha256" in shard:
-            check_size(folder / lengths_file(shard["file"]), 4 * shard["rows"])
+            lengths = folder / get_lengths_file(shard["file"])
+            check_size(lengths, 4 * shard["rows"])
+            if verify:
+                check_hash(lengths, shard["lengths_sha256"])
     counts = folder / COUNTS
     if not counts.is_file():
-        raise ValueError(f"{counts} is missing: {AGAIN}")
-    check_sum(folder / "tokenizer.json", manifest["tokenizer"]["sha256"])
+        raise ValueError(f"{counts} is missing: {PREPARE_AGAIN}")
     if verify:
-        done, total = 0, sum(shard["bytes"] for _, shard in files)
-        for _, shard in files:
-            check_sum(folder / shard["file"], shard["sha256"])
-            if "lengths_sha256" in shard:
-                check_sum(folder / lengths_file(shard["file"]), shard["lengths_sha256"])
-            done += shard["bytes"]
-            if on_verified:
-                on_verified(done, total)
-        check_sum(counts, manifest["counts_sha256"])
-    return PreparedData(folder, manifest, tokenizer_of(folder, manifest["tokenizer"]))
+        check_hash(counts, manifest["counts_sha256"])
+    check_hash(folder / "tokenizer.json", manifest["tokenizer"]["sha256"])
+    return PreparedData(folder, manifest, load_checked_tokenizer(folder, manifest["tokenizer"]))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished folder."""
+    """Read the manifest of a finished folder."""
     if not (folder / MANIFEST).is_file():
         if (folder / PROGRESS).is_file():
-            raise ValueError(
-                f"{folder} is not finished: run the same `adlm prepare` again, it goes on where it stopped"
-            )
-        raise ValueError(f"no {MANIFEST} in {folder}: make it with `adlm prepare SOURCE --out {folder}`")
-    manifest: dict[str, Any] = parsed(folder / MANIFEST)
+            raise ValueError(f"{folder} is not finished: run the same `adlm prepare` again to resume it")
+        raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
+    manifest: dict[str, Any] = read_state_file(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"{folder / MANIFEST} has format {manifest.get('format')!r}, this version reads {FORMAT}: "
             "use the version of adlm that made it, or prepare the text again"
         )
-    if missing := [key for key in KEYS if key not in manifest]:
-        raise ValueError(f"{folder / MANIFEST} does not say {', '.join(missing)}: {AGAIN}")
+    if missing := [key for key in REQUIRED_KEYS if key not in manifest]:
+        raise ValueError(f"{folder / MANIFEST} has no {', '.join(missing)}: {PREPARE_AGAIN}")
     return manifest
 
 
-def parsed(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of ours."""
+def read_state_file(path: Path) -> dict[str, Any]:
+    """Read a manifest or a progress file."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not the JSON that it was written as ({error}): {AGAIN}") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): {PREPARE_AGAIN}") from error
     if not isinstance(content, dict) or "splits" not in content or "settings_sha256" not in content:
-        raise ValueError(f"{path} does not say what is in its folder: {AGAIN}")
+        raise ValueError(f"{path} does not describe prepared data (no splits or settings_sha256): {PREPARE_AGAIN}")
     return content
 
 
-def tokenizer_of(folder: Path, said: Mapping[str, Any]) -> Tokenizer:
-    """The folder's tokenizer, which must have the ids that the manifest says."""
+def load_checked_tokenizer(folder: Path, expected: Mapping[str, Any]) -> Tokenizer:
+    """Load the folder's tokenizer, which must have the ids of the manifest."""
     tokenizer = Tokenizer.load(folder)
-    found = tokenizer_facts(tokenizer)
-    if wrong := [key for key in found if key != "name" and found[key] != said[key]]:
-        listed = ", ".join(f"{key} {found[key]} instead of {said[key]}" for key in wrong)
-        raise ValueError(f"the tokenizer in {folder} is not the one of its manifest ({listed}): {AGAIN}")
+    actual = describe_tokenizer(tokenizer)
+    if wrong := [key for key in actual if key != "name" and actual[key] != expected[key]]:
+        listed = ", ".join(f"{key} {actual[key]} instead of {expected[key]}" for key in wrong)
+        raise ValueError(f"the tokenizer in {folder} is not the one of its manifest ({listed}): {PREPARE_AGAIN}")
     return tokenizer
 
 
-def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the manifest says of a tokenizer."""
-    return {
-        "name": tokenizer.name,
-        "sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "mask_id": tokenizer.mask_id,
-        "bos_id": tokenizer.bos_id,
-        "eos_id": tokenizer.eos_id,
-        "pad_id": tokenizer.pad_id,
-    }
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the manifest's entry of a tokenizer."""
+    keys = ("name", "sha256", "vocab_size", "mask_id", "bos_id", "eos_id", "pad_id")
+    return {key: getattr(tokenizer, key) for key in keys}
 
 
-def lengths_file(file: str) -> str:
+def get_lengths_file(file: str) -> str:
+    """Return the file with the lengths of a shard's rows."""
     return file.removesuffix(".bin") + ".len"
 
 
+def get_ends_file(file: str) -> str:
+    """Return the file with the ends of a shard's rows in the source; kept until the valid split is cut off."""
+    return file.removesuffix(".bin") + ".ends"
+
+
+class ShardWriter:
+    """Writes the rows of one split, a file for every `shard_rows` of them; a file gets its name when it is complete."""
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        *,
+        dtype: str,
+        shard_rows: int,
+        first: int = 0,
+        keep_ends: bool = False,
+        on_shard: Callable[[dict[str, Any], list[int]], None],
+    ) -> None:
+        self.folder, self.split, self.dtype, self.shard_rows = folder, split, get_disk_dtype(dtype), shard_rows
+        self.number, self.keep_ends, self.on_shard = first, keep_ends, on_shard
+        self.file: IO[bytes] | None = None
+        self.rows = 0
+        self.digest = hashlib.sha256()
+        self.lengths: list[NDArray[Any]] = []
+        self.ends: list[NDArray[np.int64]] = []
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05d}.bin"
+
+    def add(self, packed: PackedRows) -> None:
+        """Write rows; a full shard is closed and reported to `on_shard`."""
+        start = 0
+        while start < len(packed.rows):
+            stop = min(len(packed.rows), start + self.shard_rows - self.rows)
+            content = np.ascontiguousarray(packed.rows[start:stop], dtype=self.dtype).data.cast("B")
+            if self.file is None:
+                self.file = (self.folder / f"{self.name}.part").open("wb")
+            self.file.write(content)
+            self.digest.update(content)
+            if packed.lengths is not None:
+                self.lengths.append(packed.lengths[start:stop])
+            self.ends.append(packed.ends[start:stop])
+            self.rows += stop - start
+            start = stop
+            if self.rows == self.shard_rows:
+                self.close()
+
+    def close(self) -> None:
+        """Finish the open shard, if there is one."""
+        if self.file is None:
+            return
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        size = self.file.tell()
+        self.file.close()
+        record: dict[str, Any] = {"file": self.name, "rows": self.rows, "bytes": size}
+        record["sha256"] = self.digest.hexdigest()
+        if self.lengths:
+            content = np.concatenate(self.lengths).astype(get_disk_dtype("uint32")).tobytes()
+            write_atomically(self.folder / get_lengths_file(self.name), content)
+            record["lengths_sha256"] = hashlib.sha256(content).hexdigest()
+            record["tokens"] = int(sum(int(each.sum()) for each in self.lengths))
+        ends = np.concatenate(self.ends)
+        if self.keep_ends:
+            write_atomically(self.folder / get_ends_file(self.name), ends.astype(get_disk_dtype("int64")).tobytes())
+        (self.folder / f"{self.name}.part").replace(self.folder / self.name)
+        fsync_path(self.folder)
+        self.on_shard(record, ends[-1].tolist())
+        self.file, self.rows, self.digest, self.lengths, self.ends = None, 0, hashlib.sha256(), [], []
+        self.number += 1
+
+
+def shorten_shards(folder: Path, shards: list[dict[str, Any]], rows: int, row_bytes: int) -> list[dict[str, Any]]:
+    """Truncate the shards on disk to their first `rows` rows; a second call changes nothing."""
+    kept = []
+    for shard in shards:
+        here = min(rows, shard["rows"])
+        rows -= here
+        path, lengths = folder / shard["file"], folder / get_lengths_file(shard["file"])
+        if here == shard["rows"]:
+            kept.append(shard)
+        elif here == 0:
+            path.unlink(missing_ok=True)
+            lengths.unlink(missing_ok=True)
+        else:
+            os.truncate(path, here * row_bytes)
+            record = {"file": shard["file"], "rows": here, "bytes": here * row_bytes, "sha256": hash_file(path)}
+            if "lengths_sha256" in shard:
+                os.truncate(lengths, here * 4)
+                record["lengths_sha256"] = hash_file(lengths)
+                record["tokens"] = int(np.fromfile(lengths, dtype=get_disk_dtype("uint32")).sum())
+            kept.append(record)
+    return kept
+
+
 def check_size(path: Path, expected: int) -> None:
+    """Raise an error if a file is missing or has another size."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing ({expected:,} bytes expected): {AGAIN}")
-    if (found := path.stat().st_size) != expected:
-        raise ValueError(f"{path} has {found:,} bytes, {expected:,} expected: copy it again or {AGAIN}")
+        raise ValueError(f"{path} is missing ({expected:,} bytes expected): {PREPARE_AGAIN}")
+    if (size := path.stat().st_size) != expected:
+        raise ValueError(f"{path} has {size:,} bytes, {expected:,} expected: copy it again or {PREPARE_AGAIN}")
 
 
-def check_sum(path: Path, expected: str) -> None:
+def check_hash(path: Path, expected: str) -> None:
+    """Raise an error if a file is missing or has another SHA-256."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {AGAIN}")
-    if (found := sha256_of(path)) != expected:
-        raise ValueError(f"{path} has the checksum {found[:12]}…, {expected[:12]}… expected: copy it again or {AGAIN}")
+        raise ValueError(f"{path} is missing: {PREPARE_AGAIN}")
+    if (actual := hash_file(path)) != expected:
+        raise ValueError(
+            f"{path} has the checksum {actual[:12]}…, {expected[:12]}… expected: copy it again or {PREPARE_AGAIN}"
+        )
 
 
-def sha256_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_safely(path: Path, content: bytes) -> None:
-    """The whole file or, if the machine stops, the one that was there before."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a whole file; if the machine stops, the file is either the old or the new one."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-def sync(path: Path) -> None:
-    """Have the disk hold a file, or a folder's names: a renamed file survives a power cut only then."""
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk: a renamed file survives a power cut only then."""
     if os.name == "nt" and path.is_dir():
-        return  # a folder cannot be opened there, nor need it be
+        return  # Windows cannot open folders, and does not need it
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""Where documents come from: local files and folders, named data sets, the Hugging Face Hub.
+"""Sources of documents: local files and folders, named data sets, the Hugging Face Hub.
 
-A source has a name, an identity and a reader. The identity is made of what decides the documents (content, not places
-or times), so that what was prepared from one source is found again, and never taken for another.
+A source has a name, an identity and a reader. The identity holds what decides the documents (content, not paths or
+times), so that a preparation recognizes the source that it was made from.
 """
 
 from __future__ import annotations
@@ -19,28 +19,75 @@ from typing import Any
 
 from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import Detokenizer, find_detokenizer
-from adlm.data.formats import EXTRA, RULES, TABLES, TEXT_SUFFIXES, Documents, Table, parquet_rows, read_text, suffix_of
-from adlm.data.splits import Split, of_split, split_in
+from adlm.data.formats import EXTRA, RULES, TABLES, TEXT_SUFFIXES, Documents, count_parquet_rows, get_suffix, read_text
 
 READER = 1  # goes up when the same files would give other documents
-WHOLE_HASH, END_HASH = 256 << 20, 64 << 20
+MAX_WHOLE_HASH, END_HASH = 256 << 20, 64 << 20  # bytes: of a larger file only the two ends are hashed
 READABLE = (*TEXT_SUFFIXES, *TABLES)
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?")
+SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+)?:(-?\d+)?\])?")
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "valid": "validation",
+    "validation": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "heldout": "test",
+}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents, always in the same order, and what they are."""
+    """Documents in a fixed order, and their identity."""
 
     name: str
     identity: dict[str, Any]
-    total_bytes: int | None  # on the disk, of what will be read; None where unknown
+    total_bytes: int | None  # bytes on the disk that will be read; None where unknown
     read: Callable[[], Documents]  # each document with the bytes read so far; 0 where unknown
-    folder: Path | None = None  # whose files are read, if it is one
+    folder: Path | None = None  # the folder whose files are read, if it is one
 
 
-def excerpt() -> str:
-    """The opening chapters of one novel in the public domain (see excerpt.md): enough to try things on."""
+@dataclass(frozen=True)
+class Split:
+    """A split's name and a slice of its documents."""
+
+    base: str
+    start: int | None = None
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        match = SLICE.fullmatch(text)
+        if not match:
+            raise ValueError(f"split {text!r} is invalid: give a name, optionally with a slice (train[:-1000])")
+        return cls(match[1], *(int(bound) if bound else None for bound in match.groups()[1:]))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start is None and self.stop is None
+
+    def resolve_bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
+        """Return the first document and the one after the last (None: all); `count` is called only if needed."""
+        ends = (self.start or 0, self.stop)
+        if all(end is None or end >= 0 for end in ends):
+            return ends
+        n = count()
+        if any(end is not None and end < -n for end in ends):
+            least = max(-(end or 0) for end in ends)
+            raise ValueError(f"{self} needs at least {least:,} documents, and there are {n:,}: give a smaller slice")
+        start, stop = (end + n if end is not None and end < 0 else end for end in ends)
+        assert start is not None
+        return start, stop
+
+    def __str__(self) -> str:
+        start, stop = ("" if bound is None else str(bound) for bound in (self.start, self.stop))
+        return self.base if self.is_whole else f"{self.base}[{start}:{stop}]"
+
+
+def load_excerpt() -> str:
+    """Return the opening chapters of a novel in the public domain (see excerpt.md), for demos and tests."""
     return gzip.decompress(resources.files("adlm.data").joinpath("excerpt.txt.gz").read_bytes()).decode("utf-8")
 
 
@@ -52,38 +99,37 @@ def open_source(
     documents: str = "auto",
     detokenizer: str | None = None,
 ) -> Source:
-    """A file, a folder, a named data set, `name:PATH` (its content in local files) or the Hub's `owner/name:config`.
+    """Open a file, a folder, a named data set, `name:PATH` (its content in local files) or `owner/name:config` (Hub).
 
-    What is given here goes before what a named data set says of itself; `detokenizer="none"` switches its own off.
+    The arguments override the settings of a named data set; `detokenizer="none"` switches its detokenizer off.
     """
     if documents not in RULES:
-        raise ValueError(f"no rule for documents is called {documents!r}; there are {', '.join(RULES)}")
+        raise ValueError(f"documents {documents!r} is unknown: choose one of {', '.join(RULES)}")
     name, colon, place = str(spec).partition(":")
     is_named = isinstance(spec, str) and (name in CORPORA or name in ALIASES)
     corpus = find_corpus(name) if is_named else None
-    if corpus is not None:
-        detokenizer = detokenizer or corpus.detokenizer
+    detokenizer = detokenizer or (corpus.detokenizer if corpus else None)
     clean = find_detokenizer(detokenizer) if detokenizer not in (None, "none") else None
-    wanted = Wanted(str(spec), split, column, documents, detokenizer if clean else None, clean)
+    request = SourceRequest(str(spec), split, column, documents, detokenizer if clean else None, clean, corpus)
     if corpus is not None:
         if colon and not place:
-            raise ValueError(f"{spec!r} has no path after the colon: {name} is the Hub's, {name}:PATH local files")
+            raise ValueError(f"{spec!r} has no path after the colon: give {name} (from the Hub) or {name}:PATH")
         if colon:
-            return _local(Path(place), wanted, corpus)
-        return _hub(corpus.hub, corpus.config, corpus.revision, wanted, corpus)
-    if Path(spec).expanduser().exists() or isinstance(spec, Path) or _looks_like_a_path(spec):
-        return _local(Path(spec), wanted, None)
+            return _open_files(Path(place), request)
+        return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
+    if Path(spec).expanduser().exists() or isinstance(spec, Path) or _looks_like_path(spec):
+        return _open_files(Path(spec), request)
     if hub := HUB_NAME.fullmatch(spec):
-        return _hub(hub[1], hub[2], hub[3], wanted, None)
+        return _open_hub(hub[1], hub[2], hub[3], request)
     raise FileNotFoundError(
-        f"{spec!r} is no file or folder here, and no named data set ({', '.join([*CORPORA, *ALIASES])}); "
+        f"{spec!r} is no file or folder, and no named data set ({', '.join([*CORPORA, *ALIASES])}): check the name; "
         "a data set of the Hub is written owner/name or owner/name:config@revision"
     )
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the caller asked for, with names looked up."""
+class SourceRequest:
+    """The arguments of `open_source`, with names resolved."""
 
     name: str
     split: str
@@ -91,86 +137,91 @@ class Wanted:
     documents: str
     detokenizer: str | None
     clean: Detokenizer | None
+    corpus: Corpus | None
+
+    @property
+    def column_spec(self) -> str | None:
+        return self.column or (self.corpus.column if self.corpus else None)
+
+    def resolve_split(self) -> Split:
+        """Return the split, in the names of the Hub for a named data set."""
+        split = Split.parse(self.split)
+        if self.corpus is None:
+            return split
+        name, splits = "valid" if split.base == "validation" else split.base, self.corpus.splits
+        if name not in splits:
+            raise ValueError(f"{self.name} has no split {split.base!r}: choose {' or '.join(splits)} (--split)")
+        hub_split = Split.parse(splits[name])
+        if split.is_whole:
+            return hub_split
+        if not hub_split.is_whole:
+            raise ValueError(f"{name} of {self.name} is a slice already ({hub_split}): give {name!r} without a slice")
+        return Split(hub_split.base, split.start, split.stop)
+
+    def clean_documents(self, documents: Documents, split: Split) -> Documents:
+        """Apply the detokenizer; no document at all is an error."""
+        is_empty = True
+        for text, position in documents:
+            is_empty = False
+            yield (self.clean(text) if self.clean else text), position
+        if is_empty:
+            raise ValueError(
+                f"{self.name} holds no document in {split}: give a file, a folder or a split with text in it"
+            )
 
 
-def _looks_like_a_path(spec: str) -> bool:
+def _looks_like_path(spec: str) -> bool:
     if HUB_NAME.fullmatch(spec) and "@" in spec:
         return False  # a revision may have slashes
-    is_file_name = suffix_of(Path(spec)) in READABLE
+    is_file_name = get_suffix(Path(spec)) in READABLE
     return spec.startswith((".", "/", "~")) or spec.endswith("/") or spec.count("/") > 1 or "\\" in spec or is_file_name
-
-
-def _split(wanted: Wanted, corpus: Corpus | None) -> Split:
-    """What is asked for, in the names of the Hub if this is a named data set."""
-    asked = Split.parse(wanted.split)
-    if corpus is None:
-        return asked
-    ours = "valid" if asked.base == "validation" else asked.base
-    if ours not in corpus.splits:
-        raise ValueError(f"{wanted.name} has no split {asked.base!r}: choose {' or '.join(corpus.splits)} (--split)")
-    theirs = Split.parse(corpus.splits[ours])
-    if asked.is_whole:
-        return theirs
-    if not theirs.is_whole:
-        raise ValueError(f"{ours} of {wanted.name} is a slice already ({theirs}): ask for {ours!r} whole")
-    return Split(theirs.base, asked.start, asked.stop)
-
-
-def _checked(documents: Documents, clean: Detokenizer | None, name: str, split: Split) -> Documents:
-    """The documents, cleaned up; none at all is an error."""
-    is_empty = True
-    for text, position in documents:
-        is_empty = False
-        yield (clean(text) if clean else text), position
-    if is_empty:
-        raise ValueError(f"{name} holds no document in {split}: give a file, a folder or a split with text in it")
 
 
 # Local files.
 
 
-def _local(place: Path, wanted: Wanted, corpus: Corpus | None) -> Source:
-    root = place.expanduser()
+def _open_files(place: Path, request: SourceRequest) -> Source:
+    root, corpus = place.expanduser(), request.corpus
     if not root.exists():
-        raise FileNotFoundError(f"no file or folder {str(root)!r} (asked for as {wanted.name!r}): check the path")
-    split = _split(wanted, corpus)
-    files = [(root.name, root)] if root.is_file() else of_split(_files(root, corpus), split.base, root)
-    kinds = sorted({suffix if (suffix := suffix_of(path)) in READABLE else "no suffix" for _, path in files})
+        raise FileNotFoundError(f"no file or folder {str(root)!r} (given as {request.name!r}): check the path")
+    split = request.resolve_split()
+    files = [(root.name, root)] if root.is_file() else select_split_files(_list_files(root, corpus), split.base, root)
+    kinds = sorted({suffix if (suffix := get_suffix(path)) in READABLE else "no suffix" for _, path in files})
     if corpus and len(kinds) > 1:
         raise ValueError(
-            f"{wanted.name}: {split.base} lies in files of several kinds ({', '.join(kinds)}), which may hold the same "
-            f"text: give one file of {', '.join(name for name, _ in files)}"
+            f"{request.name}: {split.base} is stored in files of several kinds ({', '.join(kinds)}), which may hold "
+            f"the same text: give one file of {', '.join(name for name, _ in files)}"
         )
     total = sum(path.stat().st_size for _, path in files)
     if not total:
-        raise ValueError(f"{wanted.name} is empty: give a file or a folder with text in it")
-    tables = [path for _, path in files if suffix_of(path) in TABLES]
-    if wanted.column and not tables:
-        raise ValueError(f"column {wanted.column!r} is for tables ({', '.join(TABLES)}); {wanted.name} is plain text")
-    if wanted.documents != "auto" and len(tables) == len(files):
-        raise ValueError(f"documents={wanted.documents!r} is for plain text; in {wanted.name} a row is a document")
-    rule = corpus.documents if corpus and wanted.documents == "auto" else wanted.documents
-    names = _columns(tables, wanted.column or (corpus.column if corpus else None), wanted.name) if tables else ()
-    characters = _characters(corpus, wanted, files)
+        raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
+    tables = [path for _, path in files if get_suffix(path) in TABLES]
+    if request.column and not tables:
+        raise ValueError(f"column {request.column!r} is for tables ({', '.join(TABLES)}); {request.name} is plain text")
+    if request.documents != "auto" and len(tables) == len(files):
+        raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
+    rule = corpus.documents if corpus and request.documents == "auto" else request.documents
+    names = _find_columns(tables, request.column_spec, request.name) if tables else ()
+    characters = _find_characters(request, files)
 
     def read_all() -> Documents:
         before = 0
         for _, path in files:
-            table = TABLES.get(suffix_of(path))
-            documents = table.read(path, names) if table else read_text(path, RULES[rule])
+            table = TABLES.get(get_suffix(path))
+            documents = table.read_documents(path, names) if table else read_text(path, RULES[rule])
             for text, position in documents:
                 yield text, before + position
             before += path.stat().st_size
 
     def count() -> int:
-        if all(suffix_of(path) == ".parquet" for _, path in files):
-            return sum(parquet_rows(path) for _, path in files)
+        if all(get_suffix(path) == ".parquet" for _, path in files):
+            return sum(count_parquet_rows(path) for _, path in files)
         return sum(1 for _ in read_all())
 
     def read() -> Documents:
-        start, stop = split.bounds(count)
+        start, stop = split.resolve_bounds(count)
         documents: Documents = islice(read_all(), start, stop) if start or stop is not None else read_all()
-        return _checked(_cut(documents, characters, wanted.name), wanted.clean, wanted.name, split)
+        return request.clean_documents(_cut_characters(documents, characters, request.name), split)
 
     identity = {
         "kind": "files",
@@ -178,91 +229,109 @@ def _local(place: Path, wanted: Wanted, corpus: Corpus | None) -> Source:
         "files": [_fingerprint(name, path) for name, path in files],
         "column": "+".join(names) if tables else None,
         "documents": rule if len(tables) < len(files) else None,
-        "detokenizer": wanted.detokenizer,
+        "detokenizer": request.detokenizer,
         "slice": None if split.is_whole else str(split).removeprefix(split.base),
         "characters": list(characters) if characters else None,
     }
     if corpus and (label := corpus.stand_ins.get("+".join(names))):
         identity["stand_in"] = label
-    return Source(wanted.name, identity, total, read, root if root.is_dir() else None)
+    return Source(request.name, identity, total, read, root if root.is_dir() else None)
 
 
-def _natural(name: str) -> tuple[Any, ...]:
-    """part-2 before part-10; the name itself where that leaves two alike (2 and 02)."""
+def _sort_naturally(name: str) -> tuple[Any, ...]:
+    """Sort key: part-2 before part-10; the name itself breaks ties (2 and 02)."""
     return *((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)), (-1, name)
 
 
-def _seen(root: Path) -> dict[str, Path]:
-    """The files of a folder and below, by name; hidden ones are not seen."""
+def _list_visible(root: Path) -> dict[str, Path]:
+    """List the files of a folder and its subfolders by name, without hidden ones."""
     every = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
     return {name: path for name, path in every.items() if not any(part.startswith(".") for part in name.split("/"))}
 
 
-def unread_files(root: Path) -> list[str]:
-    """The files of a folder that are left out because their names do not say that they hold text."""
-    return sorted(name for name, path in _seen(root).items() if suffix_of(path) not in READABLE)
+def list_unread_files(root: Path) -> list[str]:
+    """List the files of a folder that are not read because their suffix is not one of text."""
+    return sorted(name for name, path in _list_visible(root).items() if get_suffix(path) not in READABLE)
 
 
-def _files(root: Path, corpus: Corpus | None) -> list[tuple[str, Path]]:
-    """The readable files of a folder and below, by name."""
-    seen, patterns = _seen(root), corpus.files if corpus else ()
+def _list_files(root: Path, corpus: Corpus | None) -> list[tuple[str, Path]]:
+    """List the readable files of a folder and its subfolders, in natural order."""
+    files, patterns = _list_visible(root), corpus.files if corpus else ()
     names = [
         name
-        for name, path in seen.items()
-        if suffix_of(path) in READABLE or any(fnmatch(path.name, pattern) for pattern in patterns)
+        for name, path in files.items()
+        if get_suffix(path) in READABLE or any(fnmatch(path.name, pattern) for pattern in patterns)
     ]
     if not names:
-        found = ", ".join(sorted(seen)[:10]) + (", ..." if len(seen) > 10 else "") or "nothing"
+        listed = ", ".join(sorted(files)[:10]) + (", ..." if len(files) > 10 else "") or "nothing"
         readable = ", ".join(READABLE)
-        raise ValueError(f"{root} holds no file that can be read ({readable}, each also with .gz); found: {found}")
-    if twice := [name for name in names if f"{name}.gz" in seen]:
+        raise ValueError(f"{root} holds no file that can be read ({readable}, each also with .gz); found: {listed}")
+    if twice := [name for name in names if f"{name}.gz" in files]:
         raise ValueError(f"{root} holds {twice[0]} and {twice[0]}.gz, which may be the same text: leave one of them")
-    return [(name, seen[name]) for name in sorted(names, key=_natural)]
+    return [(name, files[name]) for name in sorted(names, key=_sort_naturally)]
+
+
+def detect_split(name: str) -> str | None:
+    """Return the split that a file's name, or else its nearest folder's, contains."""
+    for part in reversed(name.split("/")):
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return None
+
+
+def select_split_files(files: list[tuple[str, Path]], split: str, root: Path) -> list[tuple[str, Path]]:
+    """Select the files named after the split, or all files if none is named after a split."""
+    splits = {name: detect_split(name) for name, _ in files}
+    if split == "all" or not any(splits.values()):
+        return files
+    if unnamed := [name for name, found in splits.items() if found is None]:
+        named = [name for name, found in splits.items() if found]
+        raise ValueError(
+            f"in {root}, some files are named after a split ({', '.join(named[:5])}) and some are not "
+            f"({', '.join(unnamed[:5])}): move or rename them, or take every file with split='all'"
+        )
+    if chosen := [(name, path) for name, path in files if splits[name] == SPLIT_WORDS.get(split, split)]:
+        return chosen
+    there = ", ".join(sorted({found for found in splits.values() if found}))
+    raise ValueError(f"{root} has no file of the split {split!r}; it has {there}: choose one of these, or give a file")
 
 
 def _fingerprint(name: str, path: Path) -> dict[str, Any]:
-    """Name, size and hash of a file; of a very big one, of its two ends."""
+    """Return name, size and hash of a file; of a very large one, the hash of its two ends."""
     size = path.stat().st_size
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        if size <= WHOLE_HASH:
-            while data := file.read(1 << 20):
-                digest.update(data)
-        else:
-            digest.update(file.read(END_HASH))
-            file.seek(-END_HASH, 2)
-            digest.update(file.read(END_HASH))
-    return {"name": name, "bytes": size, "sha256" if size <= WHOLE_HASH else "sha256_of_ends": digest.hexdigest()}
+        if size <= MAX_WHOLE_HASH:
+            return {"name": name, "bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        digest = hashlib.sha256(file.read(END_HASH))
+        file.seek(-END_HASH, 2)
+        digest.update(file.read(END_HASH))
+    return {"name": name, "bytes": size, "sha256_of_ends": digest.hexdigest()}
 
 
-def _characters(corpus: Corpus | None, wanted: Wanted, files: list[tuple[str, Path]]) -> tuple[int, int] | None:
-    """The part of the one file that holds every split; a file that is named after a split is that split."""
-    if not corpus or not corpus.characters or len(files) > 1 or split_in(files[0][0]):
+def _find_characters(request: SourceRequest, files: list[tuple[str, Path]]) -> tuple[int, int] | None:
+    """Return the character range of the split in a file that holds all splits; a file named after a split is that."""
+    characters = request.corpus.characters if request.corpus else None
+    if not characters or len(files) > 1 or detect_split(files[0][0]) or get_suffix(files[0][1]) in TABLES:
         return None
-    if suffix_of(files[0][1]) in TABLES:
-        return None
-    return corpus.characters["valid" if wanted.split == "validation" else wanted.split]
+    return characters["valid" if request.split == "validation" else request.split]
 
 
-def _cut(documents: Documents, characters: tuple[int, int] | None, name: str) -> Documents:
-    if characters is None:
-        yield from documents
-        return
-    start, stop = characters
+def _cut_characters(documents: Documents, characters: tuple[int, int] | None, name: str) -> Documents:
+    start, stop = characters or (0, None)
     for text, position in documents:
-        if len(text) < stop:
-            raise ValueError(f"{name}: this split ends at character {stop:,}, and the file has {len(text):,}")
+        if stop is not None and len(text) < stop:
+            raise ValueError(
+                f"{name}: this split ends at character {stop:,}, and the file has {len(text):,}: give the whole file"
+            )
         yield text[start:stop], position
 
 
-# Columns.
-
-
-def _columns(tables: list[Path], spec: str | None, name: str) -> tuple[str, ...]:
-    """The columns to read, from the first table that has a row."""
+def _find_columns(tables: list[Path], spec: str | None, name: str) -> tuple[str, ...]:
+    """Return the columns to read, from the first table that has a row."""
     for path in tables:
-        table: Table = TABLES[suffix_of(path)]
-        if columns := table.columns(path):
+        table = TABLES[get_suffix(path)]
+        if columns := table.read_columns(path):
             return choose_columns(columns, spec, str(path), is_numbered=table.is_numbered)
     raise ValueError(f"{name} is empty: give a file or a folder with text in it")
 
@@ -270,7 +339,7 @@ def _columns(tables: list[Path], spec: str | None, name: str) -> tuple[str, ...]
 def choose_columns(
     columns: dict[str, bool], spec: str | None, name: str, *, is_numbered: bool = False
 ) -> tuple[str, ...]:
-    """Columns of a table: `a`, `a+b` (joined by a blank), `a|b` (the first there is); with no spec, the one of text."""
+    """Choose columns: `a`, `a+b` (joined with a space), `a|b` (the first that exists); by default the one with text."""
     if spec in columns:
         return (spec,)
     for names in (tuple(part.split("+")) for part in spec.split("|")) if spec is not None else ():
@@ -282,39 +351,40 @@ def choose_columns(
     if spec is None and len(texts) == 1:
         return (texts[0],)
     numbers = "; where there is no header, give numbers: --column 0" if is_numbered else ""
-    there = ", ".join(f"{column!r:.40}" for column in columns)
-    asked = "text" if spec is None else spec
-    what = f"holds no text in column {asked!r}" if asked in columns else f"has no column {asked!r}"
-    raise ValueError(f"{name} {what}; choose one of these with --column: {there}{numbers}")
+    known = ", ".join(f"{column!r:.40}" for column in columns)
+    column = "text" if spec is None else spec
+    problem = f"holds no text in column {column!r}" if column in columns else f"has no column {column!r}"
+    raise ValueError(f"{name} {problem}; choose one of these with --column: {known}{numbers}")
 
 
 # The Hub.
 
 
-def _hub(repo: str, config: str | None, revision: str | None, wanted: Wanted, corpus: Corpus | None) -> Source:
+def _open_hub(repo: str, config: str | None, revision: str | None, request: SourceRequest) -> Source:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{wanted.name} is read from the Hugging Face Hub, which takes datasets: {EXTRA}") from error
-    if wanted.documents != "auto":
-        raise ValueError(f"documents={wanted.documents!r} is for plain text; in {wanted.name} a row is a document")
-    split = _split(wanted, corpus)
+        raise ImportError(f"{request.name} is read from the Hugging Face Hub, which needs datasets: {EXTRA}") from error
+    if request.documents != "auto":
+        raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
+    split = request.resolve_split()
     # The branch of conversions has a folder for each configuration, and no card that names them.
     where = {"data_dir": config} if revision == CONVERTED else {"name": config}
     try:
         builder = datasets.load_dataset_builder(repo, revision=revision, **where)
         splits = builder.as_streaming_dataset()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
-        local = f"; the same content in local files is {wanted.name}:PATH" if corpus else ""
+        local = f"; to read local files, give {request.name}:PATH" if request.corpus else ""
         raise FileNotFoundError(
-            f"{wanted.name} is no file or folder here, and {repo} could not be had from the Hub: {error}{local}"
+            f"{request.name} is no file or folder, and loading {repo} from the Hub failed ({error}): check the name "
+            f"and the connection{local}"
         ) from error
     except RuntimeError as error:  # a repository that is a script
-        raise ValueError(f"{repo} cannot be read ({error}); try {wanted.name}@{CONVERTED}") from error
+        raise ValueError(f"{repo} cannot be read ({error}): try {request.name}@{CONVERTED}") from error
     if split.base == "valid" and "valid" not in splits:
         split = Split("validation", split.start, split.stop)
     if split.base not in splits:
-        raise ValueError(f"{wanted.name} has no split {split.base!r}; there are {', '.join(splits)}")
+        raise ValueError(f"{request.name} has no split {split.base!r}: choose one of {', '.join(splits)}")
     rows = splits[split.base]
     features = builder.info.features or rows.features
     columns = (
@@ -322,22 +392,22 @@ def _hub(repo: str, config: str | None, revision: str | None, wanted: Wanted, co
         if features
         else {name: isinstance(value, str) for name, value in next(iter(rows), {}).items()}
     )
-    names = choose_columns(columns, wanted.column or (corpus.column if corpus else None), wanted.name)
+    names = choose_columns(columns, request.column_spec, request.name)
 
     def count() -> int:
         known = (builder.info.splits or {}).get(split.base)
         if known is None or not known.num_examples:
-            raise ValueError(f"{split} takes the number of documents, which {repo} does not tell: use local files")
+            raise ValueError(f"{split} needs the number of documents, which {repo} does not have: use local files")
         return int(known.num_examples)
 
-    start, stop = split.bounds(count)
+    start, stop = split.resolve_bounds(count)
 
-    def documents() -> Documents:
+    def read_documents() -> Documents:
         chosen = rows.select_columns(list(names)).skip(start)
         for number, row in enumerate(chosen if stop is None else chosen.take(max(0, stop - start)), start):
             parts = [row[name] for name in names]
             if not all(isinstance(part, str) for part in parts):
-                raise ValueError(f"{wanted.name}, row {number} holds {parts!r:.60}, where a text was expected")
+                raise ValueError(f"{request.name}, row {number} holds {parts!r:.60}, where a text was expected")
             yield " ".join(parts), 0
 
     identity = {
@@ -349,6 +419,6 @@ def _hub(repo: str, config: str | None, revision: str | None, wanted: Wanted, co
         "slice": [start, stop],
         "revision": builder.hash,
         "column": "+".join(names),
-        "detokenizer": wanted.detokenizer,
+        "detokenizer": request.detokenizer,
     }
-    return Source(wanted.name, identity, None, lambda: _checked(documents(), wanted.clean, wanted.name, split))
+    return Source(request.name, identity, None, lambda: request.clean_documents(read_documents(), split))

@@ -1,4 +1,4 @@
-"""Text to ids and back: the tokenizers of the paper, any `tokenizer.json`, or a byte-level BPE learned on the spot."""
+"""Tokenizers: those of the paper, any `tokenizer.json`, or a byte-level BPE trained on the data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
 BUNDLED = ("gpt2", "bert-base-uncased")
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# What begins and ends a text goes by either name: the first key that is there.
+# Keys of special tokens in a configuration; the first one that is present counts.
 CONFIG_KEYS = {
     "bos": ("bos_token", "cls_token"),
     "eos": ("eos_token", "sep_token"),
@@ -39,7 +39,7 @@ WELL_KNOWN = {
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. `vocab_size` counts the mask: the tokenizer's own, else one id beyond the others."""
+    """Converts text to ids and back; `vocab_size` counts the mask, which is the last id if the tokenizer has none."""
 
     bpe: tokenizers.Tokenizer
     bos_id: int | None = None
@@ -47,7 +47,7 @@ class Tokenizer:
     pad_id: int | None = None
     own_mask_id: int | None = None
     name: str = "bpe"
-    source: str | None = None  # the tokenizer.json it was read from, kept to the letter: its hash names it
+    source: str | None = None  # the tokenizer.json as it was read; its hash identifies the tokenizer
 
     def __post_init__(self) -> None:
         self.bpe.no_padding()
@@ -58,24 +58,24 @@ class Tokenizer:
                 continue
             token = self.bpe.id_to_token(token_id)
             if token is None:
-                raise ValueError(f"{self.name}: special token {token_id} is not in its vocabulary")
+                raise ValueError(
+                    f"{self.name}: special token {token_id} is not in the vocabulary: check its tokenizer_config.json"
+                )
             if token_id in self.encode(token):
                 raise ValueError(
-                    f"{self.name}: the text {token!r} is encoded to special token {token_id}, which no text may be; "
+                    f"{self.name}: the text {token!r} is encoded to special token {token_id}; expected ordinary ones: "
                     "mark it as special in tokenizer.json (added_tokens, special: true)"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled tokenizers.Tokenizer forgets encode_special_tokens: built anew, it is set again.
+        # A pickled tokenizers.Tokenizer loses encode_special_tokens: __post_init__ sets it again.
         ids = (self.bos_id, self.eos_id, self.pad_id, self.own_mask_id)
-        return _rebuilt, (self.bpe.to_str(), *ids, self.name, self.source)
+        return _rebuild, (self.bpe.to_str(), *ids, self.name, self.source)
 
     @cached_property
     def vocab_size(self) -> int:
-        own = (
-            max(self.bpe.get_vocab(with_added_tokens=True).values()) + 1
-        )  # not the number of tokens: ids may have gaps
-        return own if self.own_mask_id is not None else own + 1
+        ids = self.bpe.get_vocab(with_added_tokens=True).values()  # they may have gaps
+        return max(ids) + (1 if self.own_mask_id is not None else 2)
 
     @property
     def mask_id(self) -> int:
@@ -93,76 +93,71 @@ class Tokenizer:
         return self.bpe.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """The ids of all texts in one array, and how many each has."""
-        ids = [encoding.ids for encoding in self.bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Return the ids of all texts in one array, and the number of ids of each."""
+        encodings = self.bpe.encode_batch_fast(list(texts), add_special_tokens=False)
+        ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
         lengths = np.array([len(each) for each in ids], dtype=np.int64)
-        flat = np.empty(int(lengths.sum()), dtype=np.uint32)
-        start = 0
-        for each in ids:
-            flat[start : start + len(each)] = each
-            start += len(each)
-        return flat, lengths
+        return np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32), lengths
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of the ids; a mask among them has none, and is an error."""
+        """Return the text of the ids; a mask among them is an error."""
         for position, token in enumerate(ids):
             if token == self.mask_id or not 0 <= token < self.vocab_size:
-                what = "the mask" if token == self.mask_id else f"outside the vocabulary of {self.vocab_size}"
-                raise ValueError(f"token {token} at position {position} is {what}: only text can be decoded")
+                problem = "the mask" if token == self.mask_id else f"outside the vocabulary of {self.vocab_size}"
+                raise ValueError(f"token {token} at position {position} is {problem}: only text can be decoded")
         return self.bpe.decode(list(ids), skip_special_tokens=skip_special)
 
     def save(self, folder: Path | str) -> None:
-        """`tokenizer.json`, and `tokenizer_config.json` with the names of the special tokens."""
+        """Write `tokenizer.json`, and `tokenizer_config.json` with the names of the special tokens."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "mask": self.own_mask_id}
         names = {f"{role}_token": None if i is None else self.bpe.id_to_token(i) for role, i in ids.items()}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "name": self.name, **names}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-        (folder / "tokenizer.json").write_bytes(self.json.encode("utf-8"))  # as bytes: no newline is translated
+        (folder / "tokenizer.json").write_bytes(self.json.encode("utf-8"))  # bytes: newlines stay
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
-        """What `save` wrote, or any folder with a `tokenizer.json`."""
-        return _from_file(Path(folder) / "tokenizer.json", name=None)
+        """Load what `save` wrote, or any folder with a `tokenizer.json`."""
+        return _load_file(Path(folder) / "tokenizer.json", name=None)
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """One that is bundled or made here, a `tokenizer.json`, a folder that holds one, or a name on the Hub."""
+    """Load a tokenizer: a bundled or built-in name, a `tokenizer.json`, a folder that holds one, or a Hub name."""
     name = str(name_or_path)
     if name in BUNDLED:
         packed = resources.files("adlm.data").joinpath("bundled", f"{name}.json.gz").read_bytes()
-        return _from_json(gzip.decompress(packed).decode("utf-8"), {}, name)
-    if name in MADE:
-        return MADE[name]()
+        return _parse_json(gzip.decompress(packed).decode("utf-8"), {}, name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
     path = Path(name_or_path)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return _from_file(path / "tokenizer.json", name=None)
+        return _load_file(path / "tokenizer.json", name=None)
     if path.is_file():
-        return _from_file(path, name=None)
+        return _load_file(path, name=None)
     if path.exists() or path.suffix == ".json" or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise ValueError(
-            f"tokenizer {name!r}: no tokenizer.json there; give such a file, a folder that holds one, one of "
-            f"{', '.join([*BUNDLED, *MADE])}, or a name on the Hugging Face Hub"
+            f"tokenizer {name!r} has no tokenizer.json: give such a file, a folder that holds one, one of "
+            f"{', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hugging Face Hub"
         )
-    return _from_hub(name)
+    return _load_from_hub(name)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = None, name: str = "bpe") -> Tokenizer:
-    """A byte-level BPE learned from the texts; `vocab_size` counts the mask, and the end token where there is one.
+    """Train a byte-level BPE; `vocab_size` counts the mask, and the end token where there is one.
 
-    A text with too few pairs to merge gives a smaller vocabulary. The same texts give the same tokenizer, whatever the
-    number of threads.
+    Texts with too few pairs to merge give a smaller vocabulary. The result does not depend on the number of threads.
     """
     specials = [] if end_token is None else [AddedToken(end_token, special=True, normalized=False)]
     least = BYTES + len(specials)
     if vocab_size <= least:
-        what = "every byte, and the mask" if end_token is None else f"every byte, {end_token} and the mask"
-        raise ValueError(f"vocab_size must be above {least} ({what}), got {vocab_size}")
+        content = "every byte, and the mask" if end_token is None else f"every byte, {end_token} and the mask"
+        raise ValueError(f"vocab_size is {vocab_size}: expected more than {least} ({content})")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # sorted: the order that the ids of the bytes get
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # sorted: this order gives the ids of the bytes
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
     )
@@ -171,9 +166,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = 
     return Tokenizer(bpe, bos_id=end_id, eos_id=end_id, name=name)
 
 
-def _byte_tokenizer() -> Tokenizer:
-    """Every byte one token, in the order of the bytes; then the end of a text; then the mask."""
-    alphabet = _byte_characters()
+def _make_byte_tokenizer() -> Tokenizer:
+    """Make a tokenizer of bytes, in their order, the end of text and the mask."""
+    alphabet = _list_byte_characters()
     bpe = tokenizers.Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
@@ -181,15 +176,15 @@ def _byte_tokenizer() -> Tokenizer:
     return Tokenizer(bpe, bos_id=BYTES, eos_id=BYTES, name="bytes")
 
 
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if it is visible, else from 256 on."""
+def _list_byte_characters() -> list[str]:
+    """List the character of each byte in a byte-level vocabulary: itself if it is visible, else from 256 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(BYTES) if byte not in visible]
     return [chr(byte) if byte in visible else chr(BYTES + hidden.index(byte)) for byte in range(BYTES)]
 
 
-def _character_tokenizer() -> Tokenizer:
-    """The lineage's for text8: letters and the blank, behind eight special tokens; all else is unknown to it."""
+def _make_character_tokenizer() -> Tokenizer:
+    """Make the lineage's tokenizer for text8: eight special tokens, letters and the space."""
     specials = ["[CLS]", "[SEP]", "[BOS]", "[EOS]", "[MASK]", "[PAD]", "[RESERVED]", "[UNK]"]
     vocabulary = {token: i for i, token in enumerate([*specials, *ascii_lowercase, " "])}
     bpe = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="[UNK]"))
@@ -200,49 +195,50 @@ def _character_tokenizer() -> Tokenizer:
     return Tokenizer(bpe, ids["BOS"], ids["EOS"], ids["PAD"], ids["MASK"], name="characters")
 
 
-MADE = {"bytes": _byte_tokenizer, "characters": _character_tokenizer}
+BUILT_IN = {"bytes": _make_byte_tokenizer, "characters": _make_character_tokenizer}
 
 
-def _from_file(path: Path, name: str | None) -> Tokenizer:
+def _load_file(path: Path, name: str | None) -> Tokenizer:
     if not path.is_file():
-        raise ValueError(f"no tokenizer at {path}: a tokenizer.json of the `tokenizers` library is expected")
+        raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json of the `tokenizers` library")
     config: dict[str, Any] = {}
-    for other in reversed(CONFIG_FILES):  # the first of them has the last word
+    for other in reversed(CONFIG_FILES):  # the first of them takes precedence
         if (path.parent / other).is_file():
             config |= json.loads((path.parent / other).read_text("utf-8"))
     name = name or config.get("name") or (path.parent.name if path.name == "tokenizer.json" else path.stem)
-    return _from_json(path.read_bytes().decode("utf-8"), config, name)
+    return _parse_json(path.read_bytes().decode("utf-8"), config, name)
 
 
-def _from_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
+def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
     try:
         bpe = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{name} is no tokenizer.json of the `tokenizers` library: {error}") from error
+        raise ValueError(
+            f"{name} is not a tokenizer.json of the `tokenizers` library ({error}): make or fetch it again"
+        ) from error
     if dropout := getattr(bpe.model, "dropout", None):
         raise ValueError(
-            f"{name} leaves out merges at random (model.dropout is {dropout}), and a text must have one encoding: "
-            "set it to null in tokenizer.json"
+            f"{name} has model.dropout {dropout}, and a text must have one encoding: set it to null in tokenizer.json"
         )
     added = {token.content for token in bpe.get_added_tokens_decoder().values()}
-    ids = {role: _special_id(bpe, role, config, added) for role in CONFIG_KEYS}
+    ids = {role: _find_special_id(bpe, role, config, added) for role in CONFIG_KEYS}
     return Tokenizer(bpe, ids["bos"], ids["eos"], ids["pad"], ids["mask"], name, text)
 
 
-def _special_id(bpe: tokenizers.Tokenizer, role: str, config: dict[str, Any], added: set[str]) -> int | None:
-    """From the configuration where it says something (null: there is none), else by the names that are in use."""
-    said = [config[key] for key in CONFIG_KEYS[role] if key in config]
-    if said:
-        given = next((token for token in said if token is not None), None)
-        content = given["content"] if isinstance(given, dict) else given
-        return None if content is None else bpe.token_to_id(content)
-    found = next((token for token in WELL_KNOWN[role] if token in added), None)
-    return None if found is None else bpe.token_to_id(found)
+def _find_special_id(bpe: tokenizers.Tokenizer, role: str, config: dict[str, Any], added: set[str]) -> int | None:
+    """Return the id that the configuration names (null: there is none), else that of a well-known name."""
+    configured = [config[key] for key in CONFIG_KEYS[role] if key in config]
+    if configured:
+        token = next((token for token in configured if token is not None), None)
+        token = token["content"] if isinstance(token, dict) else token
+    else:
+        token = next((name for name in WELL_KNOWN[role] if name in added), None)
+    return None if token is None else bpe.token_to_id(token)
 
 
-def _from_hub(name: str) -> Tokenizer:
+def _load_from_hub(name: str) -> Tokenizer:
     expected = (
-        f"a file or folder of that name, one of {', '.join([*BUNDLED, *MADE])}, or a name on the Hugging Face Hub "
+        f"a file or folder of that name, one of {', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hugging Face Hub "
         "whose repository has a tokenizer.json"
     )
     try:
@@ -250,22 +246,22 @@ def _from_hub(name: str) -> Tokenizer:
         from huggingface_hub.errors import EntryNotFoundError
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"tokenizer {name!r} is not here: expected {expected}; for the Hub: pip install 'adlm[data]'"
+            f"tokenizer {name!r} was not found: expected {expected}; for the Hub: pip install 'adlm[data]'"
         ) from error
     try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
     except (OSError, ValueError) as error:  # the Hub's own errors are among these
         raise ValueError(
-            f"tokenizer {name!r} could not be had: expected {expected}. Check the name and the connection, or save its "
-            f"tokenizer.json and give the path. The Hub said: {str(error).splitlines()[0]}"
+            f"tokenizer {name!r} could not be loaded ({str(error).splitlines()[0]}): expected {expected}; check the "
+            "name and the connection, or download its tokenizer.json and give the path"
         ) from error
     for other in CONFIG_FILES:
         try:
             hf_hub_download(name, other)
         except EntryNotFoundError:
-            continue  # either file may be missing: the well-known names stand in
-    return _from_file(path, name=name)
+            continue  # either file may be missing: then the well-known names are used
+    return _load_file(path, name=name)
 
 
-def _rebuilt(description: str, *rest: Any) -> Tokenizer:
+def _rebuild(description: str, *rest: Any) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer.from_str(description), *rest)

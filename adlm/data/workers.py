@@ -1,7 +1,7 @@
-"""Processes that tokenize. Run as a script this file is such a process.
+"""A pool of tokenizing processes. Run as a script, this file is one of the processes.
 
-It imports nothing of adlm, so that a process starts in a tenth of a second and holds no torch. Its memory is its own,
-it inherits no threads, and it ends when its input does, so a parent that is killed leaves none behind.
+It imports nothing from adlm, so that a process starts in a tenth of a second and holds no torch. It inherits no threads
+and ends when its input does, so a parent that is killed leaves no process behind.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-# Between a visible ASCII character and a blank before a letter, or a line end; between a letter and a punctuation mark.
-CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z]|\n)|(?<=[A-Za-z])(?=[,.;:!?\"])")
-MOST_KNOWN = 2**18  # words; some 50 MB
-LONGEST_KNOWN = 40  # characters: text without Latin letters is hardly cut, and a paragraph is not met again
-AHEAD = 3  # chunks in flight for each process: one in work, one waiting, one on its way back
+# Between a visible ASCII character and a space before a letter, or a line end; between a letter and a punctuation mark.
+WORD_CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z]|\n)|(?<=[A-Za-z])(?=[,.;:!?\"])")
+MAX_CACHED_WORDS = 2**18  # about 50 MB
+MAX_CACHED_LENGTH = 40  # characters: text without Latin letters is hardly cut, and paragraphs do not repeat
+CHUNKS_PER_PROCESS = 3  # in flight: one in work, one waiting, one on its way back
 
 
-class Tokenized(NamedTuple):
-    """A chunk of documents: their ids in one array, how many each has, and its size in bytes."""
+class TokenizedChunk(NamedTuple):
+    """A chunk of documents: all ids in one array, the number of ids of each and its size in bytes."""
 
     ids: NDArray[Any]
     lengths: NDArray[np.int64]
@@ -41,7 +41,7 @@ class Tokenized(NamedTuple):
 
 
 class TokenizerPool:
-    """Some processes with one tokenizer; results come in the order of the input, whoever was first."""
+    """Processes that share the tokenizing; results keep the order of the input."""
 
     def __init__(self, tokenizer_file: Path, dtype: str, workers: int) -> None:
         self.dtype = np.dtype(dtype)
@@ -65,58 +65,60 @@ class TokenizerPool:
     ) -> None:
         if kind is not None:
             for process in self.processes:
-                process.kill()  # nobody will read what they are at
+                process.kill()  # their results are not needed
         self.threads.shutdown(cancel_futures=True)
         for process in self.processes:
             assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # closing sends what is buffered: nobody may be there to read it
+            with suppress(BrokenPipeError):  # closing flushes, and the process may have ended
                 process.stdin.close()
             process.stdout.close()
             process.wait()
 
-    def tokenize(self, chunks: Iterable[tuple[Sequence[str], Any]]) -> Iterator[tuple[Tokenized, Any]]:
-        """Each chunk's ids, with whatever came along with it; only a few chunks are read ahead."""
-        waiting: deque[tuple[Future[Tokenized], Any]] = deque()
+    def tokenize(self, chunks: Iterable[tuple[Sequence[str], Any]]) -> Iterator[tuple[TokenizedChunk, Any]]:
+        """Yield each chunk's ids and the object that came with it; only a few chunks are read ahead."""
+        waiting: deque[tuple[Future[TokenizedChunk], Any]] = deque()
         for texts, note in chunks:
-            waiting.append((self.threads.submit(self._ask, texts), note))
-            if len(waiting) >= AHEAD * len(self.processes):
+            waiting.append((self.threads.submit(self._tokenize_chunk, texts), note))
+            if len(waiting) >= CHUNKS_PER_PROCESS * len(self.processes):
                 future, noted = waiting.popleft()
                 yield future.result(), noted
         for future, noted in waiting:
             yield future.result(), noted
 
-    def _ask(self, texts: Sequence[str]) -> Tokenized:
-        # Half of a surrogate pair is no character and UTF-8 cannot hold it: it becomes a question mark.
+    def _tokenize_chunk(self, texts: Sequence[str]) -> TokenizedChunk:
+        # Half of a surrogate pair is no character and has no UTF-8: it becomes a question mark.
         encoded = [text.encode("utf-8", "replace") for text in texts]
         sizes = np.array([len(each) for each in encoded], dtype=np.int64)
         process = self.free.get()
         try:
-            return self._answer(process, encoded, sizes)
+            return self._exchange(process, encoded, sizes)
         except (BrokenPipeError, EOFError) as error:
             raise ChildProcessError(
-                f"a tokenizing process ended with code {process.wait()}; what it said is above. "
+                f"a tokenizing process ended with code {process.wait()}; its messages are above. "
                 "If it was killed, memory may be short: try fewer --workers"
             ) from error
         finally:
-            self.free.put(process)  # a dead one, too: whoever waits for it must not wait for ever
+            self.free.put(process)  # a dead one, too: otherwise a waiting thread would block
 
-    def _answer(self, process: subprocess.Popen[bytes], texts: list[bytes], sizes: NDArray[np.int64]) -> Tokenized:
+    def _exchange(
+        self, process: subprocess.Popen[bytes], texts: list[bytes], sizes: NDArray[np.int64]
+    ) -> TokenizedChunk:
         assert process.stdin is not None and process.stdout is not None
-        send(process.stdin, sizes, b"".join(texts))
-        lengths = receive(process.stdout)
+        write_message(process.stdin, sizes, b"".join(texts))
+        lengths = read_message(process.stdout)
         if lengths is None or len(lengths) != len(sizes):
             raise EOFError
         size = int(lengths.sum()) * self.dtype.itemsize
         ids = process.stdout.read(size)
         if len(ids) != size:
             raise EOFError
-        return Tokenized(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
+        return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
 
 
-def chunked(
-    documents: Iterable[tuple[str, int]], *, skip: int = 0, characters: int = 2**20, most: int = 4096
+def chunk_documents(
+    documents: Iterable[tuple[str, int]], *, skip: int = 0, characters: int = 2**20, max_documents: int = 4096
 ) -> Iterator[tuple[list[str], int]]:
-    """Documents without the first `skip`, some at a time, with the bytes of the source that were read for them."""
+    """Yield lists of documents, without the first `skip`, with the bytes of the source read so far."""
     texts: list[str] = []
     size = consumed = 0
     for number, (text, consumed) in enumerate(documents):
@@ -124,39 +126,41 @@ def chunked(
             continue
         texts.append(text)
         size += len(text)
-        if size >= characters or len(texts) >= most:
+        if size >= characters or len(texts) >= max_documents:
             yield texts, consumed
             texts, size = [], 0
     if texts:
         yield texts, consumed
 
 
-def send(pipe: IO[bytes], numbers: NDArray[np.int64], content: bytes) -> None:
-    """How many numbers, the numbers, the content."""
+def write_message(pipe: IO[bytes], numbers: NDArray[np.int64], content: bytes) -> None:
+    """Write the number of numbers, the numbers and the content."""
     pipe.write(np.int64(len(numbers)).tobytes())
     pipe.write(numbers.tobytes())
     pipe.write(content)
     pipe.flush()
 
 
-def receive(pipe: IO[bytes]) -> NDArray[np.int64] | None:
-    """The numbers that `send` wrote, or None at the end of the pipe."""
+def read_message(pipe: IO[bytes]) -> NDArray[np.int64] | None:
+    """Read the numbers that `write_message` wrote, or None at the end of the pipe."""
     count = pipe.read(8)
     if len(count) < 8:
         return None
     return np.frombuffer(pipe.read(8 * int(np.frombuffer(count, dtype=np.int64)[0])), dtype=np.int64)
 
 
-def words_are_apart(description: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json cuts text wherever `CUT` does, so that the ids of the pieces are those of the whole.
+def can_split_words(description: dict[str, Any]) -> bool:
+    """Return whether a tokenizer.json cuts text wherever `WORD_CUT` does, so that pieces can be encoded one by one.
 
-    So do the byte-level pre-tokenizer of GPT-2 and the one of BERT. An added token that is not special is looked for in
-    the text before it is cut: with one, nothing is promised.
+    The byte-level pre-tokenizer of GPT-2 and that of BERT do. An added token that is not special is searched for in the
+    text before it is cut: with one the answer is no.
     """
-    before = description.get("pre_tokenizer") or {}
+    splitter = description.get("pre_tokenizer") or {}
     normalizer = (description.get("normalizer") or {}).get("type")
-    is_gpt2 = before.get("type") == "ByteLevel" and before.get("use_regex", True) and not before["add_prefix_space"]
-    is_bert = before.get("type") == "BertPreTokenizer"
+    is_gpt2 = (
+        splitter.get("type") == "ByteLevel" and splitter.get("use_regex", True) and not splitter["add_prefix_space"]
+    )
+    is_bert = splitter.get("type") == "BertPreTokenizer"
     return (
         ((is_gpt2 and normalizer is None) or (is_bert and normalizer in (None, "BertNormalizer")))
         and not description["model"].get("dropout")
@@ -164,51 +168,51 @@ def words_are_apart(description: dict[str, Any]) -> bool:
     )
 
 
-class Encoder:
-    """Text to the bytes of its ids; a word that was met before is looked up, which most are."""
+class CachedEncoder:
+    """Encodes text to the bytes of its ids, with a cache of words."""
 
     def __init__(self, description: str, dtype: str) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_str(description)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        self.tokenizer.encode_special_tokens = True  # as Tokenizer does: no text is a special token
+        self.tokenizer.encode_special_tokens = True  # as in Tokenizer: no text is a special token
         self.dtype = np.dtype(dtype)
-        self.is_apart = words_are_apart(json.loads(description))
-        self.known: dict[str, bytes] = {}
+        self.can_split = can_split_words(json.loads(description))
+        self.cache: dict[str, bytes] = {}
 
     def encode(self, text: str) -> bytes:
-        if not self.is_apart:
-            return self._ids([text])[0]
-        pieces = CUT.split(text)
-        # Asked word by word: a difference of sets would walk through all that is known, for every document.
-        if fresh := [piece for piece in set(pieces) if piece not in self.known]:
-            if len(self.known) + len(fresh) > MOST_KNOWN:
-                self.known.clear()
+        if not self.can_split:
+            return self._encode_pieces([text])[0]
+        pieces = WORD_CUT.split(text)
+        # Word by word: a difference of sets would walk through the whole cache for every document.
+        if fresh := [piece for piece in set(pieces) if piece not in self.cache]:
+            if len(self.cache) + len(fresh) > MAX_CACHED_WORDS:
+                self.cache.clear()
                 fresh = list(set(pieces))
-            self.known.update(zip(fresh, self._ids(fresh)))
-        ids = b"".join(map(self.known.__getitem__, pieces))
+            self.cache.update(zip(fresh, self._encode_pieces(fresh)))
+        ids = b"".join(map(self.cache.__getitem__, pieces))
         for piece in fresh:
-            if len(piece) > LONGEST_KNOWN:
-                del self.known[piece]
+            if len(piece) > MAX_CACHED_LENGTH:
+                del self.cache[piece]
         return ids
 
-    def _ids(self, texts: list[str]) -> list[bytes]:
-        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(each.ids, dtype=self.dtype).tobytes() for each in found]
+    def _encode_pieces(self, texts: list[str]) -> list[bytes]:
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(each.ids, dtype=self.dtype).tobytes() for each in encodings]
 
 
-def serve(tokenizer_file: str, dtype: str) -> None:
-    """Chunks from standard input, ids to standard output, until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process at the terminal; the parent answers it
-    encoder = Encoder(Path(tokenizer_file).read_bytes().decode("utf-8"), dtype)
-    while (sizes := receive(sys.stdin.buffer)) is not None:
+def run_worker(tokenizer_file: str, dtype: str) -> None:
+    """Read chunks from standard input and write ids to standard output until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
+    encoder = CachedEncoder(Path(tokenizer_file).read_bytes().decode("utf-8"), dtype)
+    while (sizes := read_message(sys.stdin.buffer)) is not None:
         parts = [encoder.encode(sys.stdin.buffer.read(size).decode("utf-8")) for size in sizes.tolist()]
         lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
-        send(sys.stdout.buffer, lengths, b"".join(parts))
+        write_message(sys.stdout.buffer, lengths, b"".join(parts))
 
 
 if __name__ == "__main__":
     try:
-        serve(*sys.argv[1:])
+        run_worker(*sys.argv[1:])
     except BrokenPipeError:
-        os._exit(1)  # the parent is gone, and with it whoever would read more of this
+        os._exit(1)  # the parent is gone

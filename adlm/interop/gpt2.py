@@ -42,7 +42,7 @@ def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float =
     renamed: dict[str, Tensor] = {}
     unknown = []
     for name, value in bare.items():
-        ours, is_known = our_name(name), True
+        ours, is_known = convert_name(name), True
         if ours is None:
             is_known = name.endswith(IGNORED)
         else:
@@ -76,7 +76,7 @@ def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float =
     return model.eval()
 
 
-def our_name(name: str) -> str | None:
+def convert_name(name: str) -> str | None:
     """Our name of a parameter of GPT-2, or None when it is not one we know."""
     if name in NAMES:
         return NAMES[name]

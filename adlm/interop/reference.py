@@ -30,7 +30,7 @@ LAYER_NAMES = {
 STAGES = {"backbone": 0, "denoiser": 1, "replica": 1}  # `replica` is an older name of the denoiser
 
 
-def our_name(name: str, *, two_stages: bool) -> str | None:
+def convert_name(name: str, *, two_stages: bool) -> str | None:
     """Our name of a reference parameter, or None when it is not one we know."""
     prefix, _, rest = name.partition(".")
     if prefix not in STAGES:
@@ -86,7 +86,7 @@ def from_state_dict(
                     "is the number of heads right?"
                 )
             continue
-        ours = our_name(name, two_stages=two_stages)
+        ours = convert_name(name, two_stages=two_stages)
         if ours is None:
             unknown.append(name)
         else:

@@ -121,9 +121,9 @@ def test_pieces_are_the_batch() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="no rows to train on"):
+    with pytest.raises(ValueError, match="the data has 0 rows"):
         ShuffledBatches(TensorRows(torch.zeros(0, 3, dtype=torch.int64)), 4)
-    with pytest.raises(ValueError, match="6 rows cannot be shared evenly by 4 processes"):
+    with pytest.raises(ValueError, match="batch 6 is not a multiple of 4 processes"):
         ShuffledBatches(ROWS, 6, size=4)
     with pytest.raises(ValueError, match="resume with the batch size"):
         ShuffledBatches(ROWS, 4).load_state_dict({"epoch": 0, "rows": 6})

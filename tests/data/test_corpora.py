@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from adlm.data import corpora
 from adlm.data.corpora import ALIASES, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES
-from adlm.data.sources import Source, open_source
-from adlm.data.splits import Split
+from adlm.data.sources import Source, Split, open_source
 from tests.data.test_sources import FIXTURES, need, texts
 
 
@@ -42,7 +40,7 @@ def test_every_entry_speaks_of_things_there_are() -> None:
 
 def test_aliases() -> None:
     assert {find_corpus(alias).hub for alias in ALIASES} == {"Skylion007/openwebtext", "Salesforce/wikitext"}
-    with pytest.raises(ValueError, match=r"'c4'; there are lm1b, .*wikitext-103"):
+    with pytest.raises(ValueError, match=r"'c4' is unknown: choose one of lm1b, .*wikitext-103"):
         find_corpus("c4")
 
 
@@ -138,7 +136,7 @@ def test_files_of_two_kinds_may_be_the_same_text_twice(tmp_path: Path) -> None:
 @pytest.fixture
 def small_openwebtext(monkeypatch: pytest.MonkeyPatch) -> Corpus:
     """OpenWebText with 3 documents held out, where there are 100,000."""
-    held_out = {split: part.replace("100000", "3") for split, part in corpora.OPENWEBTEXT_HELD_OUT.items()}
+    held_out = {split: part.replace("100000", "3") for split, part in CORPORA["openwebtext-split"].splits.items()}
     assert held_out == {"train": "train[:-3]", "valid": "train[-3:]"}
     corpus = dataclasses.replace(CORPORA["openwebtext-split"], splits=held_out)
     monkeypatch.setitem(CORPORA, "openwebtext-split", corpus)
@@ -165,7 +163,7 @@ def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
 
 def test_too_few_documents_to_hold_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(ValueError, match=r"takes at least 100,000 documents, and there are 1"):
+    with pytest.raises(ValueError, match=r"needs at least 100,000 documents, and there are 1"):
         open_source(f"openwebtext-split:{tmp_path}", split="valid").read()
 
 
@@ -209,20 +207,22 @@ def test_a_data_set_of_the_hub(hub: Path) -> None:
     assert json.loads(json.dumps(source.identity)) == source.identity == open_source("me/words").identity
     assert texts(open_source("me/words", split="valid")) == ["v"]
     assert texts(open_source("me/words", split="train[1:3]", detokenizer="lambada")) == ["\nw 1", "\nw 2"]
-    with pytest.raises(ValueError, match=r"no split 'test'; there are train, validation"):
+    with pytest.raises(ValueError, match=r"no split 'test': choose one of train, validation"):
         open_source("me/words", split="test")
     with pytest.raises(ValueError, match=r"me/words has no column 'text'.*'n', 'body'"):
         open_source("me/words", column="text")
-    with pytest.raises(ValueError, match="which me/words does not tell"):
+    with pytest.raises(ValueError, match="which me/words does not have"):
         open_source("me/words", split="train[-1:]")
     with pytest.raises(ValueError, match="a row is a document"):
         open_source("me/words", documents="line")
 
 
 def test_what_the_hub_does_not_have(hub: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="me/nothing is no file or folder here, and me/nothing could not"):
+    with pytest.raises(
+        FileNotFoundError, match="me/nothing is no file or folder, and loading me/nothing from the Hub failed"
+    ):
         open_source("me/nothing")
-    with pytest.raises(FileNotFoundError, match="in local files is ptb:PATH"):
+    with pytest.raises(FileNotFoundError, match="to read local files, give ptb:PATH"):
         open_source("ptb")
 
 

@@ -4,12 +4,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adlm.data.packing import Framing, Packed, Packer, end_documents, frame_rows, pack_rows, wrap_rows
-from adlm.data.sources import excerpt
+from adlm.data.packing import Framing, PackedRows, Packer, end_documents, frame_rows, wrap_rows
+from adlm.data.sources import load_excerpt
 from tests.goldens import arrays, facts
 
 GOLDEN = facts("packing")
@@ -17,32 +16,8 @@ NONE = np.empty(0, dtype=np.int64)
 FRAMING = Framing(length=7, bos_id=90, eos_id=91, pad_id=92)
 
 
-@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 20))
-def test_row_i_begins_at_i_strides(tokens: int, length: int, stride: int) -> None:
-    stream = torch.arange(tokens)
-    if tokens < length:
-        with pytest.raises(ValueError, match=f"one row takes {length} tokens"):
-            pack_rows(stream, length, stride=stride)
-        return
-    rows = pack_rows(stream, length, stride=stride)
-    assert rows.shape == ((tokens - length) // stride + 1, length)
-    for i, row in enumerate(rows):
-        assert torch.equal(row, stream[i * stride : i * stride + length])
-
-
-def test_by_default_rows_do_not_overlap_and_only_the_tail_is_lost() -> None:
-    rows = pack_rows(list(range(103)), 10)
-    assert rows.flatten().tolist() == list(range(100))
-
-
-@pytest.mark.parametrize(("length", "stride"), [(0, 1), (4, 0), (4, -1)])
-def test_sizes_below_one_are_refused(length: int, stride: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        pack_rows([1, 2, 3, 4, 5], length, stride=stride)
-
-
 def test_the_excerpt_is_readable_prose() -> None:
-    text = excerpt()
+    text = load_excerpt()
     assert text.startswith("CHAPTER 1\n\nAlthough I am an old man, night is generally my time for walking.")
     assert 300_000 < len(text) < 600_000
     assert "\ufffd" not in text
@@ -93,7 +68,7 @@ def numbered(lengths: np.ndarray) -> np.ndarray:
 
 def fed(
     documents: list[tuple[int, int]], cuts: set[int], is_wrapped: bool, start: tuple[int, ...] = (0, 0, 0)
-) -> Packed:
+) -> PackedRows:
     """All rows, the documents from `start` on given in the chunks that the cuts make."""
     lengths, sizes = (np.array(column, dtype=np.int64) for column in zip(*documents))
     ids, stops = numbered(lengths), np.cumsum(lengths)
@@ -104,12 +79,12 @@ def fed(
         begin = stops[first] - lengths[first]
         found.append(packer.feed(ids[begin : stops[last - 1]], lengths[first:last], sizes[first:last]))
     if not found:
-        return Packed(np.empty((0, 7)), None if is_wrapped else NONE, np.empty((0, 3)))
+        return PackedRows(np.empty((0, 7)), None if is_wrapped else NONE, np.empty((0, 3)))
     kept = None if is_wrapped else np.concatenate([each.lengths for each in found])
-    return Packed(np.concatenate([p.rows for p in found]), kept, np.concatenate([p.ends for p in found]))
+    return PackedRows(np.concatenate([p.rows for p in found]), kept, np.concatenate([p.ends for p in found]))
 
 
-def same(one: Packed, other: Packed) -> bool:
+def same(one: PackedRows, other: PackedRows) -> bool:
     pairs = [(one.rows, other.rows), (one.ends, other.ends)]
     if one.lengths is not None and other.lengths is not None:
         pairs.append((one.lengths, other.lengths))
@@ -130,7 +105,7 @@ def test_a_packer_goes_on_from_the_end_of_any_row(
         return
     row = which % len(whole.rows)
     rest = fed(documents, cuts, is_wrapped, start=tuple(whole.ends[row].tolist()))
-    after = Packed(
+    after = PackedRows(
         whole.rows[row + 1 :], None if whole.lengths is None else whole.lengths[row + 1 :], whole.ends[row + 1 :]
     )
     assert len(rest.rows) == len(after.rows)

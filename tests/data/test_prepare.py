@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 from adlm.data import prepare as module
 from adlm.data.packing import end_documents, wrap_rows
-from adlm.data.prepare import Progress, held_out_rows, prepare
+from adlm.data.prepare import PrepareProgress, count_valid_rows, prepare
 from adlm.data.shards import open_data
-from adlm.data.sources import Source, excerpt
+from adlm.data.sources import Source, load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.data.workers import chunked
+from adlm.data.workers import chunk_documents
 
-TEXTS = [part for part in excerpt()[:60_000].split("\n\n") if part]
+TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
 SMALL: dict[str, Any] = {"tokenizer": "bytes", "length": 64, "shard_tokens": 64 * 100, "workers": 2}
 
 
-def source_of(texts: list[str], name: str = "texts") -> Source:
+def make_source(texts: list[str], name: str = "texts") -> Source:
     def read() -> Iterator[tuple[str, int]]:
         done = 0
         for text in texts:
@@ -46,16 +46,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks of little text, so that there is something to put in order."""
-    monkeypatch.setattr(module, "chunked", lambda documents, skip: chunked(documents, skip=skip, characters=2000))
+    monkeypatch.setattr(
+        module, "chunk_documents", lambda documents, skip: chunk_documents(documents, skip=skip, characters=2000)
+    )
 
 
 def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -> None:
-    manifest = prepare(source_of(TEXTS), tmp_path, **SMALL | {"tokenizer": "gpt2"})
+    manifest = prepare(make_source(TEXTS), tmp_path, **SMALL | {"tokenizer": "gpt2"})
     gpt2, data = load_tokenizer("gpt2"), open_data(tmp_path, verify=True)
     ids, lengths = gpt2.encode_batch(TEXTS)
     stream = end_documents(ids, lengths, 50_256)
     expected, _ = wrap_rows(stream, ids[:0], 64, bos_id=50_256, eos_id=50_256)
-    held = held_out_rows(len(expected), 0.01)
+    held = count_valid_rows(len(expected), 0.01)
     train, valid = (data.rows(split).fetch(range(len(data.rows(split))))[0].numpy() for split in ("train", "valid"))
     assert np.array_equal(np.concatenate([train, valid]), expected) and len(valid) == held
     assert np.array_equal(data.counts().numpy(), np.bincount(train.ravel(), minlength=50_258))
@@ -72,7 +74,7 @@ def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: str) -> None:
     for workers in (1, 2, 3):
-        prepare(source_of(TEXTS), tmp_path / str(workers), **SMALL | {"workers": workers, "rows": rows})
+        prepare(make_source(TEXTS), tmp_path / str(workers), **SMALL | {"workers": workers, "rows": rows})
     one = contents(tmp_path / "1")
     assert one == contents(tmp_path / "2") == contents(tmp_path / "3")
     shards = {name for name in one if name.endswith(".bin")}
@@ -82,7 +84,7 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: str) -> Non
 def test_a_document_to_a_row_is_cut_padded_and_measured(tmp_path: Path) -> None:
     texts = ["short", "", "x" * 200, "Grüße"] * 5
     manifest = prepare(
-        source_of(texts), tmp_path, **SMALL | {"tokenizer": "bert-base-uncased", "length": 8}, rows="documents"
+        make_source(texts), tmp_path, **SMALL | {"tokenizer": "bert-base-uncased", "length": 8}, rows="documents"
     )
     data, bert = open_data(tmp_path), load_tokenizer("bert-base-uncased")
     assert manifest["rows"] == "documents" and data.is_padded
@@ -125,9 +127,9 @@ def in_a_child(seconds: float | None, syncs: int | None, *arguments: Any, **opti
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process to kill is forked")
 @pytest.mark.parametrize(("rows", "valid"), [("wrapped", "cut"), ("documents", "own")])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, rows: str, valid: str) -> None:
-    source = source_of(TEXTS)
+    source = make_source(TEXTS)
     options: dict[str, Any] = SMALL | {"rows": rows, "shard_tokens": 64 * (60 if rows == "wrapped" else 15)}
-    options |= {"valid": source_of(TEXTS[:40], "other")} if valid == "own" else {"valid_share": 0.15}
+    options |= {"valid": make_source(TEXTS[:40], "other")} if valid == "own" else {"valid_share": 0.15}
     prepare(source, tmp_path / "whole", **options)
     rng, killed, shards = random.Random(f"{rows} {valid}"), 0, []
     for attempt in range(40):
@@ -148,7 +150,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path:
 @pytest.mark.parametrize("syncs", [1, 2, 4, 6])
 def test_a_kill_while_the_valid_split_is_cut_off_loses_nothing(tmp_path: Path, syncs: int) -> None:
     """The last moments, one by one: copying the end of the stream, shortening, counting, the manifest."""
-    source, options = source_of(TEXTS[:60]), SMALL | {"valid_share": 0.5, "workers": 1}
+    source, options = make_source(TEXTS[:60]), SMALL | {"valid_share": 0.5, "workers": 1}
     counted: list[int] = []
     fsync = os.fsync
     try:
@@ -163,26 +165,26 @@ def test_a_kill_while_the_valid_split_is_cut_off_loses_nothing(tmp_path: Path, s
 
 
 def test_finished_shards_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Progress] = []
+    seen: list[PrepareProgress] = []
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: PrepareProgress) -> None:
         seen.append(progress)
         if progress.rows > 500:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source_of(TEXTS), tmp_path, **SMALL, on_progress=stop)
+        prepare(make_source(TEXTS), tmp_path, **SMALL, on_progress=stop)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("train-*.bin")}
     assert len(before) == 5
-    again: list[Progress] = []
-    prepare(source_of(TEXTS), tmp_path, **SMALL, on_progress=again.append)
+    again: list[PrepareProgress] = []
+    prepare(make_source(TEXTS), tmp_path, **SMALL, on_progress=again.append)
     assert again[-1].rows > 800 and again[-1].bytes < 0.6 * sum(len(text.encode()) for text in TEXTS)
     assert all((tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items())
     assert again[-1].consumed == again[-1].total
 
 
 def test_a_full_disk_is_told_and_what_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(source_of(TEXTS), tmp_path / "whole", **SMALL)
+    prepare(make_source(TEXTS), tmp_path / "whole", **SMALL)
     fsync, left = os.fsync, 20
 
     def full(handle: int) -> None:
@@ -193,35 +195,35 @@ def test_a_full_disk_is_told_and_what_is_there_is_kept(tmp_path: Path, monkeypat
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"is full.* GB free.*the rest takes about .* run the same command again") as told:
-        prepare(source_of(TEXTS), tmp_path / "full", **SMALL)
+    with pytest.raises(OSError, match=r"is full.* GB free.*the rest needs about .* run the same command again") as told:
+        prepare(make_source(TEXTS), tmp_path / "full", **SMALL)
     assert told.value.errno == errno.ENOSPC
     assert list((tmp_path / "full").glob("train-*.bin")) and not list((tmp_path / "full").glob("*.part"))
     monkeypatch.undo()
-    prepare(source_of(TEXTS), tmp_path / "full", **SMALL)
+    prepare(make_source(TEXTS), tmp_path / "full", **SMALL)
     assert contents(tmp_path / "full") == contents(tmp_path / "whole")
 
 
 def test_other_settings_need_another_folder_or_consent(tmp_path: Path) -> None:
-    first = prepare(source_of(TEXTS), tmp_path, **SMALL)
+    first = prepare(make_source(TEXTS), tmp_path, **SMALL)
     (tmp_path / "notes.txt").write_text("not ours")
     times = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert prepare(source_of(TEXTS), tmp_path, **SMALL | {"workers": 1}) == first  # workers decide nothing
+    assert prepare(make_source(TEXTS), tmp_path, **SMALL | {"workers": 1}) == first  # workers decide nothing
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
     changed = SMALL | {"length": 32, "tokenizer": "gpt2"}
     with pytest.raises(
         ValueError, match=r"(?s)length: 64 there, 32 now.*vocab_size: 258 there, 50258 now.*--overwrite"
     ):
-        prepare(source_of(TEXTS), tmp_path, **changed)
+        prepare(make_source(TEXTS), tmp_path, **changed)
     with pytest.raises(ValueError, match=r"source\.texts: "):
-        prepare(source_of(TEXTS[1:]), tmp_path, **SMALL)
-    assert prepare(source_of(TEXTS), tmp_path, **changed, overwrite=True)["length"] == 32
+        prepare(make_source(TEXTS[1:]), tmp_path, **SMALL)
+    assert prepare(make_source(TEXTS), tmp_path, **changed, overwrite=True)["length"] == 32
     assert open_data(tmp_path, verify=True).vocab_size == 50_258
     assert (tmp_path / "notes.txt").read_text() == "not ours"
 
 
 def test_a_valid_source_of_its_own_is_used_whole(tmp_path: Path) -> None:
-    manifest = prepare(source_of(TEXTS), tmp_path, **SMALL, valid=source_of(TEXTS[:20], "other"))
+    manifest = prepare(make_source(TEXTS), tmp_path, **SMALL, valid=make_source(TEXTS[:20], "other"))
     stream = sum(len(text.encode()) + 1 for text in TEXTS)
     assert manifest["splits"]["train"]["rows"] == stream // 62  # none held out
     assert manifest["splits"]["valid"]["rows"] == sum(len(text.encode()) + 1 for text in TEXTS[:20]) // 62
@@ -229,13 +231,13 @@ def test_a_valid_source_of_its_own_is_used_whole(tmp_path: Path) -> None:
 
 
 def test_no_share_no_valid_split(tmp_path: Path) -> None:
-    assert list(prepare(source_of(TEXTS), tmp_path, **SMALL, valid_share=0)["splits"]) == ["train"]
+    assert list(prepare(make_source(TEXTS), tmp_path, **SMALL, valid_share=0)["splits"]) == ["train"]
     assert open_data(tmp_path).splits == ("train",)
 
 
 @given(st.integers(3, 100_000), st.sampled_from([0.001, 0.01, 0.3]))
 def test_held_out_rows_are_a_share_but_not_too_few_nor_all(rows: int, share: float) -> None:
-    held = held_out_rows(rows, share)
+    held = count_valid_rows(rows, share)
     assert 2 <= held < rows and held >= int(share * rows) and held >= min(64, rows // 10)
     assert held <= max(share * rows, 64)
 
@@ -243,41 +245,41 @@ def test_held_out_rows_are_a_share_but_not_too_few_nor_all(rows: int, share: flo
 @pytest.mark.parametrize(("texts", "message"), [(["tiny"], "5? ?fills no row"), (["x" * 70], "1 rows of length 64")])
 def test_too_little_text_is_told_and_leaves_nothing_behind(tmp_path: Path, texts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prepare(source_of(texts), tmp_path, **SMALL)
+        prepare(make_source(texts), tmp_path, **SMALL)
     assert not list(tmp_path.iterdir())
-    prepare(source_of(texts * 40), tmp_path, **SMALL)  # the folder is free for another try
+    prepare(make_source(texts * 40), tmp_path, **SMALL)  # the folder is free for another try
 
 
 def test_a_tokenizer_is_learned_and_survives_a_stop(tmp_path: Path) -> None:
     options = SMALL | {"tokenizer": None, "train_tokenizer": 600}
-    manifest = prepare(source_of(TEXTS), tmp_path / "whole", **options)
+    manifest = prepare(make_source(TEXTS), tmp_path / "whole", **options)
     assert (manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask_id"]) == (600, 599)
     expected = train_bpe(TEXTS, 600, end_token=END_OF_TEXT)
     assert manifest["tokenizer"]["sha256"] == expected.sha256
 
-    def stop(_: Progress) -> None:
+    def stop(_: PrepareProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source_of(TEXTS), tmp_path / "stopped", **options, on_progress=stop)
-    prepare(source_of(TEXTS), tmp_path / "stopped", **options)
+        prepare(make_source(TEXTS), tmp_path / "stopped", **options, on_progress=stop)
+    prepare(make_source(TEXTS), tmp_path / "stopped", **options)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
 def test_a_text_with_few_pairs_gives_a_smaller_vocabulary_that_is_reported(tmp_path: Path) -> None:
-    manifest = prepare(source_of(["ab " * 500] * 4), tmp_path, length=16, train_tokenizer=5000, workers=1)
+    manifest = prepare(make_source(["ab " * 500] * 4), tmp_path, length=16, train_tokenizer=5000, workers=1)
     assert manifest["settings"]["tokenizer"]["trained"] == 5000
     assert manifest["tokenizer"]["vocab_size"] < 300
 
 
 def test_only_the_beginning_of_a_long_source_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SAMPLE_BYTES", 5000)
-    taken = "".join(module.sample(source_of(TEXTS), 5000))
+    monkeypatch.setattr(module, "TOKENIZER_BYTES", 5000)
+    taken = "".join(module.read_first_documents(make_source(TEXTS), 5000))
     assert "".join(TEXTS).startswith(taken) and 4900 < len(taken.encode()) < 5100
     changed = [*TEXTS[:100], *(text.upper() for text in TEXTS[100:])]
     assert sum(map(len, TEXTS[:100])) > 5000
     found = {
-        prepare(source_of(texts), tmp_path / str(i), length=64, train_tokenizer=400)["tokenizer"]["sha256"]
+        prepare(make_source(texts), tmp_path / str(i), length=64, train_tokenizer=400)["tokenizer"]["sha256"]
         for i, texts in enumerate([TEXTS, changed])
     }
     assert len(found) == 1
@@ -304,17 +306,17 @@ def test_a_named_corpus_brings_what_it_is_known_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rows": "sentences"}, "one of wrapped, documents, got 'sentences'"),
-        ({"valid_share": 1.0}, "below 1, got 1.0"),
-        ({"shard_tokens": 63}, "at least a row's 64, got 63"),
+        ({"rows": "sentences"}, "rows is 'sentences': expected wrapped or documents"),
+        ({"valid_share": 1.0}, "valid_share is 1.0: .*below 1"),
+        ({"shard_tokens": 63}, "shard_tokens is 63: .*at least a row's 64"),
         ({"length": 2}, "at least 3"),
         ({"train_tokenizer": 257}, "at least 258"),
-        ({"tokenizer": train_bpe(["text"], 260)}, "does not say which tokens begin and end"),
+        ({"tokenizer": train_bpe(["text"], 260)}, "has no BOS or no EOS token"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prepare(source_of(TEXTS), tmp_path, **SMALL | changes)
+        prepare(make_source(TEXTS), tmp_path, **SMALL | changes)
 
 
 @pytest.mark.parametrize("how", [{"length": 1024}, {"length": 3}, {"length": 64, "overwrite": True}])
@@ -333,13 +335,13 @@ def test_files_of_the_user_are_never_removed(tmp_path: Path, how: dict[str, Any]
 def test_a_tokenizer_that_is_there_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"holds tokenizer.json, which no preparation here wrote"):
-            prepare(source_of(TEXTS), tmp_path, overwrite=overwrite, **SMALL)
+        with pytest.raises(ValueError, match=r"holds tokenizer.json, which no preparation wrote"):
+            prepare(make_source(TEXTS), tmp_path, overwrite=overwrite, **SMALL)
     assert contents(tmp_path) == {"tokenizer.json": b"mine"}
 
 
 def test_a_folder_is_not_written_into_its_own_source(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(excerpt()[:20_000])
+    (tmp_path / "a.txt").write_text(load_excerpt()[:20_000])
     for out in (tmp_path, tmp_path / "data", tmp_path / "deep" / "data"):
         with pytest.raises(ValueError, match="whose files are read as text"):
             prepare(tmp_path, out, **SMALL)
@@ -347,27 +349,27 @@ def test_a_folder_is_not_written_into_its_own_source(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_was_hurt_while_the_run_stood_still_is_told(tmp_path: Path) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: PrepareProgress) -> None:
         if progress.rows > 350:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(source_of(TEXTS), tmp_path, on_progress=stop, **SMALL)
+        prepare(make_source(TEXTS), tmp_path, on_progress=stop, **SMALL)
     os.truncate(tmp_path / "train-00001.bin", 100)
     with pytest.raises(ValueError, match=r"train-00001.bin has 100 bytes, 12,800 expected.*--overwrite"):
-        prepare(source_of(TEXTS), tmp_path, **SMALL)
+        prepare(make_source(TEXTS), tmp_path, **SMALL)
     (tmp_path / "train-00001.bin").unlink()
     with pytest.raises(ValueError, match=r"train-00001.bin is missing.*--overwrite"):
-        prepare(source_of(TEXTS), tmp_path, **SMALL)
+        prepare(make_source(TEXTS), tmp_path, **SMALL)
     (tmp_path / "progress.json").write_text("{")
-    with pytest.raises(ValueError, match=r"progress.json is not the JSON.*--overwrite"):
-        prepare(source_of(TEXTS), tmp_path, **SMALL)
-    prepare(source_of(TEXTS), tmp_path, overwrite=True, **SMALL)
+    with pytest.raises(ValueError, match=r"progress.json is not valid JSON.*--overwrite"):
+        prepare(make_source(TEXTS), tmp_path, **SMALL)
+    prepare(make_source(TEXTS), tmp_path, overwrite=True, **SMALL)
 
 
 def test_choices_that_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'gpt2' is given, and one of 300 to be learned"):
-        prepare(source_of(TEXTS), tmp_path, tokenizer="gpt2", train_tokenizer=300)
+    with pytest.raises(ValueError, match=r"'gpt2' and train_tokenizer are both given: leave one out"):
+        prepare(make_source(TEXTS), tmp_path, tokenizer="gpt2", train_tokenizer=300)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match=r"file is a file: give --out a folder"):
-        prepare(source_of(TEXTS), tmp_path / "file", **SMALL)
+        prepare(make_source(TEXTS), tmp_path / "file", **SMALL)

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from adlm.data.packing import Packed
+from adlm.data.packing import PackedRows
 from adlm.data.prepare import prepare
-from adlm.data.shards import PreparedData, Rows, dtype_for, open_data
+from adlm.data.shards import PreparedData, ShardedRows, ShardWriter, choose_dtype, open_data, shorten_shards
 from adlm.data.sources import Source
 from adlm.data.tokenizers import load_tokenizer
-from adlm.data.writing import ShardWriter, shorten
 
 LENGTH, ROWS = 5, 23
 
 
-def stored(folder: Path, *, dtype: str, is_padded: bool, shard_rows: int = 4) -> tuple[Rows, np.ndarray, np.ndarray]:
+def stored(
+    folder: Path, *, dtype: str, is_padded: bool, shard_rows: int = 4
+) -> tuple[ShardedRows, np.ndarray, np.ndarray]:
     """Rows of known numbers in several shards, written in uneven pieces."""
     most = 2**16 if dtype == "uint16" else 2**31
     rows = np.random.default_rng(0).integers(0, most, (ROWS, LENGTH))
@@ -29,10 +30,10 @@ def stored(folder: Path, *, dtype: str, is_padded: bool, shard_rows: int = 4) ->
         folder, "train", dtype=dtype, shard_rows=shard_rows, on_shard=lambda record, _: records.append(record)
     )
     for piece in np.split(np.arange(ROWS), [1, 3, 12]):
-        writer.add(Packed(rows[piece], lengths[piece] if is_padded else None, np.zeros((len(piece), 3), np.int64)))
+        writer.add(PackedRows(rows[piece], lengths[piece] if is_padded else None, np.zeros((len(piece), 3), np.int64)))
     writer.close()
     shards = tuple((record["file"], record["rows"]) for record in records)
-    return Rows(folder, LENGTH, dtype, is_padded, shards), rows, lengths
+    return ShardedRows(folder, LENGTH, dtype, is_padded, shards), rows, lengths
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -77,10 +78,10 @@ def test_counts_leave_padding_out(tmp_path: Path) -> None:
 def test_shortening_keeps_the_first_rows_and_can_be_repeated(tmp_path: Path, kept: int) -> None:
     rows, tokens, lengths = stored(tmp_path, dtype="uint16", is_padded=True)
     records = [{"file": file, "rows": n, "lengths_sha256": "", "tokens": 0} for file, n in rows.shards]
-    once = shorten(tmp_path, records, kept, LENGTH * 2)
-    again = shorten(tmp_path, records, kept, LENGTH * 2)
+    once = shorten_shards(tmp_path, records, kept, LENGTH * 2)
+    again = shorten_shards(tmp_path, records, kept, LENGTH * 2)
     assert once == again and sum(record["rows"] for record in once) == kept
-    short = Rows(tmp_path, LENGTH, "uint16", True, tuple((record["file"], record["rows"]) for record in once))
+    short = ShardedRows(tmp_path, LENGTH, "uint16", True, tuple((record["file"], record["rows"]) for record in once))
     found, found_lengths = short.fetch(range(kept))
     assert np.array_equal(found.numpy(), tokens[:kept])
     assert found_lengths is not None and np.array_equal(found_lengths.numpy(), lengths[:kept])
@@ -88,11 +89,11 @@ def test_shortening_keeps_the_first_rows_and_can_be_repeated(tmp_path: Path, kep
 
 
 def test_two_bytes_hold_the_vocabulary_of_gpt2_and_no_more_than_they_can() -> None:
-    assert dtype_for(50_258) == dtype_for(2**16) == "uint16"
-    assert dtype_for(2**16 + 1) == "uint32"
+    assert choose_dtype(50_258) == choose_dtype(2**16) == "uint16"
+    assert choose_dtype(2**16 + 1) == "uint32"
 
 
-def source_of(texts: list[str], name: str = "texts") -> Source:
+def make_source(texts: list[str], name: str = "texts") -> Source:
     return Source(name, {"texts": texts}, len(texts), lambda: ((text, i + 1) for i, text in enumerate(texts)))
 
 
@@ -100,7 +101,7 @@ def source_of(texts: list[str], name: str = "texts") -> Source:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     texts = [f"Document {i} says a few words." for i in range(60)]
-    prepare(source_of(texts), folder, tokenizer="bytes", length=32, rows="documents", shard_tokens=32 * 20, workers=1)
+    prepare(make_source(texts), folder, tokenizer="bytes", length=32, rows="documents", shard_tokens=32 * 20, workers=1)
     return folder
 
 
@@ -182,16 +183,10 @@ def test_special_tokens_that_were_changed_are_told(data: Path) -> None:
         open_data(data)
 
 
-def test_verifying_tells_how_far_it_is(data: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    open_data(data, verify=True, on_verified=lambda done, total: seen.append((done, total)))
-    assert len(seen) == 4 and seen[-1][0] == seen[-1][1] == 60 * 32 * 2
-
-
 @pytest.mark.parametrize("key", ["vocab_size", "mask_id", "length", "tokenizer", "dtype"])
 def test_a_manifest_that_lacks_something_says_so(data: Path, key: str) -> None:
     manifest = json.loads((data / "manifest.json").read_text("utf-8"))
     del manifest[key]
     (data / "manifest.json").write_text(json.dumps(manifest), "utf-8")
-    with pytest.raises(ValueError, match=f"does not say {key}"):
+    with pytest.raises(ValueError, match=f"has no {key}"):
         open_data(data)

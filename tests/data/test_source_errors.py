@@ -36,8 +36,8 @@ def test_a_name_that_means_nothing() -> None:
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', {}, r"line 2 has no column 'text'; there are: 'txt'"),
         ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', {}, r"line 2: column 'text' holds None"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', {}, r"line 2 is list"),
-        ("a.json", b'[{"text": "x"}, {"text": }]', {}, r"item 2 is not JSON"),
-        ("a.json", b'[{"text": "x"}, ', {}, r"ends before its array"),
+        ("a.json", b'[{"text": "x"}, {"text": }]', {}, r"is not a JSON array \(Expecting value at line 1, column 26\)"),
+        ("a.json", b'[{"text": "x"}, ', {}, r"is not a JSON array"),
         ("a.csv", b"a,b\nx,y\n", {}, r"no column 'text'.*'a', 'b'; where there is no header, give numbers"),
         ("a.csv", b"x,y\nz\n", {"column": "1"}, r"line 2 has 1 fields"),
         ("a.csv", b'text\n"open\n', {}, r"line 2: unexpected end of data"),
@@ -53,9 +53,9 @@ def test_a_name_that_means_nothing() -> None:
         ("a.csv", b"text\n", {}, r"holds no document"),
         ("a.txt", b"x", {"column": "text"}, r"column 'text' is for tables"),
         ("a.jsonl", b'{"text": "x"}', {"documents": "line"}, r"a row is a document"),
-        ("a.txt", b"x", {"documents": "page"}, r"'page'; there are auto, file, line"),
+        ("a.txt", b"x", {"documents": "page"}, r"'page' is unknown: choose one of auto, file, line"),
         ("a.txt", b"x", {"documents": "separator"}, r"has no line '<\|endoftext\|>'"),
-        ("a.txt", b"x", {"detokenizer": "moses"}, r"'moses'; there are wikitext"),
+        ("a.txt", b"x", {"detokenizer": "moses"}, r"'moses' is unknown: choose one of wikitext"),
     ],
 )
 def test_what_is_wrong_with_it(tmp_path: Path, name: str, content: bytes, how: dict[str, Any], message: str) -> None:

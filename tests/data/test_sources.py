@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from adlm.data import formats, sources
-from adlm.data.sources import Source, excerpt, open_source
+from adlm.data.sources import Source, load_excerpt, open_source
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TEXTS = ["One, two.\nThree", "A \"word\" with 'marks', a tab\tand ümläute", "x" * 200_000, "last"]
@@ -84,8 +84,7 @@ def test_chunks_do_not_matter(tmp_path: Path, name: str, size: int, monkeypatch:
     content = FORMATS[name]().replace(b"x" * 200_000, b"x" * 99)
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
-    monkeypatch.setattr(formats, "CHUNK", size)
-    monkeypatch.setattr(formats, "PACKED_CHUNK", size)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     expected = [text.replace("x" * 200_000, "x" * 99) for text in TEXTS]
     assert texts(open_source(tmp_path / name)) == texts(open_source(tmp_path / f"{name}.gz")) == expected
 
@@ -107,13 +106,13 @@ RULED = "<|endoftext|>\n a <|endoftext|>\nb\n \n\n<|endoftext|>\n<|endoftext|>\n
 )
 def test_rules(tmp_path: Path, rule: str, expected: list[str], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(RULED)
-    monkeypatch.setattr(formats, "CHUNK", size)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", size)
     assert texts(open_source(tmp_path / "a.txt", documents=rule)) == expected
 
 
 def test_a_file_without_separators_is_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(excerpt())
-    assert texts(open_source(tmp_path / "a.txt")) == [excerpt().removesuffix("\n")]
+    (tmp_path / "a.txt").write_text(load_excerpt())
+    assert texts(open_source(tmp_path / "a.txt")) == [load_excerpt().removesuffix("\n")]
     first, second = texts(open_source(FIXTURES / "gutenberg.txt"))
     assert first.startswith("THERE was once") and second.endswith("but cheerful.")
 
@@ -183,9 +182,9 @@ def test_slices_of_documents(tmp_path: Path, split: str, expected: str) -> None:
     source = open_source(tmp_path, split=split, documents="line")
     assert texts(source) == list(expected)
     assert source.identity != open_source(tmp_path, documents="line").identity
-    with pytest.raises(ValueError, match=r"takes at least 5 documents, and there are 4"):
+    with pytest.raises(ValueError, match=r"needs at least 5 documents, and there are 4"):
         open_source(tmp_path, split="train[-5:]", documents="line").read()
-    with pytest.raises(ValueError, match=r"got 'train\[1\]'"):
+    with pytest.raises(ValueError, match=r"'train\[1\]' is invalid"):
         open_source(tmp_path, split="train[1]")
 
 
@@ -209,7 +208,7 @@ def test_the_identity_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_big_file_is_known_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "WHOLE_HASH", 10)
+    monkeypatch.setattr(sources, "MAX_WHOLE_HASH", 10)
     monkeypatch.setattr(sources, "END_HASH", 4)
 
     def identity(text: str) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from adlm.data.sources import Source, excerpt
-from adlm.data.streaming import BEGINNING, StreamedBatches, StreamedRows
+from adlm.data.batches import STREAM_START, StreamedBatches, StreamedRows
+from adlm.data.sources import Source, load_excerpt
 from adlm.data.tokenizers import Tokenizer, train_bpe
 from tests.training.runs import assert_same, run
 
-DOCUMENTS = [part for part in excerpt()[:40_000].split("\n\n") if part.strip()]
+DOCUMENTS = [part for part in load_excerpt()[:40_000].split("\n\n") if part.strip()]
 TOKENIZER = train_bpe(DOCUMENTS, 300, end_token="<|endoftext|>")
 ROWS, LENGTH = 4, 32
 
@@ -20,7 +20,7 @@ def source_of(documents: list[str]) -> Source:
     return Source("made up", {"documents": len(documents)}, None, lambda: ((text, 0) for text in documents))
 
 
-def stream(state=BEGINNING, *, workers=0, rank=0, size=1, documents=DOCUMENTS, is_wrapped=True, tokenizer=TOKENIZER):
+def stream(state=STREAM_START, *, workers=0, rank=0, size=1, documents=DOCUMENTS, is_wrapped=True, tokenizer=TOKENIZER):
     rows = StreamedRows(
         source_of(documents),
         tokenizer,
