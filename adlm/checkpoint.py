@@ -1,12 +1,12 @@
-"""The folder of a checkpoint: safetensors and JSON, written whole or not at all, checked before it is believed.
+"""Checkpoints: safetensors and JSON files, written atomically, with checksums that are compared before resuming.
 
-checkpoints/step-00001000/model.safetensors   the weights to use (the average, if there is one)
-                          config.json         the model's shape, the method, the step, what a row is
+checkpoints/step-00001000/model.safetensors   the weights for inference (the EMA, if there is one)
+                          config.json         the model's config, method, step and kind of rows
                           tokenizer.json …    as in the prepared data
                           training/           weights and optimizer, by torch.distributed.checkpoint
-                          state.json          where the run stands: a plain dict
+                          state.json          the state of the run: a plain dict
                           checksums.json      sha256 of all of these
-checkpoints/latest, best                      links
+checkpoints/latest, best                      symbolic links
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,31 +28,79 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from adlm.data.shards import sha256_of, sync
+from adlm.data.shards import fsync_path, hash_file
 from adlm.data.tokenizers import Tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.quantized import dequantized, quantize
+from adlm.models.quantized import dequantize, quantize
 
 LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
-FORMAT = 1
+MODEL_FORMAT = 1  # of config.json and model.safetensors
+RUN_FORMAT = 2  # of state.json and training/
 WRAPPED = "wrapped"
-FULL = ("No space left", "file write failed", "os error 28", "os error 27")  # how other libraries say ENOSPC and EFBIG
+DISK_FULL = ("No space left", "file write failed", "os error 28", "os error 27")  # other libraries' ENOSPC and EFBIG
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one step, in host memory: what is written cannot change any more."""
+    """A copy of a run at one step, in host memory."""
 
     step: int
-    weights: dict[str, Tensor]  # to use; on the first process only
-    training: dict[str, Tensor]  # this process's part
+    weights: dict[str, Tensor]  # for inference, unsharded; empty on other ranks than 0
+    training: dict[str, Tensor]  # this rank's part
     state: dict[str, Any]
     is_best: bool = False
 
+    def count_bytes(self) -> int:
+        """Return about how much disk space the checkpoint takes."""
+        return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.training.values()))
+
+
+def take_snapshot(
+    step: int,
+    weights: Mapping[str, Tensor],
+    training: Mapping[str, Tensor],
+    state: dict[str, Any],
+    *,
+    is_best: bool = False,
+    is_main: bool = True,
+    host_mesh: DeviceMesh | None = None,
+) -> Snapshot:
+    """Copy a run to host memory: each rank its shards, and rank 0 what every rank has."""
+    copies = {
+        name: _copy_to_host(tensor, host_mesh)
+        for name, tensor in training.items()
+        if is_main or isinstance(tensor, DTensor)
+    }
+    return Snapshot(step, gather_weights(weights, is_main=is_main), copies, state, is_best)
+
+
+def gather_weights(weights: Mapping[str, Tensor], *, is_main: bool = True) -> dict[str, Tensor]:
+    """Copy weights, unsharded, to host memory of rank 0; all ranks must call this."""
+    gathered = {}
+    for name, tensor in weights.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if is_main:
+            gathered[name] = full.detach().to("cpu", copy=True)
+    return gathered
+
+
+def _copy_to_host(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    assert host_mesh is not None
+    shard = tensor.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(
+        shard, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
 
 class CheckpointWriter:
-    """Writes snapshots, in the background if asked; an error there is raised by the next call here."""
+    """Writes snapshots, by default in a background thread; its errors are raised by the next call."""
 
     def __init__(
         self,
@@ -68,21 +116,20 @@ class CheckpointWriter:
     ) -> None:
         self.folder, self.config, self.method, self.tokenizer, self.rows = folder, config, method, tokenizer, rows
         self.keep, self.background, self.group = keep, background, group
-        self.rank = dist.get_rank(group) if group is not None else 0
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write a snapshot, after the one before it is done."""
+        """Write a snapshot after the one before it is written."""
         self.wait()
         if not self.background:
             self._write(snapshot)
             return
-        self.thread = threading.Thread(target=self._guarded, args=(snapshot,), name="checkpoint")
+        self.thread = threading.Thread(target=self._write_in_thread, args=(snapshot,), name="checkpoint")
         self.thread.start()
 
     def wait(self) -> None:
-        """Until what was saved is on the disk, or has failed."""
+        """Wait until the last snapshot is on the disk, and raise the error if writing it failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -90,112 +137,113 @@ class CheckpointWriter:
             error, self.error = self.error, None
             raise error
 
-    def _guarded(self, snapshot: Snapshot) -> None:
+    def _write_in_thread(self, snapshot: Snapshot) -> None:
         try:
             self._write(snapshot)
-        except BaseException as error:  # raised again by wait(), in the thread that can stop the run
+        except BaseException as error:  # raised by wait(), in the main thread
             self.error = error
 
     def _write(self, snapshot: Snapshot) -> None:
-        final = self.folder / name_of(snapshot.step)
+        final = self.folder / name_checkpoint(snapshot.step)
         partial = self.folder / f"{PARTIAL}{final.name}"
         try:
-            self._agree(lambda: self._begin(partial, snapshot))
+            run_on_rank0(lambda: self._create_partial(partial, snapshot), self.group)
             writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(snapshot.training, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-            self._agree(lambda: self._publish(partial, final, snapshot))
+            run_on_rank0(lambda: self._publish(partial, final, snapshot), self.group)
         except BaseException as error:
-            if self.rank == 0:
+            if self.group is None or dist.get_rank(self.group) == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            told = explained(error, self.folder, bytes_of(snapshot))
-            raise told from (None if told is error else error)
+            explained = explain_write_error(error, self.folder, snapshot.count_bytes())
+            raise explained from (None if explained is error else error)
 
-    def _agree(self, action: Callable[[], None]) -> None:
-        """The first process acts; all go on, or all raise."""
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
-                action()
-            except Exception as caught:  # raised below, when the others know
-                error = caught
-        if self.group is not None:
-            told: list[str | None] = [None if error is None else str(error)]
-            dist.broadcast_object_list(told, group=self.group, group_src=0)
-            if told[0] is not None and error is None:
-                error = OSError(f"the first process could not write: {told[0]}")
-        if error is not None:
-            raise error
-
-    def _begin(self, partial: Path, snapshot: Snapshot) -> None:
+    def _create_partial(self, partial: Path, snapshot: Snapshot) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(f"{PARTIAL}*"):  # of a run that was killed while it wrote
-            shutil.rmtree(left)
-        needed, free = bytes_of(snapshot), shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise OSError(errno.ENOSPC, f"{size(free)} are free")
+        for old in self.folder.glob(f"{PARTIAL}*"):  # of a run that was killed
+            shutil.rmtree(old)
+        free = shutil.disk_usage(self.folder).free
+        if snapshot.count_bytes() > free:
+            raise OSError(errno.ENOSPC, f"{format_bytes(free)} are free")
         (partial / "training").mkdir(parents=True)
 
     def _publish(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
         save_file({name: t.contiguous() for name, t in snapshot.weights.items()}, partial / "model.safetensors")
-        write_json(partial / "config.json", described(self.config, self.method, snapshot.step, self.rows))
-        write_json(partial / "state.json", snapshot.state)
+        write_json(partial / "config.json", describe_model(self.config, self.method, snapshot.step, self.rows))
+        write_json(partial / "state.json", {**snapshot.state, "format": RUN_FORMAT})
         if self.tokenizer is not None:
             self.tokenizer.save(partial)
-        write_json(partial / "checksums.json", checksums(partial))
+        write_json(partial / "checksums.json", compute_checksums(partial))
         for path in [*partial.rglob("*"), partial]:
-            sync(path)
-        self._remove(final)  # of a step that is taken again, from an earlier checkpoint
+            fsync_path(path)
+        self._remove(final)  # exists if the run went back to an earlier checkpoint
         os.rename(partial, final)
-        sync(self.folder)
-        link(self.folder / LATEST, final.name)
+        fsync_path(self.folder)
+        replace_link(self.folder / LATEST, final.name)
         if snapshot.is_best:
-            link(self.folder / BEST, final.name)
-        kept = {os.readlink(path) for name in (LATEST, BEST) if (path := self.folder / name).is_symlink()}
-        for old in complete(self.folder)[: -self.keep]:
-            if old.name not in kept:
+            replace_link(self.folder / BEST, final.name)
+        linked = {os.readlink(path) for name in (LATEST, BEST) if (path := self.folder / name).is_symlink()}
+        for old in list_checkpoints(self.folder)[: -self.keep]:
+            if old.name not in linked:
                 self._remove(old)
 
     def _remove(self, path: Path) -> None:
-        """Delete a checkpoint; from the first moment on, what is left of it no longer looks like one."""
+        """Delete a checkpoint; it is renamed first, so that a half-deleted one is never listed."""
         if path.exists():
-            dying = path.with_name(f"{PARTIAL}old-{path.name}")
-            shutil.rmtree(dying, ignore_errors=True)
-            os.rename(path, dying)
-            shutil.rmtree(dying)
+            renamed = path.with_name(f"{PARTIAL}old-{path.name}")
+            shutil.rmtree(renamed, ignore_errors=True)
+            os.rename(path, renamed)
+            shutil.rmtree(renamed)
 
 
-def name_of(step: int) -> str:
-    """The name of a step's folder."""
+def run_on_rank0(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run a function on rank 0 of a group; all ranks return its result, or all raise its error."""
+    if group is None:
+        return function()
+    result, error = None, None
+    if dist.get_rank(group) == 0:
+        try:
+            result = function()
+        except Exception as caught:  # raised below, after the broadcast
+            error = caught
+    message: list[Any] = [result, None if error is None else str(error)]
+    dist.broadcast_object_list(message, group=group, group_src=0)
+    if message[1] is not None:
+        raise error or ValueError(message[1])
+    return cast(T, message[0])
+
+
+def name_checkpoint(step: int) -> str:
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; unfinished ones are not among them."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List the complete checkpoints of a run, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint that a run would go on from."""
+def find_latest_checkpoint(folder: Path) -> Path | None:
+    """Find the checkpoint that a run resumes from."""
     path = folder / LATEST
     if path.exists():
         return path.resolve()
-    left = complete(folder)
-    return left[-1] if left else None  # killed between the rename and the link
+    checkpoints = list_checkpoints(folder)
+    return checkpoints[-1] if checkpoints else None  # killed between the rename and the link
 
 
-def verified(path: Path) -> Path:
-    """The same path, if every file of the checkpoint is as it was written."""
-    if problem := damage(path):
-        earlier = [other for other in complete(path.parent) if other.name < path.name]
-        remedy = f"resume={earlier[-1]} goes on from the one before" if earlier else "there is none before it"
+def verify_checkpoint(path: Path) -> Path:
+    """Return the path if all files of the checkpoint match their checksums; raise ValueError otherwise."""
+    if problem := find_damage(path):
+        earlier = [other for other in list_checkpoints(path.parent) if other.name < path.name]
+        remedy = f"resume={earlier[-1]} resumes from the one before" if earlier else "there is none before it"
         raise ValueError(f"the checkpoint {path.name} is damaged: {problem}. Nothing was changed; {remedy}")
     return path
 
 
-def damage(path: Path) -> str:
-    """What is wrong with a checkpoint's files, or nothing."""
+def find_damage(path: Path) -> str:
+    """Describe the first file of a checkpoint that does not match its checksum; empty if all do."""
     if not (path / "checksums.json").is_file():
         return "checksums.json is missing"
     try:
@@ -203,37 +251,40 @@ def damage(path: Path) -> str:
     except ValueError as error:
         return f"checksums.json cannot be read ({error})"
     for name, digest in expected.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing (or checksums.json is not as it was written)"
-        if sha256_of(file) != digest:
-            return f"{name} is not as it was written (or checksums.json is not)"
+        if not (path / name).is_file():
+            return f"{name} is missing (or checksums.json was changed)"
+        if hash_file(path / name) != digest:
+            return f"{name} was changed (or checksums.json was)"
     return ""
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Where the run stood."""
-    state = read_json(path / "state.json")
-    assert isinstance(state, dict)
+    """Read the state of the run at a checkpoint."""
+    state: dict[str, Any] = read_json(path / "state.json")
+    if (version := state.get("format", 1)) != RUN_FORMAT:
+        raise ValueError(
+            f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}: start a new run "
+            "(folder=NEW), or resume with the version that wrote it; the model itself can still be loaded"
+        )
     return state
 
 
-def load_training(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill tensors, whole or sharded, from a checkpoint of any number of processes."""
+def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Fill tensors, whole or sharded, from a checkpoint that any number of processes wrote."""
     reader = HuggingFaceStorageReader(str(path / "training"))
-    known = reader.read_metadata().state_dict_metadata
+    saved = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
-        if name not in known:
-            raise ValueError(f"{path.name} has no {name}: it was made with another optimizer or another model")
-        if tuple(known[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
-            raise ValueError(f"{name} has shape {tuple(known[name].size)} in {path.name}, {tuple(tensor.shape)} here")  # type: ignore[union-attr]
+        if name not in saved:
+            raise ValueError(f"{path.name} has no {name}: it was written with another optimizer or another model")
+        if tuple(saved[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
+            raise ValueError(f"{name} has shape {tuple(saved[name].size)} in {path.name}, {tuple(tensor.shape)} here")  # type: ignore[union-attr]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights to use, by name."""
+    """Read the weights for inference, by name."""
     file = path / "model.safetensors"
     try:
         with safe_open(file, framework="pt") as opened:
@@ -245,74 +296,74 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model to use, and what it came with."""
+class LoadedModel:
+    """A model for inference, with its tokenizer and where it comes from."""
 
     model: LanguageModel
     tokenizer: Tokenizer | None
     method: str
     step: int
-    rows: str = WRAPPED  # how text became rows: wrapped, or documents (one a row, which ends where its text ends)
+    rows: str = WRAPPED  # of the training data: wrapped, or documents (one a row, which ends with its document)
 
 
-def load(path: str | Path, *, verify: bool = False) -> Loaded:
-    """A trained model from a run's folder (its latest checkpoint) or from a checkpoint's folder."""
+def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
+    """Load a trained model from a run folder (its latest checkpoint), a checkpoint or an exported model folder."""
     folder = Path(path)
     if (folder / "checkpoints").is_dir():
-        found = latest(folder / "checkpoints")
-        if found is None:
-            raise FileNotFoundError(f"{folder} has no checkpoint yet: `adlm train` writes one at the latest at the end")
-        folder = found
+        latest = find_latest_checkpoint(folder / "checkpoints")
+        if latest is None:
+            raise FileNotFoundError(f"{folder} has no checkpoint yet: `adlm train` writes one at its last step")
+        folder = latest
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{path} is neither a run's folder nor a checkpoint's: it has no config.json")
+        raise FileNotFoundError(f"{path} is neither a run folder nor a model folder: it has no config.json")
     if verify:
-        verified(folder)
+        verify_checkpoint(folder)
     about = read_json(folder / "config.json")
-    if about.get("format", 0) > FORMAT:
-        raise ValueError(f"{folder.name} has format {about['format']}, newer than {FORMAT}: update adlm")
+    if about.get("format", 0) > MODEL_FORMAT:
+        raise ValueError(f"{folder.name} has format {about['format']}, newer than {MODEL_FORMAT}: update adlm")
     unknown = set(about["model"]) - {f.name for f in fields(ModelConfig)}
     if unknown:
-        raise ValueError(f"{folder.name}/config.json has settings that this adlm does not know: {sorted(unknown)}")
+        raise ValueError(f"{folder.name}/config.json has unknown model settings {sorted(unknown)}: update adlm")
     model = LanguageModel(ModelConfig(**about["model"]))
     try:
-        model.load_state_dict(restored(dequantized(read_weights(folder)), model))
+        model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
     except (RuntimeError, KeyError) as error:
-        raise ValueError(f"{folder}/model.safetensors is not the model of its config.json: {error}") from error
+        raise ValueError(f"{folder}/model.safetensors does not fit its config.json: {error}") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return Loaded(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
+    return LoadedModel(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
 
 
-def export(loaded: Loaded, folder: Path) -> Path:
-    """A model to give away: folded, a byte a weight, with its tokenizer; `load` reads it like any other."""
+def export_model(loaded: LoadedModel, folder: Path) -> Path:
+    """Write a model folder for distribution: folded, quantized to one byte per weight, with its tokenizer."""
     model = loaded.model.fold()
     weights = {name: t for name, t in model.state_dict().items() if not (model.config.tied and name == "head.weight")}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(quantize(weights), folder / "model.safetensors")
-    write_json(folder / "config.json", described(model.config, loaded.method, loaded.step, loaded.rows))
+    write_json(folder / "config.json", describe_model(model.config, loaded.method, loaded.step, loaded.rows))
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)
-    parts = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")  # not a card beside them
-    sums = {name: digest for name, digest in checksums(folder).items() if name in parts}
+    names = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")  # not a README in it
+    sums = {name: digest for name, digest in compute_checksums(folder).items() if name in names}
     write_json(folder / "checksums.json", sums)
-    (folder / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     return folder
 
 
-def described(config: ModelConfig, method: str, step: int, rows: str) -> dict[str, Any]:
-    """What config.json says."""
-    return {"format": FORMAT, "method": method, "step": step, "rows": rows, "model": asdict(config)}
+def describe_model(config: ModelConfig, method: str, step: int, rows: str) -> dict[str, Any]:
+    """Return the content of config.json."""
+    return {"format": MODEL_FORMAT, "method": method, "step": step, "rows": rows, "model": asdict(config)}
 
 
-def restored(weights: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
-    """A tied head is stored once."""
+def restore_tied_head(weights: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
+    """Add the head of a tied model, which is stored once, as the embedding."""
     if model.config.tied:
         weights = {**weights, "head.weight": weights["embed.weight"]}
     return weights
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    """Relative name -> sha256 of every file."""
-    return {str(path.relative_to(folder)): sha256_of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+def compute_checksums(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every file by its relative name."""
+    return {str(path.relative_to(folder)): hash_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -322,26 +373,21 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
-    except ValueError as error:  # not JSON, or not even text
+    except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f"{path} is not JSON ({error}): the file is damaged") from error
 
 
-def link(path: Path, target: str) -> None:
-    """Point a link somewhere else; at every moment it points somewhere."""
-    fresh = path.with_name(f".{path.name}-link")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target, target_is_directory=True)
-    os.replace(fresh, path)
-    sync(path.parent)
+def replace_link(path: Path, target: str) -> None:
+    """Point a symbolic link to another target, atomically."""
+    new = path.with_name(f".{path.name}-link")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target, target_is_directory=True)
+    os.replace(new, path)
+    fsync_path(path.parent)
 
 
-def bytes_of(snapshot: Snapshot) -> int:
-    """About how much a checkpoint takes."""
-    return sum(t.numel() * t.element_size() for t in (*snapshot.weights.values(), *snapshot.training.values()))
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with its unit."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -349,20 +395,20 @@ def size(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
-def explained(error: BaseException, folder: Path, needed: int) -> BaseException:
-    """The error, said so that the user knows what is safe; others pass as they are."""
-    # dcp gathers (error, traceback) of every process into an exception that is no Exception.
+def explain_write_error(error: BaseException, folder: Path, needed: int) -> BaseException:
+    """Turn a full disk or an I/O error into a message with a remedy; return other errors as they are."""
+    # dcp gathers (error, traceback) of every rank into an exception that is no Exception.
     failures = getattr(error, "failures", {}).values()
     causes: list[BaseException] = [part[0] if isinstance(part, tuple) else part for part in failures] or [error]
     text = " ".join(str(cause) for cause in causes)
-    full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for cause in causes)
-    if not full and not any(sign in text for sign in FULL):
-        if isinstance(error, Exception) and not isinstance(error, SafetensorError):  # an I/O error, as text
+    is_full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for cause in causes)
+    if not is_full and not any(sign in text for sign in DISK_FULL):
+        if isinstance(error, Exception) and not isinstance(error, SafetensorError):
             return error
-        return OSError(f"the checkpoint could not be written: {text}; what was there is as it was")
-    kept = [path.name for path in complete(folder)]
+        return OSError(f"the checkpoint could not be written: {text}; earlier checkpoints are unchanged")
+    earlier = ", ".join(path.name for path in list_checkpoints(folder)) or "none"
     return OSError(
         errno.ENOSPC,
-        f"the checkpoint could not be written: {text.strip()[:300]}. It takes about {size(needed)}; "
-        f"what was there is as it was ({', '.join(kept) or 'none'}). Make room in {folder}, then run the same command",
+        f"the checkpoint could not be written: {text.strip()[:300]}. It takes about {format_bytes(needed)}; earlier "
+        f"checkpoints are unchanged ({earlier}). Make room in {folder}, then run the same command",
     )

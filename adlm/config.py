@@ -1,11 +1,11 @@
-"""A run's settings: typed, validated, unknown keys refused; a YAML recipe with `key=value` changes on top."""
+"""The config of a training run: dataclasses, filled from a YAML recipe and `key=value` changes, and validated."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +13,32 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from adlm.data.shards import write_safely
+from adlm.data.shards import write_atomically
 
-HERE = Path(__file__).resolve().parent
-RECIPES = (HERE / "recipes", HERE.parent / "recipes")  # in a wheel, in a checkout
-PATHS = ("folder", "resume", "data.path", "data.stream")
-# What may differ between a run and its resumption without changing what the run computes.
-FREE = (
-    "folder",
-    "steps",
-    "device",
-    "data.path",
-    "data.workers",
-    "data.verify",
-    "log.*",
-    "checkpoint.*",
-    "samples.*",
-    "valid.*",
-    "parallel.*",
-    "guard.*",
-    "micro_batch",
-    "compile",
-    "memory_check",
-    "resume",
-)
+PACKAGE = Path(__file__).resolve().parent
+RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
+PATH_KEYS = ("folder", "resume", "data.path", "data.stream")
+# A run may resume with other values of these; all other keys change what it computes.
+RESUMABLE_SECTIONS = ("log", "checkpoint", "samples", "valid", "parallel", "guard")
+RESUMABLE_KEYS = ("folder", "steps", "device", "micro_batch", "compile", "memory_check", "resume")
+RESUMABLE_DATA_KEYS = ("data.path", "data.workers", "data.verify")
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where rows come from; vocabulary, mask id and length are read from the folder's manifest."""
+    """The training data; vocabulary, mask id and length are in its manifest."""
 
-    path: str = MISSING  # a folder made by `adlm prepare`
-    stream: str | None = None  # train on this source as it comes, instead of the folder's train split
-    stream_options: dict[str, str] = field(default_factory=dict)  # split, column, documents, detokenizer of the source
-    shuffle: int = 1024  # rows in the buffer that a stream is shuffled with
-    workers: int = 0  # processes that read rows ahead
-    verify: bool = True  # compare the shards with their checksums first
+    path: str = MISSING  # required: a folder written by `adlm prepare`
+    stream: str | None = None  # a source to stream instead of the train split of data.path
+    stream_options: dict[str, str] = field(default_factory=dict)  # split, column, documents, detokenizer
+    shuffle: int = 1024  # rows in the shuffle buffer of a stream
+    workers: int = 0  # dataloader processes
+    verify: bool = True  # compare the shards with their checksums at the start
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A preset and changes to it; what is null is the preset's."""
+    """The model: a preset and changes to it; null is the preset's value."""
 
     preset: str = "small"
     dim: int | None = None
@@ -72,7 +57,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """What is asked of the model (METHOD: ANELBO)."""
+    """The training objective: noise schedule, anchors and their weight (Eq. 6, the ANELBO)."""
 
     schedule: str = "loglinear"
     schedule_options: dict[str, Any] = field(default_factory=dict)
@@ -84,44 +69,44 @@ class ObjectiveSettings:
     ids: list[int] | None = None  # listed
     anchor_scope: str = "all"
     anchor_weight: float = 3e-3
-    anchor_ramp: bool = True  # gamma = min(anchor_weight, step / steps)
-    attend_padding: bool = False  # the lineage on LM1B: padding is read and hidden like text
+    anchor_ramp: bool = True  # gamma is min(anchor_weight, step / steps)
+    attend_padding: bool = False  # as the lineage on LM1B: padding is masked and attended like text
     discrete_steps: int | None = None
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How the weights move."""
+    """The optimizer and the learning rate schedule."""
 
-    name: str = "adamw"
+    name: str = "adamw"  # or muon
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    muon_lr: float = 0.02  # of the layers' matrices, when name is muon
+    muon_lr: float = 0.02  # muon: of the layers' matrices
     muon_momentum: float = 0.95
-    clip: float = 1.0
-    warmup: int = 2500
-    decay: str = "constant"
-    decay_share: float = 0.2  # of the steps, at the end, in which wsd goes down
-    floor: float = 0.1  # of the peak, where a cosine ends
+    clip: float = 1.0  # maximal gradient norm
+    warmup: int = 2500  # steps of linear warm-up
+    decay: str = "constant"  # or cosine, wsd (warm-up, stable, decay)
+    decay_share: float = 0.2  # wsd: the last part of the steps, in which it falls to 0
+    floor: float = 0.1  # cosine: where it ends, as a share of the peak
 
 
 @dataclass(frozen=True)
 class ValidSettings:
-    """The held-out bound with fixed noise."""
+    """Validation: the NELBO of held-out rows with fixed noise, exact for causal models."""
 
     every: int = 5000
-    rows: int | None = 1024  # the first so many; null: all
-    batch: int | None = None  # rows at a time in a process; null: as in training
-    draws: int = 1
+    rows: int | None = 1024  # the first rows; null: all
+    batch: int | None = None  # rows per forward in a process; null: micro_batch
+    draws: int = 1  # noise draws per row
 
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """Texts written while training."""
+    """Samples written during training."""
 
-    every: int | None = None
+    every: int | None = None  # steps; null: none
     rows: int = 2
     sampler: str = "remask_loop"
     steps: int = 128
@@ -130,55 +115,55 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What is kept of a run."""
+    """Checkpoints."""
 
     every: int = 5000
-    keep: int = 2  # the latest so many; the best one stays as well
-    background: bool = True  # write while training goes on
+    keep: int = 2  # number of latest checkpoints to keep, besides the best
+    background: bool = True  # write in a thread while training continues
 
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What is told of a run."""
+    """Logging."""
 
     every: int = 10
     track: list[str] = field(default_factory=list)  # tensorboard, wandb, trackio
-    show: bool = True  # on the terminal
+    show: bool = True  # print progress
 
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """When a run must not go on."""
+    """Protection against divergence."""
 
-    spike: float | None = 20.0  # standard deviations above the recent mean; null: only what is not finite
-    window: int = 200  # steps the mean is over, and before which nothing is a spike
+    spike: float | None = 20.0  # stop at so many standard deviations above the mean; null: only if not finite
+    window: int = 200  # steps of that mean
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """How many processes share the work (torchrun says how many there are)."""
+    """Parallelism over the processes that torchrun starts."""
 
-    kind: str = "auto"  # auto: ddp if there are several processes; none, ddp, fsdp, hsdp
-    shard: int | None = None  # hsdp: processes that share one copy of the weights; null: those of a node
+    kind: str = "auto"  # auto (ddp with several processes), none, ddp, fsdp, hsdp
+    shard: int | None = None  # hsdp: processes per replica; null: those of a node
     checkpoint_activations: bool = False
 
 
 @dataclass(frozen=True)
 class Config:
-    """A run. The defaults are the paper's."""
+    """A training run. The defaults are the paper's."""
 
-    folder: str = MISSING
+    folder: str = MISSING  # required: the run folder
     method: str = "adlm"
     steps: int = 1_000_000
-    batch: int = 512  # rows a step, over all processes
-    micro_batch: int | None = None  # rows at a time in a process; null: all of its rows
+    batch: int = 512  # rows per step, over all processes
+    micro_batch: int | None = None  # rows per forward in a process; null: all
     seed: int = 0
-    ema: float | None = 0.9999
-    device: str = "auto"
-    precision: str = "auto"  # bfloat16 (autocast) on a GPU, float32 elsewhere
-    compile: bool | None = None  # null: on a GPU
-    memory_check: bool = True
-    resume: str = "auto"  # from the folder's latest checkpoint, or the path of one
+    ema: float | None = 0.9999  # decay of the weights' moving average; null: none
+    device: str = "auto"  # or cpu, cuda
+    precision: str = "auto"  # auto: bfloat16 (autocast) on a GPU, float32 elsewhere
+    compile: bool | None = None  # torch.compile of the layers; null: on a GPU
+    memory_check: bool = True  # stop before the first step if the memory estimate does not fit
+    resume: str = "auto"  # auto: from the folder's latest checkpoint; or the path of a checkpoint
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
@@ -191,119 +176,130 @@ class Config:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
     def __post_init__(self) -> None:
-        def require(ok: bool, what: str) -> None:
-            if not ok:
-                raise ValueError(f"config: {what}")
+        def require(is_met: bool, message: str) -> None:
+            if not is_met:
+                raise ValueError(f"config: {message}")
 
-        def positive(**values: float | None) -> None:
-            for name, value in values.items():
-                require(value is None or value > 0, f"{name.replace('__', '.')} must be above 0, got {value}")
+        def require_choice(key: str, value: str, *choices: str) -> None:
+            require(value in choices, f"{key} {value!r} is not one of {', '.join(choices)}")
 
-        def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-            require(value in known, f"{name} {value!r} is not one of {', '.join(known)}")
-
-        positive(steps=self.steps, batch=self.batch, micro_batch=self.micro_batch, log__every=self.log.every)
-        positive(valid__every=self.valid.every, valid__rows=self.valid.rows, valid__draws=self.valid.draws)
-        positive(samples__every=self.samples.every, samples__rows=self.samples.rows, guard__spike=self.guard.spike)
-        positive(checkpoint__every=self.checkpoint.every, checkpoint__keep=self.checkpoint.keep)
-        positive(valid__batch=self.valid.batch, samples__steps=self.samples.steps, data__shuffle=self.data.shuffle)
-        positive(parallel__shard=self.parallel.shard, objective__discrete_steps=self.objective.discrete_steps)
-        positive(model__dim=self.model.dim, model__heads=self.model.heads, optimizer__muon_lr=self.optimizer.muon_lr)
-        positive(optimizer__clip=self.optimizer.clip, optimizer__lr=self.optimizer.lr, guard__window=self.guard.window)
+        positive = {
+            "": ("steps", "batch", "micro_batch"),
+            "data": ("shuffle",),
+            "model": ("dim", "heads"),
+            "objective": ("discrete_steps",),
+            "optimizer": ("lr", "muon_lr", "clip"),
+            "valid": ("every", "rows", "batch", "draws"),
+            "samples": ("every", "rows", "steps"),
+            "checkpoint": ("every", "keep"),
+            "log": ("every",),
+            "guard": ("spike", "window"),
+            "parallel": ("shard",),
+        }
+        for section, names in positive.items():
+            for name in names:
+                value = getattr(getattr(self, section) if section else self, name)
+                key = f"{section}.{name}".removeprefix(".")
+                require(value is None or value > 0, f"{key} must be above 0, got {value}")
+        optimizer, objective = self.optimizer, self.objective
         require(self.valid.rows is None or self.valid.rows > 1, "valid.rows must be at least 2 for a standard error")
-        require(self.objective.anchor_weight >= 0, f"objective.anchor_weight is {self.objective.anchor_weight} < 0")
+        require(
+            objective.anchor_weight >= 0, f"objective.anchor_weight must be at least 0, got {objective.anchor_weight}"
+        )
         require(self.ema is None or 0 <= self.ema < 1, f"ema must be in [0, 1) or null, got {self.ema}")
         require(0 <= self.seed < 2**63, f"seed must be between 0 and 2**63 - 1, got {self.seed}")
-        require(self.data.workers >= 0, f"data.workers must not be negative, got {self.data.workers}")
-        require(self.optimizer.warmup >= 0, f"optimizer.warmup must not be negative, got {self.optimizer.warmup}")
-        require(0 <= self.optimizer.floor <= 1, f"optimizer.floor must be in [0, 1], got {self.optimizer.floor}")
+        require(self.data.workers >= 0, f"data.workers must be at least 0, got {self.data.workers}")
+        require(optimizer.warmup >= 0, f"optimizer.warmup must be at least 0, got {optimizer.warmup}")
+        require(0 <= optimizer.floor <= 1, f"optimizer.floor must be in [0, 1], got {optimizer.floor}")
         require(0 < self.samples.top_p <= 1, f"samples.top_p must be in (0, 1], got {self.samples.top_p}")
-        require(0 < self.optimizer.decay_share <= 1, f"optimizer.decay_share is {self.optimizer.decay_share}")
-        one_of("optimizer.name", self.optimizer.name, ("adamw", "muon"))
-        one_of("optimizer.decay", self.optimizer.decay, ("constant", "cosine", "wsd"))
-        one_of("precision", self.precision, ("auto", "float32", "bfloat16"))
-        one_of("parallel.kind", self.parallel.kind, ("auto", "none", "ddp", "fsdp", "hsdp"))
+        require(0 < optimizer.decay_share <= 1, f"optimizer.decay_share must be in (0, 1], got {optimizer.decay_share}")
+        require_choice("optimizer.name", optimizer.name, "adamw", "muon")
+        require_choice("optimizer.decay", optimizer.decay, "constant", "cosine", "wsd")
+        require_choice("precision", self.precision, "auto", "float32", "bfloat16")
+        require_choice("parallel.kind", self.parallel.kind, "auto", "none", "ddp", "fsdp", "hsdp")
 
 
 def load_config(
     recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any
 ) -> Config:
-    """A recipe (a file, the name of one that ships, a mapping), then `key=value` changes, then keyword settings.
+    """Load a recipe (a file, the name of a shipped one, a mapping), then apply `key=value` changes and keywords.
 
-    A keyword may be a section (`data={"path": ...}`) or dotted (`**{"data.path": ...}`).
+    A keyword is a section (`data={"path": ...}`) or a dotted key (`**{"data.path": ...}`).
     """
-    base = OmegaConf.structured(Config)
-    _writable(base)
-    at = str(recipe)
+    merged: Any = OmegaConf.structured(Config)
+    _make_writable(merged)
+    source = str(recipe)  # for error messages
     try:
-        merged = OmegaConf.merge(base, _recipe(recipe))
+        merged = OmegaConf.merge(merged, _read_recipe(recipe))
         for change in changes:
             key, equals, text = change.partition("=") if isinstance(change, str) else ("", "", "")
             if not equals or not key.strip():
                 raise ValueError(f"{change!r} is not a change: write key=value, such as steps=1000 or data.path=FOLDER")
-            at = change
-            if key in ("folder", "data.path"):  # a name as it is: 2026-11-15 is no date here, and 1e3 no number
+            source = change
+            if key in ("folder", "data.path"):  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:
                 merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([change]))
         for key, value in settings.items():
-            value = str(value) if isinstance(value, Path) else value
-            nested: Any = value
-            at = key
+            source = key
             for part in reversed(key.split(".")):
-                nested = {part: nested}
-            merged = OmegaConf.merge(merged, OmegaConf.create(_plain(nested)))
-        missing = OmegaConf.missing_keys(merged)
+                value = {part: value}
+            merged = OmegaConf.merge(merged, OmegaConf.create(_to_plain(value)))
+        missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            names = ", ".join(sorted(missing))
-            raise ValueError(f"config: {names} must be given, for example {sorted(missing)[0]}=FOLDER")
-        for key in PATHS:  # a shell leaves the ~ of key=~/folder to us
+            raise ValueError(f"config: {', '.join(missing)} must be given, for example {missing[0]}=FOLDER")
+        for key in PATH_KEYS:  # shells do not expand the ~ of key=~/folder
             if value := OmegaConf.select(merged, key):
                 OmegaConf.update(merged, key, os.path.expanduser(value))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(_explained(error, at)) from error
+        raise ValueError(_explain_error(error, source)) from error
     assert isinstance(config, Config)
     return config
 
 
 def save_config(config: Config, path: Path) -> None:
-    """As YAML, whole: a recipe that repeats the run."""
-    settings = asdict(config) | {"resume": "auto"}  # where this life began is no setting of the run
-    write_safely(path, OmegaConf.to_yaml(OmegaConf.create(settings)).encode("utf-8"))
+    """Write the whole config as YAML: a recipe that repeats the run."""
+    settings = asdict(config) | {"resume": "auto"}  # where a process resumed is no setting of the run
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(settings)).encode("utf-8"))
 
 
-def differences(old: Config, new: Config) -> list[str]:
-    """The settings that would make a resumed run another run, each with both values."""
+def compare_configs(old: Config, new: Config) -> list[str]:
+    """List the settings that prevent resuming `old` as `new`, each with both values."""
 
-    def is_free(key: str) -> bool:
-        return any(key == free or (free.endswith(".*") and key.startswith(free[:-1])) for free in FREE)
+    def is_resumable(key: str) -> bool:
+        return key in RESUMABLE_KEYS + RESUMABLE_DATA_KEYS or key.split(".")[0] in RESUMABLE_SECTIONS
 
-    before, after = dict(_leaves(asdict(old))), dict(_leaves(asdict(new)))
-    keys = [key for key in before | after if before.get(key) != after.get(key) and not is_free(key)]
+    before, after = (dict(_flatten(asdict(config))) for config in (old, new))
+    keys = [key for key in before | after if before.get(key) != after.get(key) and not is_resumable(key)]
     return [f"{key}: {before.get(key)} then, {after.get(key)} now" for key in keys]
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """Name -> file of the recipes that come with the package."""
-    folder = next(folder for folder in RECIPES if folder.is_dir())
+def list_recipes() -> dict[str, Path]:
+    """Return the files of the recipes that ship with the package, by name."""
+    folder = next(folder for folder in RECIPE_FOLDERS if folder.is_dir())
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def _recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
+def list_config_keys() -> list[str]:
+    """List all dotted keys of a recipe."""
+    return [key for key, _ in _flatten(asdict(Config()))]
+
+
+def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     if recipe is None:
         return OmegaConf.create({})
     if isinstance(recipe, Config):
         return OmegaConf.create(asdict(recipe))
     if isinstance(recipe, Mapping):
-        return OmegaConf.create(_plain(dict(recipe)))
-    path = Path(recipe)
+        return OmegaConf.create(_to_plain(recipe))
+    path, recipes = Path(recipe), list_recipes()
     if not path.is_file():
-        # `recipes/x.yaml` works from anywhere: the recipes of the project ship inside the package.
-        found = shipped_recipes().get(path.name.removesuffix(".yaml"))
-        if found is None or (path.parent != Path() and path.parent.name != "recipes"):
-            raise ValueError(f"there is no recipe {str(recipe)!r}; a file, or one of: {', '.join(shipped_recipes())}")
-        path = found
+        # `recipes/x.yaml` works from any folder: the recipes are also in the package.
+        name = path.name.removesuffix(".yaml")
+        if name not in recipes or (path.parent != Path() and path.parent.name != "recipes"):
+            raise ValueError(f"there is no recipe {str(recipe)!r}: give a file or one of {', '.join(recipes)}")
+        path = recipes[name]
     try:
         loaded = OmegaConf.load(path)
     except YAMLError as error:
@@ -313,48 +309,35 @@ def _recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     return loaded
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
-def _writable(node: Any) -> None:
-    """Frozen dataclasses make read-only nodes; the merge may write, the result is frozen again."""
+def _make_writable(node: Any) -> None:
+    """Let a merge write into the read-only nodes of frozen dataclasses; the resulting Config is frozen again."""
     OmegaConf.set_readonly(node, False)
     for key in node:
         if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node[key]):
-            _writable(node[key])
+            _make_writable(node[key])
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, dict):
-            yield from _leaves(item, f"{prefix}{key}.")
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values; the values of free-form options are dicts."""
+    for key, value in section.items():
+        if isinstance(value, dict) and not key.endswith("_options"):
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, list(item) if isinstance(item, tuple) else item
+            yield prefix + key, list(value) if isinstance(value, tuple) else value
 
 
-def known_keys() -> list[str]:
-    """Every key a recipe may have, dotted."""
-
-    def walk(section: Any, prefix: str) -> Iterator[str]:
-        for f in fields(section):
-            factory = f.default_factory
-            inner = factory() if callable(factory) else None
-            if is_dataclass(inner):
-                yield from walk(inner, f"{prefix}{f.name}.")
-            else:
-                yield prefix + f.name
-
-    return list(walk(Config, ""))
-
-
-def _explained(error: OmegaConfBaseException, at: str) -> str:
+def _explain_error(error: OmegaConfBaseException, source: str) -> str:
     key = getattr(error, "full_key", None) or ""
     first = str(error).splitlines()[0]
     if "not in" in first or "Key" in first:
-        close = difflib.get_close_matches(key, known_keys(), n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known_keys())}"
+        keys = list_config_keys()
+        close = difflib.get_close_matches(key, keys, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(keys)}"
         return f"config: there is no key {key!r}; {hint}"
-    return f"config: {key or at}: {first}"
+    return f"config: {key or source}: {first}"

@@ -17,7 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from adlm import checkpoint
-from adlm.checkpoint import CheckpointWriter, Snapshot, complete, latest, load, name_of, read_weights, verified
+from adlm.checkpoint import (
+    CheckpointWriter,
+    Snapshot,
+    find_latest_checkpoint,
+    list_checkpoints,
+    load_model,
+    name_checkpoint,
+    read_weights,
+    verify_checkpoint,
+)
 from adlm.data.shards import open_data
 from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
@@ -30,7 +39,7 @@ SHARD = "training/shard-00001-model-00001-of-00001.safetensors"
 def tree(folder: Path) -> dict[str, str]:
     """Every file and link, and what is in it."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else checkpoint.sha256_of(path)
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else checkpoint.hash_file(path)
         for path in sorted(folder.rglob("*"))
         if path.is_symlink() or path.is_file()
     }
@@ -65,14 +74,23 @@ def test_the_layout_is_a_contract(trained: Path) -> None:
     assert (trained / "metrics.jsonl").is_file() and (trained / "config.yaml").is_file()
     assert [path.name for path in trained.rglob(".*")] == [".lock"], "something unfinished was left"
     weights = load_file(newest / "model.safetensors")
-    assert weights.keys() == dict(load(trained).model.named_parameters()).keys()
+    assert weights.keys() == dict(load_model(trained).model.named_parameters()).keys()
     assert json.loads((newest / "state.json").read_text("utf-8"))["step"] == 10
     assert json.loads((newest / "config.json").read_text("utf-8"))["method"] == "adlm"
     moved = trained.rename(trained.with_name("moved"))
-    assert load(moved).step == 10 and verified(moved / "checkpoints" / "latest")
+    assert load_model(moved).step == 10 and verify_checkpoint(moved / "checkpoints" / "latest")
 
 
-STAGES = ["dcp.save", "save_file", "write_json", "checksums", "sync", "os.rename", "link", "Tokenizer.save"]
+STAGES = [
+    "dcp.save",
+    "save_file",
+    "write_json",
+    "compute_checksums",
+    "fsync_path",
+    "os.rename",
+    "replace_link",
+    "Tokenizer.save",
+]
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -84,7 +102,7 @@ def test_an_end_at_any_stage_leaves_the_checkpoint_before(
     writing = writer(tmp_path, background=background)
     writing.save(snapshot(1))
     writing.wait()
-    before = tree(tmp_path / name_of(1))
+    before = tree(tmp_path / name_checkpoint(1))
     *owner, name = stage.split(".")
     place: Any = getattr(checkpoint, owner[0]) if owner else checkpoint
     plain, calls = getattr(place, name), []
@@ -101,24 +119,26 @@ def test_an_end_at_any_stage_leaves_the_checkpoint_before(
             writing.save(snapshot(2))
             writing.wait()
     if len(calls) == call:  # a stage that comes only once has no second call to fail
-        assert call == 1 and latest(tmp_path) == tmp_path / name_of(2)
+        assert call == 1 and find_latest_checkpoint(tmp_path) == tmp_path / name_checkpoint(2)
         return
-    assert tree(tmp_path / name_of(1)) == before
-    assert latest(tmp_path) in (tmp_path / name_of(1), tmp_path / name_of(2))
+    assert tree(tmp_path / name_checkpoint(1)) == before
+    assert find_latest_checkpoint(tmp_path) in (tmp_path / name_checkpoint(1), tmp_path / name_checkpoint(2))
     assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
-    for path in complete(tmp_path):
-        verified(path)
+    for path in list_checkpoints(tmp_path):
+        verify_checkpoint(path)
     writing.save(snapshot(2))  # and the writer can go on
     writing.wait()
-    assert latest(tmp_path) == verified(tmp_path / name_of(2))
+    assert find_latest_checkpoint(tmp_path) == verify_checkpoint(tmp_path / name_checkpoint(2))
     assert torch.equal(read_weights(tmp_path / "latest")["head.bias"], snapshot(2).weights["head.bias"])
 
 
 def test_half_a_folder_of_a_killed_run_is_not_believed_and_goes(tmp_path: Path) -> None:
     writing = writer(tmp_path, background=False)
     writing.save(snapshot(1))
-    shutil.copytree(tmp_path / name_of(1), tmp_path / f"{checkpoint.PARTIAL}{name_of(2)}")
-    assert complete(tmp_path) == [tmp_path / name_of(1)] and latest(tmp_path) == tmp_path / name_of(1)
+    shutil.copytree(tmp_path / name_checkpoint(1), tmp_path / f"{checkpoint.PARTIAL}{name_checkpoint(2)}")
+    assert list_checkpoints(tmp_path) == [tmp_path / name_checkpoint(1)] and find_latest_checkpoint(
+        tmp_path
+    ) == tmp_path / name_checkpoint(1)
     writing.save(snapshot(3))
     assert not list(tmp_path.glob(f"{checkpoint.PARTIAL}*"))
 
@@ -128,16 +148,20 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step in range(1, 7):
         writing.save(snapshot(step, is_best=step == 2))
     writing.wait()
-    assert complete(tmp_path) == [tmp_path / name_of(step) for step in (2, 5, 6)]
-    assert os.readlink(tmp_path / "best") == name_of(2) and os.readlink(tmp_path / "latest") == name_of(6)
+    assert list_checkpoints(tmp_path) == [tmp_path / name_checkpoint(step) for step in (2, 5, 6)]
+    assert os.readlink(tmp_path / "best") == name_checkpoint(2) and os.readlink(tmp_path / "latest") == name_checkpoint(
+        6
+    )
 
 
 def test_a_run_keeps_what_it_was_told_to(tmp_path: Path) -> None:
     run(tmp_path, "checkpoint.every=1", "checkpoint.keep=3", "valid.every=4")
     nll = {record["step"]: record["val/nll"] for record in curve(tmp_path) if "val/nll" in record}
     best = min(nll, key=lambda step: nll[step])
-    assert os.readlink(tmp_path / "checkpoints" / "best") == name_of(best)
-    assert {path.name for path in complete(tmp_path / "checkpoints")} == {name_of(n) for n in (8, 9, 10, best)}
+    assert os.readlink(tmp_path / "checkpoints" / "best") == name_checkpoint(best)
+    assert {path.name for path in list_checkpoints(tmp_path / "checkpoints")} == {
+        name_checkpoint(n) for n in (8, 9, 10, best)
+    }
 
 
 @pytest.mark.parametrize("name", [*FILES, SHARD])
@@ -155,29 +179,29 @@ def test_a_damaged_file_is_named_and_nothing_is_changed(trained: Path, name: str
         file.unlink()
     before = tree(trained)
     with pytest.raises(ValueError, match="step-00000010") as caught:
-        verified(latest(checkpoints) or Path())
+        verify_checkpoint(find_latest_checkpoint(checkpoints) or Path())
     assert name in str(caught.value)
     with pytest.raises(ValueError, match=r"Nothing was changed; resume=\S*step-00000005") as caught:
         run(trained, "steps=12")
     assert name in str(caught.value)
     assert tree(trained) == before
     run(trained, f"resume={checkpoints / 'step-00000005'}", "steps=12")
-    assert load(trained, verify=True).step == 12
+    assert load_model(trained, verify=True).step == 12
 
 
 def test_the_only_checkpoint_has_none_before_it(tmp_path: Path) -> None:
     writer(tmp_path, background=False).save(snapshot(1))
-    with (tmp_path / name_of(1) / "model.safetensors").open("ab") as file:
+    with (tmp_path / name_checkpoint(1) / "model.safetensors").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(ValueError, match=r"model\.safetensors is not as it was written.*there is no"):
-        verified(tmp_path / name_of(1))
+    with pytest.raises(ValueError, match=r"model\.safetensors was changed.*there is no"):
+        verify_checkpoint(tmp_path / name_checkpoint(1))
 
 
 def test_cut_weights_are_not_loaded(trained: Path) -> None:
     file = trained / "checkpoints" / "latest" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
-        load(trained)
+        load_model(trained)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -186,8 +210,13 @@ def test_a_model_is_loaded_from_its_run_or_its_checkpoint(tmp_path: Path, method
     one_stage = () if METHODS[method].two_stages else ("model.anchor_layers=null",)
     run(tmp_path, f"method={method}", *one_stage, f"model.tied={tied}", "steps=5")
     whole = tensors(tmp_path)
-    for place in (tmp_path, str(tmp_path), tmp_path / "checkpoints" / "latest", tmp_path / "checkpoints" / name_of(5)):
-        loaded = load(place)
+    for place in (
+        tmp_path,
+        str(tmp_path),
+        tmp_path / "checkpoints" / "latest",
+        tmp_path / "checkpoints" / name_checkpoint(5),
+    ):
+        loaded = load_model(place)
         assert (loaded.method, loaded.step, loaded.model.training) == (method, 5, False)
         assert loaded.tokenizer is not None and loaded.tokenizer.sha256 == open_data(data()).tokenizer.sha256
         for name, parameter in loaded.model.named_parameters():
@@ -198,28 +227,28 @@ def test_a_model_is_loaded_from_its_run_or_its_checkpoint(tmp_path: Path, method
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="neither a run's folder nor a checkpoint's"):
-        load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a run folder nor a model folder"):
+        load_model(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
-        load(tmp_path)
+        load_model(tmp_path)
     writer(tmp_path / "checkpoints", background=False).save(snapshot(1))
-    about = tmp_path / "checkpoints" / name_of(1) / "config.json"
+    about = tmp_path / "checkpoints" / name_checkpoint(1) / "config.json"
     whole = json.loads(about.read_text("utf-8"))
     about.write_text(json.dumps(whole | {"format": 99}), "utf-8")
     with pytest.raises(ValueError, match="format 99, newer"):
-        load(tmp_path)
+        load_model(tmp_path)
     about.write_text(json.dumps(whole | {"model": whole["model"] | {"wings": 2}}), "utf-8")
     with pytest.raises(ValueError, match="wings"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_another_optimizer_is_told_by_what_is_missing(trained: Path) -> None:
     newest = trained / "checkpoints" / "latest"
     with pytest.raises(ValueError, match=r"has no optimizer\.x\.momentum_buffer"):
-        checkpoint.load_training(newest, {"optimizer.x.momentum_buffer": torch.zeros(2)})
+        checkpoint.load_training_tensors(newest, {"optimizer.x.momentum_buffer": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"weights\.embed\.weight has shape"):
-        checkpoint.load_training(newest, {"weights.embed.weight": torch.zeros(2)})
+        checkpoint.load_training_tensors(newest, {"weights.embed.weight": torch.zeros(2)})
 
 
 def test_nothing_is_unpickled(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,16 +260,16 @@ def test_nothing_is_unpickled(trained: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)
-    assert load(trained, verify=True).step == 10
+    assert load_model(trained, verify=True).step == 10
     assert run(trained, "steps=12").step == 12
 
 
 def assert_still_there(folder: Path, before: dict[str, str]) -> None:
     after = tree(folder / "checkpoints")
     assert after == before
-    assert load(folder, verify=True).step == 5
+    assert load_model(folder, verify=True).step == 5
     run(folder)  # with room again, it goes on
-    assert load(folder, verify=True).step == 10
+    assert load_model(folder, verify=True).step == 10
 
 
 def test_files_that_may_not_grow_are_a_clear_error(tmp_path: Path) -> None:
@@ -282,7 +311,7 @@ def test_a_full_disk_is_a_clear_error(
     tmp_path: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, warned: bool
 ) -> None:
     run(tmp_path / "measure", "steps=5")
-    path = tmp_path / "measure/checkpoints" / name_of(5)
+    path = tmp_path / "measure/checkpoints" / name_checkpoint(5)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     folder = small_disk(int(1.6 * size)) / "run"  # one fits, a second does not
     run(folder, "steps=5")
@@ -295,10 +324,10 @@ def test_a_full_disk_is_a_clear_error(
             run(folder)
     assert isinstance(caught.value, OSError)
     assert tree(folder / "checkpoints") == before
-    assert load(folder, verify=True).step == 5
+    assert load_model(folder, verify=True).step == 5
 
 
 def test_a_process_alone_reads_what_another_wrote(tmp_path: Path) -> None:
     """Nothing of a checkpoint is in the process that made it."""
     assert ended(in_process(tmp_path, "steps=5")) == 0
-    assert load(tmp_path, verify=True).step == 5
+    assert load_model(tmp_path, verify=True).step == 5

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from adlm.config import Config, differences, known_keys, load_config, save_config, shipped_recipes
+from adlm.config import Config, compare_configs, list_config_keys, list_recipes, load_config, save_config
 from adlm.methods import METHODS
-from adlm.training.setup import model_config
+from adlm.training.setup import build_model_config
 from tests.training.runs import ROOT, data
 
 GIVEN: dict[str, Any] = {"folder": "run", "data": {"path": "data"}}
@@ -136,9 +136,9 @@ def test_a_config_is_frozen() -> None:
 def test_only_what_changes_the_run_is_a_difference() -> None:
     config = load_config(GIVEN)
     free = ("folder=x", "steps=2", "data.path=y", "log.every=3", "parallel.kind=fsdp", "micro_batch=1", "resume=z")
-    assert differences(config, load_config(config, *free)) == []
+    assert compare_configs(config, load_config(config, *free)) == []
     changed = load_config(config, "seed=1", "objective.max_count=3", "model.dim=8")
-    assert differences(config, changed) == [
+    assert compare_configs(config, changed) == [
         "seed: 0 then, 1 now",
         "model.dim: None then, 8 now",
         "objective.max_count: 5 then, 3 now",
@@ -146,19 +146,19 @@ def test_only_what_changes_the_run_is_a_difference() -> None:
 
 
 def test_every_key_is_known_once() -> None:
-    assert len(known_keys()) == len(set(known_keys()))
-    assert {"folder", "data.path", "optimizer.lr", "parallel.shard"} <= set(known_keys())
+    assert len(list_config_keys()) == len(set(list_config_keys()))
+    assert {"folder", "data.path", "optimizer.lr", "parallel.shard"} <= set(list_config_keys())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_is_a_run_on_any_data(path: Path) -> None:
     from adlm.data.shards import open_data
 
-    assert shipped_recipes()[path.stem].read_text("utf-8") == path.read_text("utf-8")
+    assert list_recipes()[path.stem].read_text("utf-8") == path.read_text("utf-8")
     prepared = open_data(data())
     config = load_config(path, folder="run", **{"data.path": data()})
     assert isinstance(config, Config) and config.method in METHODS
-    shape = model_config(config, prepared)
+    shape = build_model_config(config, prepared)
     assert (shape.vocab_size, shape.mask_id, shape.length) == (prepared.vocab_size, prepared.mask_id, 32)
     assert bool(shape.anchor_layers) == METHODS[config.method].two_stages
 
@@ -168,7 +168,7 @@ def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeyp
     wanted = load_config(ROOT / "recipes/cpu-nano.yaml", **GIVEN)
     for name in ("cpu-nano", "cpu-nano.yaml", "recipes/cpu-nano.yaml"):
         assert load_config(name, **GIVEN) == wanted
-    with pytest.raises(ValueError, match=r"no recipe 'cpu-nono'; a file, or one of: .*cpu-nano"):
+    with pytest.raises(ValueError, match=r"no recipe 'cpu-nono': give a file or one of .*cpu-nano"):
         load_config("cpu-nono", **GIVEN)
     (tmp_path / "list.yaml").write_text("- 1\n", "utf-8")
     with pytest.raises(ValueError, match=r"list\.yaml is not a recipe"):

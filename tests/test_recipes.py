@@ -2,7 +2,7 @@
 
 import pytest
 
-from adlm.config import load_config, shipped_recipes
+from adlm.config import list_recipes, load_config
 from adlm.methods import METHODS
 
 PAPER = [f"{data}-{method}" for data in ("owt", "lm1b") for method in METHODS]
@@ -11,7 +11,7 @@ PAPER = [f"{data}-{method}" for data in ("owt", "lm1b") for method in METHODS]
 @pytest.mark.parametrize("name", PAPER)
 def test_a_recipe_of_the_paper_is_the_papers(name: str) -> None:
     data, method = name.split("-")
-    config = load_config(shipped_recipes()[name], folder="run", data={"path": "data"})
+    config = load_config(list_recipes()[name], folder="run", data={"path": "data"})
     how, asked = config.optimizer, config.objective
     assert (config.method, config.batch, config.ema) == (method, 512, 0.9999)
     assert config.steps == (500_000 if METHODS[method].is_causal else 1_000_000)

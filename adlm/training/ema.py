@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, with the lineage's warm-up."""
+"""Exponential moving average of the weights, with the warm-up of the lineage's code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-
-from adlm.training.distributed import local, spread_like
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class EMA:
-    """name -> averaged tensor. Decay min(decay, (1 + n) / (10 + n)) with n counted from 1.
+    """The moving average of a model's parameters by name, with decay min(decay, (1 + n) / (10 + n)), n from 1.
 
-    With sharded weights the average is sharded as they are; an update touches this process's part alone.
+    The average of sharded parameters is sharded like them; an update touches only this rank's shards.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
@@ -23,22 +22,21 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
+        """Move the average towards the current weights."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        current = dict(model.named_parameters())
-        averages = [local(average) for average in self.shadow.values()]
-        torch._foreach_lerp_(averages, [local(current[name].detach()) for name in self.shadow], 1 - decay)
+        averages, weights = zip(*self._pairs(model), strict=True)
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Put the averaged weights into a model; parameters that were frozen have none and stay."""
-        parameters = dict(model.named_parameters())
-        for name, average in self.shadow.items():
-            local(parameters[name].detach()).copy_(local(average))
+        """Copy the average into a model; frozen parameters have none and do not change."""
+        for average, weight in self._pairs(model):
+            weight.copy_(average)
 
     @contextmanager
-    def in_place(self, model: nn.Module) -> Iterator[None]:
-        """The model with the averaged weights, for a while."""
+    def swap_in(self, model: nn.Module) -> Iterator[None]:
+        """A context in which the model has the averaged weights."""
         self._swap(model)
         try:
             yield
@@ -47,28 +45,36 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self, model: nn.Module) -> None:
+        for average, weight in self._pairs(model):
+            current = weight.clone()
+            weight.copy_(average)
+            average.copy_(current)
+
+    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """This rank's part of every averaged parameter: the average and the current weight."""
         parameters = dict(model.named_parameters())
-        for name, average in self.shadow.items():
-            mine, theirs = local(average), local(parameters[name].detach())
-            kept = theirs.clone()
-            theirs.copy_(mine)
-            mine.copy_(kept)
+        return [(_local(average), _local(parameters[name].detach())) for name, average in self.shadow.items()]
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from whole averaged weights, however this average is sharded."""
+        """Resume from unsharded averaged weights, whether this average is sharded or not."""
         self.updates = updates
         for name, average in self.shadow.items():
-            local(average).copy_(local(spread_like(weights[name], average)))
+            full = weights[name]
+            if isinstance(average, DTensor):
+                mesh, placements = average.device_mesh, average.placements
+                full = distribute_tensor(full.to(average.device), mesh, placements, src_data_rank=None)
+            _local(average).copy_(_local(full))
 
     def state_dict(self) -> dict[str, Tensor | int | float]:
-        return {
-            "decay": self.decay,
-            "updates": self.updates,
-            **{f"shadow.{k}": v.clone() for k, v in self.shadow.items()},
-        }
+        shadow = {f"shadow.{name}": average.clone() for name, average in self.shadow.items()}
+        return {"decay": self.decay, "updates": self.updates, **shadow}
 
     def load_state_dict(self, state: dict[str, Tensor | int | float]) -> None:
         self.decay = float(state["decay"])
         weights = {name: value for name in self.shadow if isinstance(value := state[f"shadow.{name}"], Tensor)}
         self.load(weights, int(state["updates"]))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

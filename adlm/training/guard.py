@@ -1,4 +1,4 @@
-"""When a run must not go on: a loss that is not finite or leaps, and a signal that the machine is wanted back."""
+"""Stops a run whose loss diverged, or that received a signal to stop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from adlm.data.batches import Batch
 
-REQUEUE = 75  # exit code: the work is saved, start the same command again (EX_TEMPFAIL)
-INTERRUPTED = 130
-SIGNALS = {signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE, signal.SIGINT: INTERRUPTED}
+EXIT_REQUEUE = 75  # EX_TEMPFAIL: the run is saved, start the same command again
+EXIT_INTERRUPTED = 130
+EXIT_CODES = {signal.SIGTERM: EXIT_REQUEUE, signal.SIGUSR1: EXIT_REQUEUE, signal.SIGINT: EXIT_INTERRUPTED}
 
 
 class Diverged(RuntimeError):
-    """The loss is not finite, or has leapt; with the step and the batch that it happened at."""
+    """The loss is not finite or spiked; has the step and, where known, its batch."""
 
     def __init__(self, message: str, step: int, batch: Batch | None = None) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class Diverged(RuntimeError):
 
 
 class Preempted(RuntimeError):
-    """A signal asked for an end; the run is saved and goes on where it was with the same command."""
+    """A signal stopped the run; it is saved, and the same command resumes it. `code` is the exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -39,13 +39,13 @@ class Preempted(RuntimeError):
 
 
 class LossGuard:
-    """Watches the loss, step by step; its memory is a list of numbers."""
+    """Detects a loss that is not finite, or more than `spike` standard deviations above the recent ones."""
 
     def __init__(self, spike: float | None, window: int) -> None:
         self.spike, self.recent = spike, deque[float](maxlen=window)
 
     def check(self, step: int, loss: float) -> None:
-        """Raise Diverged if this loss is not finite or far above the recent ones."""
+        """Raise Diverged if this loss is not finite or a spike, and remember it otherwise."""
         if not math.isfinite(loss):
             raise Diverged(f"the loss at step {step} is {loss}", step)
         if self.spike is not None and len(self.recent) == self.recent.maxlen:
@@ -59,41 +59,41 @@ class LossGuard:
         self.recent.append(loss)
 
 
-def save_batch(folder: Path, step: int, rank: int, batch: Batch, why: str) -> Path:
-    """Keep the batch that a run stopped at."""
-    place = folder / "failures" / f"step-{step:08d}-process-{rank}"
-    place.mkdir(parents=True, exist_ok=True)
+def save_failed_batch(folder: Path, step: int, rank: int, batch: Batch, reason: str) -> Path:
+    """Write the batch at which a run diverged to the run's folder."""
+    path = folder / "failures" / f"step-{step:08d}-process-{rank}"
+    path.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": batch.tokens, "number": batch.number, "place": batch.place}
     if batch.lengths is not None:
         tensors["lengths"] = batch.lengths
-    save_file({name: t.contiguous() for name, t in tensors.items()}, place / "batch.safetensors")
-    about = {"step": step, "why": why, "state": batch.state, "total": batch.total}
-    (place / "why.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
-    return place
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "batch.safetensors")
+    about = {"step": step, "why": reason, "state": batch.state, "total": batch.total}
+    (path / "why.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+    return path
 
 
-class Stop:
-    """Whether, and by which signal, an end was asked for."""
+class StopRequest:
+    """The signal that asked the run to stop, if any."""
 
     signal: signal.Signals | None = None
 
 
 @contextmanager
-def stoppable() -> Iterator[Stop]:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for an end, which comes between two steps; a second Ctrl-C does not wait."""
-    stop = Stop()
+def catch_stop_signals() -> Iterator[StopRequest]:
+    """A context in which SIGTERM, SIGUSR1 and Ctrl-C are noted for the loop to stop; a second Ctrl-C stops at once."""
+    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may say what a signal does
+        yield request  # only the main thread may set signal handlers
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and stop.signal is not None:
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and request.signal is not None:
             raise KeyboardInterrupt
-        stop.signal = signal.Signals(number)
+        request.signal = signal.Signals(number)
 
-    before = {number: signal.signal(number, ask) for number in SIGNALS}
+    handlers = {number: signal.signal(number, note) for number in EXIT_CODES}
     try:
-        yield stop
+        yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Training, in plain sight: `train_steps` takes the steps, `train` is a whole run around them."""
+"""Training in plain sight: `train_steps` takes the steps, `train` is the whole run around them."""
 
 from __future__ import annotations
 
@@ -7,113 +7,119 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from adlm.checkpoint import LATEST, CheckpointWriter
+from adlm.checkpoint import (
+    LATEST,
+    CheckpointWriter,
+    gather_weights,
+    load_training_tensors,
+    read_state,
+    read_weights,
+    take_snapshot,
+)
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
-from adlm.evaluate.likelihood import held_out_bound
+from adlm.likelihood import estimate_nll
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel, init_distributed, parallelize
 from adlm.training.ema import EMA
-from adlm.training.guard import SIGNALS, Diverged, LossGuard, Preempted, save_batch, stoppable
-from adlm.training.notes import opening, sampler_of, unigram_ppl, validation_line, write_samples
+from adlm.training.guard import EXIT_CODES, Diverged, LossGuard, Preempted, catch_stop_signals, save_failed_batch
+from adlm.training.logging import MetricWindow, RunLogger, StepMetrics, describe_run, format_validation
 from adlm.training.objective import Objective
-from adlm.training.optim import build_optimizers, rate_at, set_rate, update
-from adlm.training.records import MetricWindow, StepMetrics
-from adlm.training.saving import restore, snapshot, usable_weights
+from adlm.training.optim import build_optimizers, get_lr_multiplier, get_training_tensors, set_lr, step_optimizers
 from adlm.training.setup import (
     build_dataloader,
+    build_model_config,
     build_objective,
+    build_run_sampler,
     check_memory,
-    data_key,
+    compute_unigram_ppl,
     find_resume_checkpoint,
-    held_out_rows,
+    hash_data,
     lock_run_folder,
-    model_config,
     open_data_on_all_ranks,
     open_stream,
+    open_valid_rows,
     restore_data_state,
+    write_samples,
 )
-from adlm.training.teller import RunLogger
 
 
 def train_steps(
-    shared: ParallelModel,
-    task: Objective,
+    parallel: ParallelModel,
+    objective: Objective,
     batches: Iterator[Batch],
     optimizers: Sequence[Optimizer],
     *,
     steps: int,
-    first: int = 1,
-    rate: Callable[[int], float] = lambda step: 1.0,
+    first_step: int = 1,
+    lr_multiplier: Callable[[int], float] = lambda step: 1.0,
     clip: float = 1.0,
     ema: EMA | None = None,
     seed: int = 0,
     micro_batch: int | None = None,
     precision: torch.dtype = torch.float32,
-    world: DistributedContext | None = None,
+    context: DistributedContext | None = None,
 ) -> Iterator[StepMetrics]:
-    """Train in place from step `first` to `steps` and yield a record a step; stopping is not asking for the next.
+    """Train from `first_step` to `steps` and yield the metrics of each step.
 
-    Everything random follows from (seed, row, step). The mean is over the tokens of the global batch, however it is
-    cut into processes and micro-batches, so they change nothing but rounding (and where dropout falls).
+    All randomness follows from (seed, row, step). The loss is the mean over the tokens of the global batch, so the
+    number of processes and the size of micro-batches change only rounding (and dropout).
     """
-    world = world or DistributedContext(shared.model.embed.weight.device)
-    device, on_gpu = world.device, world.device.type == "cuda"
-    shared.model.train()
+    context = context or DistributedContext(parallel.model.embed.weight.device)
+    device, on_gpu = context.device, context.device.type == "cuda"
+    parallel.model.train()
 
     def prepare(step: int) -> tuple[Batch, list[Batch], list[NoisyBatch], float]:
-        """The noise of a step, made on the host while the device is busy with the step before."""
-        began = time.perf_counter()
+        """Corrupt a step's batch on the CPU, while the device computes the step before."""
+        start = time.perf_counter()
         batch = next(batches)
-        stall = time.perf_counter() - began
-        tokens = task.counted(batch)
-        if batch.lengths is not None:  # elsewhere every process has as many
-            tokens = world.sum(tokens.clone()) / world.size
-        pieces = batch.split(micro_batch or len(batch.tokens))
-        noised = [task.corrupt(piece, seed, step, tokens) for piece in pieces]
-        return batch, pieces, [piece.pin().to(device) if on_gpu else piece for piece in noised], stall
+        stall = time.perf_counter() - start
+        tokens = objective.count_tokens(batch)
+        if batch.lengths is not None:  # otherwise every rank has as many
+            tokens = context.all_reduce_sum(tokens.clone()) / context.world_size
+        rows = batch.split(micro_batch or len(batch.tokens))
+        noisy = [objective.corrupt(part, seed, step, tokens) for part in rows]
+        return batch, rows, [part.pin().to(device) if on_gpu else part for part in noisy], stall
 
-    upcoming = prepare(first) if first <= steps else None
-    for step in range(first, steps + 1):
+    upcoming = prepare(first_step) if first_step <= steps else None
+    for step in range(first_step, steps + 1):
         assert upcoming is not None
-        batch, pieces, noised, stall = upcoming
-        weight, height = task.anchor_weight(step, steps), rate(step)
-        gamma = None if weight is None else torch.tensor(weight, device=device)
-        set_rate(optimizers, height)
-        figures = torch.zeros(4, device=device)
-        for number, (piece, rows) in enumerate(zip(noised, pieces, strict=True)):
-            is_last = number == len(noised) - 1
-            together = nullcontext() if is_last else shared.without_sync()
-            with together, dropout_of(seed, step, world.rank, number, device):
+        batch, rows, noisy, stall = upcoming
+        multiplier, anchor_weight = lr_multiplier(step), objective.anchor_weight(step, steps)
+        gamma = None if anchor_weight is None else torch.tensor(anchor_weight, device=device)
+        set_lr(optimizers, multiplier)
+        values = torch.zeros(4, device=device)
+        for number, micro in enumerate(noisy):
+            sync = nullcontext() if number == len(noisy) - 1 else parallel.no_sync()
+            with sync, seed_dropout(seed, step, context.rank, number, device):
                 with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-                    loss = shared.module(piece, gamma)
-                # Before it reaches the weights; on a GPU, or with others who must stop as well, it is looked at later.
-                if not on_gpu and world.size == 1:
+                    loss = parallel.module(micro, gamma)
+                # Checked before it reaches the weights; on a GPU or with several ranks MetricWindow.read checks it.
+                if not on_gpu and context.world_size == 1:
                     try:
-                        loss.check(rows.number)
+                        loss.check(rows[number].number)
                     except FloatingPointError as error:
                         raise Diverged(f"step {step}: {error}", step, batch) from error
-                loss.total.backward()  # inside: checkpointed activations draw their dropout again here
-            figures[:3] += torch.stack([loss.total.detach(), loss.nll.detach(), loss.anchor.detach()])
-        figures[3] = update(shared.model, optimizers, clip, ema)
+                loss.total.backward()  # inside seed_dropout: checkpointed activations repeat their dropout here
+            values[:3] += torch.stack([loss.total.detach(), loss.nll.detach(), loss.anchor.detach()])
+        values[3] = step_optimizers(parallel.model, optimizers, clip, ema)
         upcoming = prepare(step + 1) if step < steps else None
-        yield StepMetrics(step, figures, height, weight or 0.0, batch, stall)
+        yield StepMetrics(step, values, multiplier, anchor_weight or 0.0, batch, stall)
 
 
 @contextmanager
-def dropout_of(seed: int, step: int, rank: int, piece: int, device: torch.device) -> Iterator[None]:
-    """Dropout follows from the step as the noise does, and the caller's generators are left as they were."""
+def seed_dropout(seed: int, step: int, rank: int, number: int, device: torch.device) -> Iterator[None]:
+    """A context in which dropout follows from (seed, step, rank, micro-batch); the caller's generators do not move."""
     on_gpu = device.type == "cuda"
-    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + rank * 0x8CB92BA72F3D8DD7 + piece
+    mixed = seed * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03 + rank * 0x8CB92BA72F3D8DD7 + number
     with torch.random.fork_rng([device] if on_gpu else []):
         (torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed)(mixed % 2**63)
         yield
@@ -121,7 +127,7 @@ def dropout_of(seed: int, step: int, rank: int, piece: int, device: torch.device
 
 @dataclass(frozen=True)
 class Run:
-    """What a run came to."""
+    """A finished training run."""
 
     folder: Path
     step: int
@@ -133,55 +139,63 @@ class Run:
 
 
 def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any) -> Run:
-    """A run from its settings to its last checkpoint; where it was stopped, it goes on.
+    """Train a model by a recipe; the same call resumes an interrupted run from its latest checkpoint.
 
-    `train("recipes/cpu-nano.yaml", "data.path=DATA", folder="RUN", steps=1000)`: see `load_config`.
+    `train("recipes/cpu-nano.yaml", "data.path=DATA", folder="RUN", steps=1000)`; arguments as for `load_config`.
     """
     config = load_config(recipe, *changes, **settings)
     folder = Path(config.folder)
-    with init_distributed(config.device) as world, stoppable() as stop, ExitStack() as exit_stack:
-        # Where we run.
-        on_gpu = world.device.type == "cuda"
-        is_half = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
-        precision = torch.bfloat16 if is_half else torch.float32
-        if config.batch % world.size:
-            raise ValueError(f"batch={config.batch} rows cannot be shared evenly by {world.size} processes")
-        micro_batch = min(config.micro_batch or config.batch, config.batch // world.size)
+    latest = folder / "checkpoints" / LATEST
+    with init_distributed(config.device) as context, catch_stop_signals() as stop, ExitStack() as exit_stack:
+        # Where we run: the device, its precision, and the rows of this process.
+        device, on_gpu = context.device, context.device.type == "cuda"
+        is_bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
+        precision = torch.bfloat16 if is_bfloat16 else torch.float32
+        if config.batch % context.world_size:
+            raise ValueError(
+                f"batch={config.batch} rows cannot be divided among {context.world_size} processes: use a multiple"
+            )
+        micro_batch = min(config.micro_batch or config.batch, config.batch // context.world_size)
 
-        # What we train, on what, and where it goes on from.
-        data, stream = open_data_on_all_ranks(config, world), open_stream(config)
-        shape, key, held = model_config(config, data), data_key(data, stream), held_out_rows(data)
-        task = build_objective(config, shape, data, on_gpu=on_gpu)
-        sampler_of(config, shape)  # what is wrong with it is said now, not at the first sample
-        check_memory(config, shape, world, micro_batch, precision)
-        exit_stack.enter_context(lock_run_folder(folder, world))
-        source = world.run_on_rank0(lambda: find_resume_checkpoint(config, key))
-        model = LanguageModel(shape, seed=config.seed).to(world.device)
+        # What we train: the data, the model and its objective.
+        data, stream = open_data_on_all_ranks(config, context), open_stream(config)
+        data_hash, valid_rows = hash_data(data, stream), open_valid_rows(data)
+        shape = build_model_config(config, data)
+        objective = build_objective(config, shape, data, on_gpu=on_gpu)
+        sampler = build_run_sampler(config, shape)
+        check_memory(config, shape, context, micro_batch, precision)
+        exit_stack.enter_context(lock_run_folder(folder, context))
+        source = context.run_on_rank0(lambda: find_resume_checkpoint(config, data_hash))
+        model = LanguageModel(shape, seed=config.seed).to(device)
         if config.compile if config.compile is not None else on_gpu:
             model.compile_layers()
-        learner = LossModule(model, score_entropy=METHODS[config.method].score_entropy)
-        shared = parallelize(learner, world, config.parallel)
-        batches = build_dataloader(config, data, stream, world)
-        unigram = unigram_ppl(data, held, config.valid.rows)
+        loss_module = LossModule(model, score_entropy=METHODS[config.method].score_entropy)
+        parallel = parallelize(loss_module, context, config.parallel)
+        batches = build_dataloader(config, data, stream, context)
+        unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
 
-        # How.
+        # How: optimizers, the average of the weights, and a guard against divergence.
         optimizers = build_optimizers(model, config.optimizer)
         ema = EMA(model, config.ema) if config.ema is not None else None
-        window = MetricWindow(LossGuard(config.guard.spike, config.guard.window), world)
+        weights = ema.shadow if ema is not None else dict(model.named_parameters())  # for inference
+        window = MetricWindow(LossGuard(config.guard.spike, config.guard.window), context)
 
-        # Where it stands: a plain dict, which is all that a checkpoint holds beside tensors.
+        # From where: `state` is a plain dict, and with the tensors it is all that a checkpoint holds.
         state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
         if source is not None:
-            state = restore(source, shared, optimizers, ema, world)
-            batches.load_state_dict(restore_data_state(state["batches"], world, is_stream=stream is not None))
-            window.figures = state["window"]
+            load_training_tensors(source, get_training_tensors(model, optimizers), context.checkpoint_group)
+            state = read_state(source)
+            if ema is not None:
+                ema.load(read_weights(source), state["ema_updates"])
+            batches.load_state_dict(restore_data_state(state["batches"], context, is_stream=stream is not None))
+            window.values = state["window"]
             window.guard.recent.extend(state["recent"])
-        state["data"] = key
+        state["data"] = data_hash
 
-        # What it tells, and what it leaves behind.
-        if world.is_first:
+        # What it writes: config.yaml, checkpoints, metrics.
+        if context.is_main:
             save_config(config, folder / "config.yaml")
-        saving = CheckpointWriter(
+        writer = CheckpointWriter(
             folder / "checkpoints",
             shape,
             config.method,
@@ -189,104 +203,114 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             rows=data.manifest["rows"],
             keep=config.checkpoint.keep,
             background=config.checkpoint.background,
-            group=world.writing,
+            group=context.checkpoint_group,
         )
-        exit_stack.callback(saving.wait)  # whatever happens, what was begun is written
-        teller = exit_stack.enter_context(RunLogger(config, shape, world, step=state["step"], seconds=state["seconds"]))
-        teller.note(opening(config, shape, data, world, shared.kind, source))
+        exit_stack.callback(writer.wait)  # after an error too, a checkpoint that was started is finished
+        logger = RunLogger(config, shape, context, step=state["step"], seconds=state["seconds"])
+        exit_stack.enter_context(logger)
+        logger.print(describe_run(config, shape, data, context, parallel.kind, source))
 
-        def validate(record: StepMetrics) -> None:
-            began = time.perf_counter()
-            step, averaged = record.step, ema.in_place(model) if ema is not None else nullcontext()
+        def validate(metrics: StepMetrics) -> None:
+            start, step = time.perf_counter(), metrics.step
+            averaged = ema.swap_in(model) if ema is not None else nullcontext()
             try:
-                with averaged, torch.autocast(world.device.type, precision, enabled=is_half):
-                    bound = held_out_bound(
+                with averaged, torch.autocast(device.type, precision, enabled=is_bfloat16):
+                    estimate = estimate_nll(
                         model,
-                        held,
+                        valid_rows,
                         batch=config.valid.batch or micro_batch,
                         draws=config.valid.draws,
-                        schedule=task.schedule,
-                        steps=task.discrete_steps,
-                        attend_padding=task.attend_padding,
-                        first=config.valid.rows,
-                        loss_of=shared.loss,
-                        rank=world.rank,
-                        size=world.size,
-                        total=world.sum,
+                        schedule=objective.process.schedule,
+                        steps=objective.process.steps,
+                        attend_padding=objective.process.attend_padding,
+                        max_rows=config.valid.rows,
+                        loss_fn=parallel.eval_loss,
+                        ranks=context,
                     )
             except FloatingPointError as error:
-                raise Diverged(f"after step {step} {error}", step, record.batch) from error
-            figures = {"val/nll": bound.nll, "val/ppl": bound.ppl, "val/stderr": bound.stderr, "unigram/ppl": unigram}
-            state["valid"] = figures | {"step": step}
-            teller.write({"step": step, **figures, "time": {"seconds": time.perf_counter() - began}})
-            teller.note(f"step {step:,}: {validation_line(figures, is_causal=shape.is_causal)}")
+                raise Diverged(f"after step {step} {error}", step, metrics.batch) from error
+            valid = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
+            valid["unigram/ppl"] = unigram_ppl
+            state["valid"] = valid | {"step": step}
+            logger.log({"step": step, **valid, "time": {"seconds": time.perf_counter() - start}})
+            logger.print(f"step {step:,}: {format_validation(valid, is_causal=shape.is_causal)}")
 
-        def save(step: int, batch: Batch) -> None:
-            window.read()  # nothing is saved that the guard has not seen
-            is_best = state["valid"].get("step") == step and state["valid"]["val/nll"] < (state["best"] or torch.inf)
+        def save(metrics: StepMetrics) -> None:
+            window.read()  # raises Diverged before anything is saved
+            step, valid = metrics.step, state["valid"]
+            is_best = valid.get("step") == step and valid["val/nll"] < (state["best"] or torch.inf)
             if is_best:
-                state["best"] = state["valid"]["val/nll"]
-            state.update(step=step, batches=world.all_gather(batch.state), ema_updates=ema.updates if ema else 0)
-            state.update(window=list(window.figures), recent=list(window.guard.recent), seconds=teller.seconds)
-            teller.sync()
-            saving.wait()  # one copy of the run in host memory at a time
-            saving.save(snapshot(step, shared, optimizers, ema, world, dict(state), is_best=is_best))
+                state["best"] = valid["val/nll"]
+            state.update(step=step, batches=context.all_gather(metrics.batch.state), seconds=logger.seconds)
+            state.update(ema_updates=ema.updates if ema else 0)
+            state.update(window=list(window.values), recent=list(window.guard.recent))
+            logger.sync()
+            writer.wait()  # at most one snapshot in host memory
+            snapshot = take_snapshot(
+                step,
+                weights,
+                get_training_tensors(model, optimizers),
+                dict(state),
+                is_best=is_best,
+                is_main=context.is_main,
+                host_mesh=parallel.host_mesh,
+            )
+            writer.save(snapshot)
 
         # The loop.
-        steps = train_steps(
-            shared,
-            task,
+        training = train_steps(
+            parallel,
+            objective,
             iter(batches),
             optimizers,
             steps=config.steps,
-            first=state["step"] + 1,
-            rate=partial(rate_at, config.optimizer, config.steps),
+            first_step=state["step"] + 1,
+            lr_multiplier=lambda step: get_lr_multiplier(step, config.steps, config.optimizer),
             clip=config.optimizer.clip,
             ema=ema,
             seed=config.seed,
             micro_batch=micro_batch,
             precision=precision,
-            world=world,
+            context=context,
         )
         try:
-            for record in steps:
-                step, is_last = record.step, record.step == config.steps
-                window.add(record)
-                teller.progress.step(step)
-                is_told = step % config.log.every == 0 or is_last
-                if is_told:
-                    teller.means(record, window)
-                with teller.aside_from_training():
+            for metrics in training:
+                step, is_last = metrics.step, metrics.step == config.steps
+                window.add(metrics)
+                logger.progress.advance(step)
+                is_logged = step % config.log.every == 0 or is_last
+                if is_logged:
+                    logger.log_step(metrics, window)
+                with logger.pause_timer():
                     if step % config.valid.every == 0 or is_last:
-                        validate(record)
+                        validate(metrics)
                     if config.samples.every and (step % config.samples.every == 0 or is_last):
-                        weights = usable_weights(shared, ema, world)
-                        if world.is_first:
-                            teller.note(write_samples(config, shape, weights, data.tokenizer, step, world.device))
-                        world.wait()
-                    # Processes may hear a signal at different steps: they agree now and then.
-                    asked = world.any(stop.signal is not None) if is_told or world.size == 1 else False
-                    if step % config.checkpoint.every == 0 or is_last or asked:
-                        save(step, record.batch)
-                if asked and not is_last:
-                    saving.wait()
-                    again = "the same command" + ("" if config.resume == "auto" else " without resume=")
-                    raise Preempted(
-                        f"stopped after step {step:,}, which is saved; {again} goes on",
-                        SIGNALS[stop.signal or signal.SIGTERM],
-                    )
-        except Diverged as problem:
-            assert problem.batch is not None  # noqa: PT017
-            kept = save_batch(folder, problem.step, world.rank, problem.batch, str(problem))
+                        gathered = gather_weights(weights, is_main=context.is_main)
+                        if context.is_main:
+                            logger.print(write_samples(config, shape, gathered, data.tokenizer, sampler, step, device))
+                        context.barrier()
+                    # Ranks may receive a signal at different steps: they agree at the steps that are logged.
+                    can_stop = is_logged or context.world_size == 1
+                    is_stopping = can_stop and context.any(stop.signal is not None)
+                    if step % config.checkpoint.every == 0 or is_last or is_stopping:
+                        save(metrics)
+                if is_stopping and not is_last:
+                    writer.wait()
+                    command = "the same command" + ("" if config.resume == "auto" else " without resume=")
+                    message = f"stopped after step {step:,}, which is saved; {command} resumes the run"
+                    raise Preempted(message, EXIT_CODES[stop.signal or signal.SIGTERM])
+        except Diverged as error:
+            assert error.batch is not None  # noqa: PT017
+            saved = save_failed_batch(folder, error.step, context.rank, error.batch, str(error))
             raise Diverged(
-                f"{problem}. The batch is in {kept}; the last good checkpoint is as it was. Look at those rows. A "
-                "larger guard.spike, or null, goes on in this folder; another optimizer.lr or warmup is another run: "
-                f"folder=NEW, and with resume={folder / 'checkpoints' / LATEST} it begins from here",
-                problem.step,
-            ) from problem
-        saving.wait()
+                f"{error}. The batch is in {saved}; the last checkpoint is from before. Look at those rows. A larger "
+                "guard.spike, or null, resumes in this folder; with another optimizer.lr or warmup, start a new run: "
+                f"folder=NEW, and resume={latest} to start from this checkpoint",
+                error.step,
+            ) from error
+        writer.wait()
+        logger.print(f"step {state['step']:,} of {config.steps:,} is in {latest}")
         valid = {name: value for name, value in state["valid"].items() if name != "step"}
-        teller.note(f"step {state['step']:,} of {config.steps:,} is in {folder / 'checkpoints' / LATEST}")
-        if valid:  # not of a run that is asked for fewer steps than it has
-            teller.note(f"{folder}: {validation_line(valid, is_causal=shape.is_causal)}")
+        if valid:  # empty if the run was already past these steps
+            logger.print(f"{folder}: {format_validation(valid, is_causal=shape.is_causal)}")
         return Run(folder, state["step"], valid)

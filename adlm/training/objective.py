@@ -43,11 +43,11 @@ class Objective:
         if self.is_causal:
             noisy = shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
         else:
-            rng = CounterRng.of(seed, batch.number)
+            rng = CounterRng.from_seed(seed, batch.number)
             noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
         return noisy if tokens is None else replace(noisy, tokens=tokens)
 
-    def counted(self, batch: Batch) -> Tensor:
+    def count_tokens(self, batch: Batch) -> Tensor:
         """How many tokens of a batch are asked for."""
         rows, length = batch.tokens.shape
         if batch.lengths is None:

@@ -1,10 +1,11 @@
-"""From settings to the parts of a run: the model's shape, its task, whether it fits, where it goes on from."""
+"""Builds the parts of a run from its config: data, model, objective, sampler, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,27 +14,132 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adlm import checkpoint
-from adlm.config import Config, differences, load_config
-from adlm.data.batches import ShuffledBatches
-from adlm.data.shards import PreparedData, Rows, open_data
+from adlm.checkpoint import format_bytes
+from adlm.config import Config, compare_configs, load_config
+from adlm.data.batches import ShuffledBatches, StreamedBatches, StreamedRows, is_valid
+from adlm.data.shards import PreparedData, ShardedRows, open_data
 from adlm.data.sources import Source, open_source
-from adlm.data.streaming import StreamedBatches, StreamedRows
-from adlm.methods import ANCHOR_RULES, METHODS, build_anchor_rule, build_config, build_schedule, named
-from adlm.models.costs import memory_estimate
-from adlm.models.language_model import ModelConfig
+from adlm.data.tokenizers import Tokenizer
+from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.masking import ForwardProcess
+from adlm.diffusion.orders import Order
+from adlm.diffusion.plans import Plan
+from adlm.generate import compile_for_sampling, generate_texts
+from adlm.likelihood import unigram_nll
+from adlm.methods import (
+    ANCHOR_RULES,
+    METHODS,
+    build_anchor_rule,
+    build_config,
+    build_sampler,
+    build_schedule,
+    look_up,
+)
+from adlm.models.costs import estimate_memory
+from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.training.distributed import DistributedContext
 from adlm.training.objective import Objective
 
 
-def model_config(config: Config, data: PreparedData) -> ModelConfig:
-    """The method's model in the preset's size, with the changes of the recipe and the data's vocabulary and length."""
+def open_data_on_all_ranks(config: Config, context: DistributedContext) -> PreparedData:
+    """Open the prepared data; its checksums are compared once per node, and all ranks must see the same data."""
+    opened: dict[str, Any] = {"error": None, "data": None}
+    data = None
+    try:
+        data = open_data(config.data.path, verify=config.data.verify and context.local_rank == 0)
+        opened["data"] = data.manifest["settings_sha256"]
+    except (ValueError, OSError) as error:  # raised below, on all ranks
+        opened["error"] = str(error)
+    ranks = context.all_gather(opened)
+    errors = [rank["error"] for rank in ranks if rank["error"]]
+    if errors or data is None:
+        raise ValueError(errors[0])
+    if any(rank["data"] != opened["data"] for rank in ranks):
+        raise ValueError(f"the processes see different data in {config.data.path}: copy it again to every node")
+    return data
+
+
+def open_stream(config: Config) -> Source | None:
+    """Open the source of data.stream, if there is one."""
+    if config.data.stream is None:
+        return None
+    known = [name for name in inspect.signature(open_source).parameters if name != "spec"]
+    unknown = [name for name in config.data.stream_options if name not in known]
+    if unknown:
+        raise ValueError(f"data.stream_options has no {', '.join(unknown)}; known: {', '.join(known)}")
+    return open_source(config.data.stream, **config.data.stream_options)
+
+
+def hash_data(data: PreparedData, stream: Source | None) -> str:
+    """Identify the rows that a run trains on: a run resumes only on the same."""
+    key = str(data.manifest["settings_sha256"])
+    if stream is None:
+        return key
+    identity = json.dumps([key, stream.identity], sort_keys=True)
+    return hashlib.sha256(identity.encode("utf-8")).hexdigest()
+
+
+def open_valid_rows(data: PreparedData) -> ShardedRows:
+    """Open the rows for validation."""
+    count = len(data.rows("valid")) if "valid" in data.splits else 0
+    if count < 2:
+        raise ValueError(
+            f"{data.folder} has {count} valid rows, and validation needs at least 2: prepare it with --valid SOURCE or "
+            "with --valid-share above 0"
+        )
+    return data.rows("valid")
+
+
+def compute_unigram_ppl(data: PreparedData, rows: ShardedRows, max_rows: int | None) -> float:
+    """Compute the perplexity of the unigram model on the rows that validation uses."""
+    counts, nats, total = data.counts(), 0.0, 0
+    for numbers in torch.arange(len(rows) if max_rows is None else min(max_rows, len(rows))).split(1024):
+        tokens, lengths = rows.fetch(numbers)
+        valid = None if lengths is None else is_valid(lengths, tokens.shape[1])
+        count = tokens.numel() if lengths is None else int(lengths.sum())
+        nats, total = nats + count * unigram_nll(counts, tokens, valid), total + count
+    return math.exp(nats / total)
+
+
+def build_dataloader(
+    config: Config, data: PreparedData, stream: Source | None, context: DistributedContext
+) -> ShuffledBatches | StreamedBatches:
+    """Build the iterator over this rank's part of every batch."""
+    ranks: dict[str, Any] = {"seed": config.seed, "rank": context.rank, "size": context.world_size}
+    if stream is None:
+        return ShuffledBatches(data.rows("train"), config.batch, workers=config.data.workers, **ranks)
+    rows = StreamedRows(
+        stream,
+        data.tokenizer,
+        data.length,
+        config.batch // context.world_size,
+        is_wrapped=not data.is_padded,
+        block=config.data.shuffle,
+        **ranks,
+    )
+    return StreamedBatches(rows, config.batch, workers=config.data.workers)
+
+
+def restore_data_state(states: list[dict[str, Any]], context: DistributedContext, *, is_stream: bool) -> dict[str, Any]:
+    """Choose this rank's dataloader state from those of all ranks that wrote the checkpoint."""
+    if is_stream and len(states) != context.world_size:
+        raise ValueError(
+            f"this run streams its data, and each of its {len(states)} processes reads its own documents: it cannot "
+            f"resume with {context.world_size}; start {len(states)}"
+        )
+    return states[context.rank if is_stream else 0]
+
+
+def build_model_config(config: Config, data: PreparedData) -> ModelConfig:
+    """Build the method's model config from the preset, the recipe's changes, and the data's vocabulary and length."""
     changes = {key: value for key, value in vars(config.model).items() if key != "preset" and value is not None}
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
-    if not named(METHODS, config.method, "method").two_stages and changes.pop("anchor_layers", 0):
-        raise ValueError(f"model.anchor_layers: {config.method} has one stage; its depth is model.denoiser_layers")
+    if not look_up(METHODS, config.method, "method").two_stages and changes.pop("anchor_layers", 0):
+        raise ValueError(f"model.anchor_layers: {config.method} has one stage; set model.denoiser_layers instead")
     return build_config(
         config.method,
         config.model.preset,
@@ -44,191 +150,75 @@ def model_config(config: Config, data: PreparedData) -> ModelConfig:
     )
 
 
-def open_data_on_all_ranks(config: Config, world: DistributedContext) -> PreparedData:
-    """The prepared data, checked on every node and the same in every process."""
-    found: dict[str, Any] = {"problem": None, "data": None}
-    data = None
-    try:
-        data = open_data(config.data.path, verify=config.data.verify and world.local_rank == 0)
-        found["data"] = data.manifest["settings_sha256"]
-    except (ValueError, OSError) as error:  # raised below, when the others know
-        found["problem"] = str(error)
-    told = world.all_gather(found)
-    problems = [each["problem"] for each in told if each["problem"]]
-    if problems or data is None:
-        raise ValueError(problems[0])
-    if any(each["data"] != found["data"] for each in told):
-        raise ValueError(f"the processes do not see the same data in {config.data.path}: copy it again to every node")
-    return data
-
-
-@contextmanager
-def lock_run_folder(folder: Path, world: DistributedContext) -> Iterator[None]:
-    """The run's folder, for this run alone; the lock goes with the process, however that ends."""
-    with ExitStack() as held:
-
-        def lock() -> None:
-            import fcntl
-
-            if folder.exists() and not folder.is_dir():
-                raise ValueError(f"folder={folder} is a file: give the run another folder")
-            folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context((folder / ".lock").open("w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"another process trains in {folder}: wait for it, or take another folder") from None
-
-        if os.name == "posix":
-            world.run_on_rank0(lock)
-        yield
-
-
 def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool) -> Objective:
-    """What the recipe asks of the model."""
-    asked = config.objective
-    rule = None
+    """Build the training objective of a recipe."""
+    settings, rule = config.objective, None
     if model.anchor_layers:
-        known = inspect.signature(named(ANCHOR_RULES, asked.anchor_rule, "anchor rule")).parameters
-        given: dict[str, Any] = {
-            "max_count": asked.max_count,
-            "max_fraction": asked.max_fraction,
-            "top_fraction": asked.top_fraction,
-            "fraction": asked.fraction,
-            "ids": asked.ids,
-            "seed": config.seed,
-            "vocab_size": data.vocab_size,
-        }
+        known = inspect.signature(look_up(ANCHOR_RULES, settings.anchor_rule, "anchor rule")).parameters
+        given = {**vars(settings), "seed": config.seed, "vocab_size": data.vocab_size}
         options = {key: value for key, value in given.items() if key in known and value is not None}
         if "counts" in known:
             options["counts"] = data.counts()
         if "document_counts" in known:
-            options |= document_counts(data)
-        rule = build_anchor_rule(asked.anchor_rule, **options)
-    return Objective(
-        is_causal=model.is_causal,
-        mask_id=model.mask_id,
+            options |= count_documents(data)
+        rule = build_anchor_rule(settings.anchor_rule, **options)
+    process = ForwardProcess(
+        model.mask_id,
+        schedule=build_schedule(settings.schedule, **settings.schedule_options),
         anchor_rule=rule,
-        schedule=build_schedule(asked.schedule, **asked.schedule_options),
-        anchor_scope=asked.anchor_scope,
-        peak_anchor_weight=asked.anchor_weight,
-        anchor_ramp=asked.anchor_ramp,
-        attend_padding=asked.attend_padding,
-        discrete_steps=asked.discrete_steps,
+        anchor_scope=settings.anchor_scope,
+        attend_padding=settings.attend_padding,
+        steps=settings.discrete_steps,
         multiple=64 if on_gpu else 1,
     )
+    return Objective(process, model.is_causal, settings.anchor_weight, settings.anchor_ramp)
 
 
-def open_stream(config: Config) -> Source | None:
-    """The source that is trained on as it comes, if there is one."""
-    if config.data.stream is None:
-        return None
-    known = [name for name in inspect.signature(open_source).parameters if name != "spec"]
-    unknown = [name for name in config.data.stream_options if name not in known]
-    if unknown:
-        raise ValueError(f"data.stream_options has no {', '.join(unknown)}; it takes: {', '.join(known)}")
-    return open_source(config.data.stream, **config.data.stream_options)
-
-
-def data_key(data: PreparedData, stream: Source | None) -> str:
-    """What the rows of a run follow from: a run goes on with the same."""
-    key = str(data.manifest["settings_sha256"])
-    if stream is None:
-        return key
-    identity = json.dumps([key, stream.identity], sort_keys=True)
-    return hashlib.sha256(identity.encode("utf-8")).hexdigest()
-
-
-def build_dataloader(
-    config: Config, data: PreparedData, stream: Source | None, world: DistributedContext
-) -> ShuffledBatches | StreamedBatches:
-    """The rows to train on, in this process's share of every batch."""
-    if stream is None:
-        return ShuffledBatches(
-            data.rows("train"),
-            config.batch,
-            seed=config.seed,
-            rank=world.rank,
-            size=world.size,
-            workers=config.data.workers,
-        )
-    rows = StreamedRows(
-        stream,
-        data.tokenizer,
-        data.length,
-        config.batch // world.size,
-        is_wrapped=not data.is_padded,
-        block=config.data.shuffle,
-        seed=config.seed,
-        rank=world.rank,
-        size=world.size,
-    )
-    return StreamedBatches(rows, config.batch, workers=config.data.workers)
-
-
-def held_out_rows(data: PreparedData) -> Rows:
-    """The rows that a run is measured on."""
-    count = len(data.rows("valid")) if "valid" in data.splits else 0
-    if count < 2:
-        raise ValueError(
-            f"{data.folder} has {count} valid rows, and validation needs 2: prepare it with --valid SOURCE, or with a "
-            "--valid-share above 0"
-        )
-    return data.rows("valid")
-
-
-def restore_data_state(states: list[dict[str, Any]], world: DistributedContext, *, is_stream: bool) -> dict[str, Any]:
-    """Where this process's batches go on, from where those of all processes stood."""
-    if is_stream and len(states) != world.size:
-        raise ValueError(
-            f"a run on a stream was begun by {len(states)} processes and cannot go on with {world.size}: every process "
-            "reads its own documents"
-        )
-    return states[world.rank if is_stream else 0]
-
-
-def document_counts(data: PreparedData, most: int = 100_000) -> dict[str, Any]:
-    """In how many of the first rows each token occurs, for tf-idf: a row counts as a document."""
+def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, Any]:
+    """Count in how many of the first rows each token occurs, for tf-idf: a row is a document."""
     rows, counts = data.rows("train"), torch.zeros(data.vocab_size, dtype=torch.int64)
-    count = min(len(rows), most)
-    for piece in torch.arange(count).split(1024):
-        ordered = rows.fetch(piece)[0].sort(-1).values
+    count = min(len(rows), max_rows)
+    for numbers in torch.arange(count).split(1024):
+        ordered = rows.fetch(numbers)[0].sort(-1).values
         is_first = torch.ones_like(ordered, dtype=torch.bool)
         is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         counts += torch.bincount(ordered[is_first], minlength=data.vocab_size)
     return {"document_counts": counts, "documents": count}
 
 
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device; None where it does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-    except (OSError, ValueError):
-        return None
-    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-    return min([max(pages, free.get("MemAvailable", 0)), *allowed_memory()])
+def build_run_sampler(config: Config, shape: ModelConfig) -> Plan | Order | None:
+    """Build the sampler of samples.sampler; a causal model has none."""
+    return None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
 
 
-def allowed_memory() -> list[int]:
-    """What a container leaves to this process, if it says so."""
-    group = Path("/sys/fs/cgroup")
-    try:
-        most, used = ((group / name).read_text("utf-8").strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return []
-    return [] if most == "max" else [max(0, int(most) - int(used))]
+def write_samples(
+    config: Config,
+    shape: ModelConfig,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    sampler: Plan | Order | None,
+    step: int,
+    device: torch.device,
+) -> str:
+    """Write samples of the current weights to the run's folder; return the path and the beginning of the first."""
+    model = LanguageModel(shape)
+    model.load_state_dict(checkpoint.restore_tied_head(weights, model))
+    predictor = compile_for_sampling(model, device, is_compiled=False)
+    params = SamplingParams(top_p=config.samples.top_p)
+    texts = generate_texts(predictor, tokenizer, sampler, rows=config.samples.rows, seed=config.seed, sampling=params)
+    path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n<|endoftext|>\n\n".join(texts) + "\n", "utf-8")
+    return f"step {step:,}: {path}: {' '.join(texts[0].split())[:160]}…"
 
 
 def check_memory(
-    config: Config, model: ModelConfig, world: DistributedContext, rows: int, precision: torch.dtype
+    config: Config, model: ModelConfig, context: DistributedContext, rows: int, precision: torch.dtype
 ) -> None:
-    """Refuse what cannot fit before anything is built. The figure is an estimate; memory_check=false goes on anyway."""
-    kind = config.parallel.kind
-    shards = world.size if kind == "fsdp" else (config.parallel.shard or world.local_size) if kind == "hsdp" else 1
-    needed = memory_estimate(
+    """Raise MemoryError if a step is estimated not to fit, before anything is built."""
+    kind, is_cuda = config.parallel.kind, context.device.type == "cuda"
+    shards = {"fsdp": context.world_size, "hsdp": config.parallel.shard or context.local_world_size}.get(kind, 1)
+    needed = estimate_memory(
         model,
         rows=rows,
         length=model.length,
@@ -237,56 +227,106 @@ def check_memory(
         optimizer=config.optimizer.name,
         shards=shards,
         checkpoint_activations=config.parallel.checkpoint_activations,
-        is_cuda=world.device.type == "cuda",
+        is_cuda=is_cuda,
     )
-    free = available_memory(world.device)
-    here = 1 if world.device.type == "cuda" else world.local_size  # processes that share this memory
-    if config.memory_check and free is not None and needed.total * here > free:
-        size, passing = checkpoint.size, needed.activations + needed.head
+    available = get_available_memory(context.device)
+    processes = 1 if is_cuda else context.local_world_size  # that share this memory
+    if config.memory_check and available is not None and needed.total * processes > available:
+        activations = needed.activations + needed.head
+        total, fixed, passing = (
+            format_bytes(count * processes) for count in (needed.total, needed.total - activations, activations)
+        )
         raise MemoryError(
-            f"a step of {rows} × {model.length} tokens takes about {size(needed.total * here)} (weights, gradients, "
-            f"optimizer and average {size((needed.total - passing) * here)}, activations {size(passing * here)}), and "
-            f"{size(free)} are free on {world.device}. Make micro_batch smaller (now {rows}), set "
-            "parallel.checkpoint_activations=true, share the weights with parallel.kind=fsdp, or take a smaller "
-            "model.preset; memory_check=false goes on all the same"
+            f"a step of {rows} × {model.length} tokens takes about {total} (weights, gradients, optimizer and EMA "
+            f"{fixed}, activations {passing}), and {format_bytes(available)} are free on {context.device}. Reduce "
+            f"micro_batch (now {rows}), set parallel.checkpoint_activations=true, shard the weights with "
+            "parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this estimate"
         )
 
 
-def find_resume_checkpoint(config: Config, key: str) -> Path | None:
-    """The checkpoint to go on from, checked; None for a run that begins."""
+def get_available_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a device; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return None
+    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    return min([max(pages, free.get("MemAvailable", 0)), *read_container_limit()])
+
+
+def read_container_limit() -> list[int]:
+    """Read how many bytes the container's memory limit leaves; empty without a limit."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text("utf-8").strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return []
+    return [] if limit == "max" else [max(0, int(limit) - int(used))]
+
+
+@contextmanager
+def lock_run_folder(folder: Path, context: DistributedContext) -> Iterator[None]:
+    """A context in which no other process can train in the folder; the lock ends with the process."""
+    with ExitStack() as exit_stack:
+
+        def lock() -> None:
+            import fcntl
+
+            if folder.exists() and not folder.is_dir():
+                raise ValueError(f"folder={folder} is a file: choose another folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            file = exit_stack.enter_context((folder / ".lock").open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process trains in {folder}: wait for it, or choose another folder") from None
+
+        if os.name == "posix":
+            context.run_on_rank0(lock)
+        yield
+
+
+def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
+    """Find and verify the checkpoint to resume from; None for a new run."""
     folder = Path(config.folder)
-    kept = folder / "checkpoints"
-    path = checkpoint.latest(kept) if config.resume == "auto" else Path(config.resume).resolve()
+    checkpoints = folder / "checkpoints"
+    latest = checkpoint.find_latest_checkpoint(checkpoints)
+    path = latest if config.resume == "auto" else Path(config.resume).resolve()
     if path is None:
         return None
     if not path.is_dir():
-        raise ValueError(f"resume={config.resume} is no checkpoint; there are: {names_in(kept)}")
-    saved = folder / "config.yaml"
-    if saved.is_file() and (changed := differences(load_config(saved), config)):
-        raise ValueError(
-            f"{folder} holds a run with other settings: {'; '.join(changed)}. "
-            "Give this run another folder, or its settings back"
-        )
-    checkpoint.verified(path)
+        names = ", ".join(map(str, checkpoint.list_checkpoints(checkpoints))) or "none"
+        raise ValueError(f"resume={config.resume} is not a checkpoint; known: {names}")
+    checkpoint.verify_checkpoint(path)
     state = checkpoint.read_state(path)
-    if state["data"] != key:
+    saved = folder / "config.yaml"
+    if saved.is_file() and (changes := compare_configs(load_config(saved), config)):
         raise ValueError(
-            f"{folder} was trained on other data than {config.data.path} (another text, tokenizer or length): "
-            "give it the data that it began with, or another folder"
+            f"{folder} has a run with other settings: {'; '.join(changes)}. "
+            "Choose another folder, or restore these settings to resume"
         )
-    if config.resume != "auto" and path.parent == kept.resolve():
-        for later in checkpoint.complete(kept):  # they belong to a future that will not be
-            if later.name > path.name:
-                aside = kept / f"set-aside-{later.name}"
-                if aside.exists():  # of an earlier going back
-                    shutil.rmtree(aside)
-                os.rename(later, aside)
-        best = kept / checkpoint.BEST
-        if best.is_symlink() and not best.exists():
-            best.unlink()
-        checkpoint.link(kept / checkpoint.LATEST, path.name)
+    if state["data"] != data_hash:
+        raise ValueError(
+            f"{folder} was trained on other data than {config.data.path} (another text, tokenizer or length): resume "
+            "with the same data, or choose another folder"
+        )
+    if config.resume != "auto" and path.parent == checkpoints.resolve():
+        _set_aside_later(checkpoints, path)
     return path
 
 
-def names_in(folder: Path) -> str:
-    return ", ".join(str(path) for path in checkpoint.complete(folder)) or "none"
+def _set_aside_later(checkpoints: Path, path: Path) -> None:
+    """Rename the checkpoints after the one that the run goes back to, and point `latest` to it."""
+    for later in checkpoint.list_checkpoints(checkpoints):
+        if later.name > path.name:
+            aside = checkpoints / f"set-aside-{later.name}"
+            if aside.exists():  # from going back before
+                shutil.rmtree(aside)
+            os.rename(later, aside)
+    best = checkpoints / checkpoint.BEST
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+    checkpoint.replace_link(checkpoints / checkpoint.LATEST, path.name)

@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from adlm import checkpoint
 from adlm.data.prepare import prepare
-from adlm.data.sources import excerpt
+from adlm.data.sources import load_excerpt
+from adlm.training.logging import Record, drop_times, read_metrics
 from adlm.training.loop import Run, train
-from adlm.training.metrics import Record, read_metrics, without_times
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = excerpt()[:30_000]
+TEXT = load_excerpt()[:30_000]
 TINY: dict[str, Any] = {
     "steps": 10,
     "batch": 8,
@@ -96,7 +96,7 @@ def run(folder: Path, *changes: str, rows: str = "wrapped") -> Run:
 
 def curve(folder: Path) -> list[Record]:
     """What a run recorded, apart from times."""
-    return without_times(read_metrics(folder / "metrics.jsonl"))
+    return drop_times(read_metrics(folder / "metrics.jsonl"))
 
 
 def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
     path = folder / "checkpoints" / which
     known = HuggingFaceStorageReader(str(path / "training")).read_metadata().state_dict_metadata
     found = {name: torch.zeros(about.size) for name, about in known.items()}
-    checkpoint.load_training(path, found)
+    checkpoint.load_training_tensors(path, found)
     return found | {f"model.{name}": value for name, value in checkpoint.read_weights(path).items()}
 
 
@@ -152,13 +152,13 @@ def _command(given: list[str], slow: float) -> None:
 
 
 def _slow_down(seconds: float) -> None:
-    at_once = checkpoint.sync
+    at_once = checkpoint.fsync_path
 
     def late(path: Path) -> None:
         time.sleep(seconds)
         at_once(path)
 
-    checkpoint.sync = late
+    checkpoint.fsync_path = late
 
 
 def until(happens: Callable[[], object], process: BaseProcess, seconds: float = 60) -> bool:

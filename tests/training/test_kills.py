@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import PARTIAL, complete, verified
+from adlm.checkpoint import PARTIAL, list_checkpoints, verify_checkpoint
 from tests.training.runs import assert_same, ended, in_process, run, until
 
 # A checkpoint at every step, at other steps than those that are told and validated.
@@ -44,8 +44,8 @@ def check(tmp_path: Path, kills: int, steps: int) -> None:
         moment = ("writing", "later", "any time")[number % 3]
         assert is_killed(torn, changes, rng, moment), f"the run was over before kill {number}"
         left += bool(partial(torn))
-        for path in complete(torn / "checkpoints")[-2:]:
-            verified(path)
+        for path in list_checkpoints(torn / "checkpoints")[-2:]:
+            verify_checkpoint(path)
     assert left >= kills // 3, "too few kills fell into the writing of a checkpoint"
     assert ended(in_process(torn, *changes)) == 0
     assert not partial(torn)

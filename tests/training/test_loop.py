@@ -19,10 +19,10 @@ from adlm.models.language_model import LanguageModel
 from adlm.training.distributed import DistributedContext, LossModule, parallelize
 from adlm.training.ema import EMA
 from adlm.training.guard import Diverged, LossGuard
+from adlm.training.logging import MetricWindow, StepMetrics
 from adlm.training.loop import train_steps
 from adlm.training.objective import Objective
-from adlm.training.optim import build_optimizers, layer_matrices, learning_rate
-from adlm.training.records import MetricWindow, StepMetrics
+from adlm.training.optim import build_optimizers, find_muon_parameters, get_lr_multiplier
 from tests.training.runs import curve, data, run
 
 FAST = OptimizerSettings(lr=3e-3, betas=(0.9, 0.95))
@@ -71,7 +71,7 @@ def steps_of(
     )
     batches = iter(ShuffledBatches(rows(padded), 8, seed=seed))
     made = optimizers if optimizers is not None else build_optimizers(model, FAST)
-    asked = Objective.of(model.config, **(task or {}))
+    asked = Objective.for_model(model.config, **(task or {}))
     return list(train_steps(shared, asked, batches, made, steps=steps, seed=seed, **options))
 
 
@@ -100,7 +100,7 @@ def assert_equal_runs(method: str, whole: dict[str, Any], cut: dict[str, Any], d
     one, other = awake(method, dropout), awake(method, dropout)
     first = steps_of(one, method=method, optimizers=plain_descent(one), **whole)
     second = steps_of(other, method=method, optimizers=plain_descent(other), **cut)
-    figures = [torch.stack([record.figures for record in records]) for records in (first, second)]
+    figures = [torch.stack([record.values for record in records]) for records in (first, second)]
     torch.testing.assert_close(figures[1], figures[0], rtol=1e-5, atol=1e-6)
     moved = 0.0
     for (name, p), q, start in zip(one.named_parameters(), other.parameters(), awake(method).parameters()):
@@ -135,11 +135,11 @@ def test_every_method_trains(method: str) -> None:
 
 
 def test_records_count_steps_and_say_what_they_were() -> None:
-    seen = steps_of(tiny(), steps=6, first=3, rate=lambda step: step / 10)
+    seen = steps_of(tiny(), steps=6, first_step=3, lr_multiplier=lambda step: step / 10)
     assert [record.step for record in seen] == [3, 4, 5, 6]
-    assert [record.rate for record in seen] == [0.3, 0.4, 0.5, 0.6]
+    assert [record.lr_multiplier for record in seen] == [0.3, 0.4, 0.5, 0.6]
     assert all(record.stall >= 0 and len(record.batch.tokens) == 8 for record in seen)
-    assert float(seen[0].figures[3]) > 0
+    assert float(seen[0].values[3]) > 0
 
 
 def test_the_anchor_term_is_optimized_and_not_reported() -> None:
@@ -187,14 +187,14 @@ def test_dropout_does_something() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("method", ["adlm", "a2r"])
 def test_the_tokens_counted_are_the_tokens_asked_for(method: str, padded: bool) -> None:
-    task = Objective.of(tiny(method).config)
+    task = Objective.for_model(tiny(method).config)
     for batch in islice(ShuffledBatches(rows(padded), 8), 3):
-        assert torch.equal(task.counted(batch), task.corrupt(batch, 0, 1).tokens)
+        assert torch.equal(task.count_tokens(batch), task.corrupt(batch, 0, 1).tokens)
 
 
 def test_the_rate_climbs_then_stays_or_falls() -> None:
     def rate(step: int, decay: str, **options: float) -> float:
-        return learning_rate(step, 100, peak=1.0, warmup=10, decay=decay, **options)
+        return get_lr_multiplier(step, 100, OptimizerSettings(warmup=10, decay=decay, **options))
 
     assert [rate(step, "constant") for step in (1, 5, 10, 100)] == [0.1, 0.5, 1.0, 1.0]
     assert rate(10, "cosine") == 1.0
@@ -206,7 +206,7 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
     assert [rate(step, "wsd") for step in (5, 10, 81)] == [0.5, 1.0, 1.0]
     assert [rate(step, "wsd") for step in (82, 91, 100)] == pytest.approx([0.95, 0.5, 0.05])
     assert [rate(step, "wsd", decay_share=0.5) for step in (51, 52, 100)] == pytest.approx([1, 0.98, 0.02])
-    assert learning_rate(1, 10, peak=2.0, warmup=0) == 2.0
+    assert get_lr_multiplier(1, 10, OptimizerSettings(warmup=0)) == 1.0
     with pytest.raises(ValueError, match="constant, cosine, wsd"):
         rate(1, "step")
 
@@ -218,7 +218,7 @@ def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
     )
     names = {parameter: name for name, parameter in model.named_parameters()}
     moved = {names[p] for p in muon}
-    assert moved == set(layer_matrices(model))
+    assert moved == set(find_muon_parameters(model))
     assert moved == {f"{n}" for n in names.values() if ".layers." in n and n.endswith(matrix_ends)}
     assert {names[p] for p in adamw} == set(names.values()) - moved
     assert len(build_optimizers(model)) == 1
@@ -233,7 +233,7 @@ def test_each_moves_its_own(lr: float, muon_lr: float) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     steps_of(model, steps=2, optimizers=build_optimizers(model, OptimizerSettings("muon", lr=lr, muon_lr=muon_lr)))
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    matrices = set(layer_matrices(model))
+    matrices = set(find_muon_parameters(model))
     if lr == 0:
         assert moved == matrices
     else:
@@ -297,6 +297,6 @@ def test_weights_that_are_not_finite_stop_before_the_weights_move() -> None:
 
 
 def test_the_paper_has_no_anchors_with_one_stage() -> None:
-    assert Objective.of(tiny("mdlm").config).anchor_weight(5, 10) is None
-    ramped = replace(Objective.of(tiny().config), peak_anchor_weight=0.7)
+    assert Objective.for_model(tiny("mdlm").config).anchor_weight(5, 10) is None
+    ramped = replace(Objective.for_model(tiny().config), peak_anchor_weight=0.7)
     assert ramped.anchor_weight(5, 10) == 0.5

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import latest, read_state
+from adlm.checkpoint import find_latest_checkpoint, read_state
 from adlm.methods import METHODS
-from adlm.training.progress import RunProgress
+from adlm.training.logging import ProgressDisplay
 from tests.training.runs import assert_same, curve, data, ended, in_process, run, tensors, until
 
 
@@ -22,12 +22,12 @@ class Crash(Exception):
 def crash_at(step: int) -> Iterator[None]:
     """The process ends, as it were, in the middle of a step."""
 
-    def stop(self: RunProgress, now: int) -> None:
+    def stop(self: ProgressDisplay, now: int) -> None:
         if now == step:
             raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunProgress, "step", stop)
+        patch.setattr(ProgressDisplay, "advance", stop)
         with pytest.raises(Crash):
             yield
 
@@ -42,7 +42,7 @@ def checked(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") ->
     run(straight, *changes, rows=rows)
     with crash_at(crash):
         run(torn, *changes, rows=rows)
-    assert latest(torn / "checkpoints") is not None, "nothing to go on from: the test is void"
+    assert find_latest_checkpoint(torn / "checkpoints") is not None, "nothing to go on from: the test is void"
     done = run(torn, *changes, rows=rows)
     assert_same(torn, straight)
     states = [read_state(folder / "checkpoints" / "latest") for folder in (straight, torn)]
@@ -167,7 +167,7 @@ def test_the_checkpoint_of_another_run_may_be_gone_on_from(tmp_path: Path) -> No
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     run(tmp_path, "steps=5")
-    with pytest.raises(ValueError, match=r"no checkpoint; there are: .*step-00000005"):
+    with pytest.raises(ValueError, match=r"not a checkpoint; known: .*step-00000005"):
         run(tmp_path, f"resume={tmp_path / 'checkpoints' / 'step-00000004'}")
 
 
@@ -193,7 +193,7 @@ def test_a_signal_is_answered_with_a_checkpoint(tmp_path: Path, number: signal.S
     assert process.pid is not None
     os.kill(process.pid, number)
     assert ended(process) == code
-    saved = latest(tmp_path / "torn/checkpoints")
+    saved = find_latest_checkpoint(tmp_path / "torn/checkpoints")
     assert saved is not None and 7 <= read_state(saved)["step"] < 60
     run(tmp_path / "torn", *changes)
     run(tmp_path / "straight", *changes)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from adlm.training import metrics
-from adlm.training.metrics import MetricsFile, flat, open_trackers, read_metrics, to_line, without_times
+from adlm.training import logging
+from adlm.training.logging import MetricsFile, drop_times, flatten_record, format_record, open_trackers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,25 +61,25 @@ def test_a_diverged_run_is_recorded_in_strict_json(tmp_path: Path) -> None:
 
 def test_text_that_would_come_back_as_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"note is the text 'nan'.*float"):
-        to_line({"step": 1, "note": "nan"})
+        format_record({"step": 1, "note": "nan"})
 
 
 def test_keys_have_one_order() -> None:
     forth = {"step": 3, "a": 1, "val/nll": 2.0, "zebra": 1, "time": {"b": 1, "a": 2}}
     back = dict(reversed(forth.items())) | {"time": {"a": 2, "b": 1}}
-    assert to_line(forth) == to_line(back)
-    assert to_line(back) == '{"step": 3, "a": 1, "val/nll": 2.0, "zebra": 1, "time": {"a": 2, "b": 1}}'
+    assert format_record(forth) == format_record(back)
+    assert format_record(back) == '{"step": 3, "a": 1, "val/nll": 2.0, "zebra": 1, "time": {"a": 2, "b": 1}}'
 
 
 @pytest.mark.parametrize("step", [None, "3", 3.0, True])
 def test_a_record_needs_its_step(step: object) -> None:
     with pytest.raises(ValueError, match='needs "step", an int'):
-        to_line({"step": step, "a": 1.0})
+        format_record({"step": step, "a": 1.0})
 
 
 def test_what_is_not_a_number_is_named() -> None:
     with pytest.raises(TypeError, match=r"time/now is a Tensor.*float"):
-        to_line({"step": 1, "time": {"now": torch.tensor(1.0)}})
+        format_record({"step": 1, "time": {"now": torch.tensor(1.0)}})
 
 
 def test_a_resumed_file_is_that_of_a_run_without_interruption(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_half_written_last_line_is_tolerated_and_cut(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     records = written(path, 1, 2, 3)
     whole = path.read_bytes()
-    for lost in range(1, len(to_line(records[2])) + 1):
+    for lost in range(1, len(format_record(records[2])) + 1):
         path.write_bytes(whole[:-lost])
         left = 3 if lost == 1 else 2  # without its line end alone the last record is whole
         assert read_metrics(path) == records[:left]
@@ -138,25 +138,25 @@ def test_an_interrupted_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": 1}', '{"step": 1, "a": NaN}', "\x00\x00"])
 def test_damage_elsewhere_is_an_error_with_its_place(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text(f"{to_line(record(1))}\n{damage}\n{to_line(record(3))}\n", "utf-8")
+    path.write_text(f"{format_record(record(1))}\n{damage}\n{format_record(record(3))}\n", "utf-8")
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2: "):
         read_metrics(path)
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2: "):
         MetricsFile(path).cut_after(5)
-    path.write_text(f"{to_line(record(1))}\n{damage}\n", "utf-8")  # a last line with its end was not half-written
+    path.write_text(f"{format_record(record(1))}\n{damage}\n", "utf-8")  # a last line with its end was not half-written
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2: "):
         read_metrics(path)
 
 
 def test_runs_compare_without_their_times() -> None:
     slow, fast = ([record(s, time={"seconds": s * pace}) for s in (1, 2)] for pace in (1.0, 2.0))
-    assert slow != fast and without_times(slow) == without_times(fast)
-    assert without_times(slow) == [{"step": s, "train/nll": 5.0 - s / 10} for s in (1, 2)]
+    assert slow != fast and drop_times(slow) == drop_times(fast)
+    assert drop_times(slow) == [{"step": s, "train/nll": 5.0 - s / 10} for s in (1, 2)]
     assert "time" in slow[0]  # the caller's are left alone
 
 
 def test_flat_names() -> None:
-    found = flat({"step": 3, "a": 1, "text": "x", "none": None, "time": {"seconds": 2.5}})
+    found = flatten_record({"step": 3, "a": 1, "text": "x", "none": None, "time": {"seconds": 2.5}})
     assert found == {"a": 1, "time/seconds": 2.5}
 
 
@@ -190,10 +190,10 @@ def test_a_tracker_that_fails_closes_the_others(tmp_path: Path, monkeypatch: pyt
         def close(self) -> None:
             closed.append(True)
 
-    def broken(*given: object) -> metrics.Tracker:
+    def broken(*given: object) -> logging.Tracker:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(metrics, "TRACKERS", {"good": Fake, "bad": broken})
+    monkeypatch.setattr(logging, "TRACKERS", {"good": Fake, "bad": broken})
     with pytest.raises(RuntimeError, match="no"):
         open_trackers(["good", "bad"], folder=tmp_path, run="r", config={})
     assert closed == [True]
@@ -207,11 +207,11 @@ class Part:
 def test_the_config_arrives_as_plain_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
 
-    def keep(folder: Path, run: str, config: object, resumed_after: int | None) -> metrics.Tracker:
+    def keep(folder: Path, run: str, config: object, resumed_after: int | None) -> logging.Tracker:
         given.append(config)
         raise RuntimeError("seen")
 
-    monkeypatch.setattr(metrics, "TRACKERS", {"keep": keep})
+    monkeypatch.setattr(logging, "TRACKERS", {"keep": keep})
     with pytest.raises(RuntimeError, match="seen"):
         open_trackers(["keep"], folder=tmp_path, run="r", config={"model": Part(), "parts": [Part(9)], "at": tmp_path})
     assert given == [{"model": {"dim": 8}, "parts": [{"dim": 9}], "at": str(tmp_path)}]
@@ -242,7 +242,7 @@ def test_tensorboard_shows_what_the_checkpoint_has_seen(tmp_path: Path) -> None:
 TRACKED = """
 import sys
 from pathlib import Path
-from adlm.training.metrics import open_trackers
+from adlm.training.logging import open_trackers
 for after, steps in ((None, (1, 2)), (2, (3,))):
     name, folder = sys.argv[1], Path(sys.argv[2])
     (tracker,) = open_trackers([name], folder=folder, run="r", config={"lr": 0.1}, resumed_after=after)

@@ -1,0 +1,523 @@
+"""Logs a run's metrics to metrics.jsonl, trackers and the terminal, and measures throughput.
+
+A record is a dict: {"step": int, "train/loss": …, "lr": …, "time": {"seconds": …}} or {"step": int, "val/nll": …}.
+Only the values under "time" depend on the clock, so two runs with the same settings agree on all others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from adlm.config import Config
+from adlm.data.batches import Batch
+from adlm.data.shards import PreparedData, fsync_path, write_atomically
+from adlm.models.costs import count_parameters, flops_per_token, peak_flops
+from adlm.models.language_model import ModelConfig
+from adlm.training.distributed import DistributedContext
+from adlm.training.guard import Diverged, LossGuard
+
+Record = dict[str, Any]
+
+STEP_METRICS = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
+# JSON has no such numbers, and the metrics of a diverged run must be readable.
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+PROJECT = "adlm"
+SECONDS_BETWEEN_LINES = 10.0  # without a terminal
+
+
+# The metrics of training steps.
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The metrics of one training step; reading them waits for the device."""
+
+    step: int  # from 1
+    values: Tensor  # (4,) on the device, in the order of STEP_METRICS: this rank's share of the losses, the norm
+    lr_multiplier: float  # of the peak learning rates
+    anchor_weight: float
+    batch: Batch
+    stall: float  # seconds spent waiting for the dataloader
+
+    @property
+    def loss(self) -> float:
+        """The optimized loss, with the anchor term."""
+        return float(self.values[0])
+
+    @property
+    def nll(self) -> float:
+        """Nats per token, without the anchor term."""
+        return float(self.values[1])
+
+
+class MetricWindow:
+    """The metrics since the last log line; saved in checkpoints, so that a resumed run logs the same means."""
+
+    def __init__(self, guard: LossGuard, context: DistributedContext) -> None:
+        self.guard, self.context = guard, context
+        self.unread: list[StepMetrics] = []
+        self.values: list[list[float]] = []
+        self.stall = 0.0
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Add a step without waiting for the device."""
+        self.unread.append(metrics)
+        self.stall += metrics.stall
+
+    def read(self) -> None:
+        """Wait for the device, average over ranks, and raise Diverged if the loss or the gradient did."""
+        if not self.unread:
+            return
+        values = torch.stack([metrics.values for metrics in self.unread]).double().cpu()
+        values = self.context.all_reduce_sum(values) / self.context.world_size
+        for metrics, row in zip(self.unread, values.tolist(), strict=True):
+            try:
+                self.guard.check(metrics.step, row[1])
+                if not math.isfinite(row[3]):  # the updated weights must not be saved
+                    raise Diverged(f"the gradient norm at step {metrics.step} is {row[3]}", metrics.step)
+            except Diverged as error:
+                error.batch = metrics.batch
+                raise
+            self.values.append(row)
+        self.unread.clear()
+
+    def mean(self) -> tuple[dict[str, float], float]:
+        """Return the mean of each metric and the seconds spent waiting for data, and empty the window."""
+        self.read()
+        columns, stall = list(zip(*self.values, strict=True)), self.stall
+        self.values, self.stall = [], 0.0
+        return {name: sum(column) / len(column) for name, column in zip(STEP_METRICS, columns, strict=True)}, stall
+
+
+# metrics.jsonl
+
+
+class MetricsFile:
+    """An append-only file of JSON lines; a resumed run first calls `cut_after` with its checkpoint's step."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record as one line and flush it."""
+        line = format_record(record) + "\n"
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not _ends_with_newline(self.path):
+                raise ValueError(f"{self.path} ends in an incomplete line: call cut_after(checkpoint step) first")
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(line)
+        self._file.flush()
+
+    def cut_after(self, step: int) -> int:
+        """Remove records after a step and an incomplete last line; return how many lines were removed."""
+        self.close()
+        if not self.path.exists():
+            return 0
+        is_complete = _ends_with_newline(self.path)
+        lines = self.path.read_bytes().count(b"\n") + (not is_complete)
+        records = [record for record in read_metrics(self.path) if record["step"] <= step]
+        if len(records) < lines or not is_complete:
+            write_atomically(self.path, "".join(format_record(record) + "\n" for record in records).encode("utf-8"))
+        return lines - len(records)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def format_record(record: Mapping[str, Any]) -> str:
+    """Format a record as one line of strict JSON: "step" first, "time" last, the other keys sorted."""
+    step = record.get("step")
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise ValueError(f'a record needs "step", an int; got {step!r} in a record of {", ".join(record) or "nothing"}')
+    keys = sorted(record, key=lambda key: (key != "step", key == "time", key))
+    return json.dumps({key: _to_json(key, record[key]) for key in keys}, allow_nan=False)
+
+
+def read_metrics(path: Path | str) -> list[Record]:
+    """Read all records of a file; an incomplete last line is left out."""
+    lines = Path(path).read_bytes().split(b"\n")
+    last = lines.pop()  # empty, or a line whose write was interrupted
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(_parse_line(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}; got {line[:80]!r}") from error
+    if last:
+        with suppress(ValueError):
+            records.append(_parse_line(last))
+    return records
+
+
+def drop_times(records: Iterable[Mapping[str, Any]]) -> list[Record]:
+    """Return the records without "time": equal for two runs with the same settings."""
+    return [{key: value for key, value in record.items() if key != "time"} for record in records]
+
+
+def _parse_line(line: bytes) -> Record:
+    def refuse(name: str) -> float:
+        raise ValueError(f"{name} is not JSON")
+
+    record = _from_json(json.loads(line, parse_constant=refuse))
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError('not a record: an object with "step", an int')
+    return record
+
+
+def _to_json(key: str, value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(k): _to_json(f"{key}/{k}", value[k]) for k in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [_to_json(key, v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, str) and value in NON_FINITE:
+        raise ValueError(f"{key} is the text {value!r}, which would be read as a number: use float({value!r})")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{key} is a {type(value).__name__}: records hold numbers and text; call float(…) or .item() first")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _from_json(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_from_json(v) for v in value]
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _ends_with_newline(path: Path) -> bool:
+    """True for an empty file too."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+# Trackers.
+
+
+class Tracker(Protocol):
+    """An experiment tracker that records are written to."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_trackers(
+    names: Sequence[str],
+    *,
+    folder: Path,
+    run: str,
+    config: Mapping[str, Any],
+    resumed_after: int | None = None,
+) -> list[Tracker]:
+    """Open trackers by name; `resumed_after` is the step of the checkpoint that the run resumes from."""
+    unknown = [name for name in names if name not in TRACKERS]
+    if unknown:
+        raise ValueError(f"unknown tracker {', '.join(unknown)}; known: {', '.join(TRACKERS)}")
+    trackers: list[Tracker] = []
+    try:
+        for name in names:
+            trackers.append(TRACKERS[name](folder, run, _to_plain(config), resumed_after))
+    except BaseException as error:
+        for tracker in trackers:
+            tracker.close()
+        if isinstance(error, ImportError):
+            raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
+        raise
+    return trackers
+
+
+def _to_plain(value: Any) -> Any:
+    """Convert dataclasses and paths to what every tracker can show."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by name ("time/seconds", …), without the step."""
+    flat: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{name}": number for name, number in flatten_record(value).items()}
+        elif key != "step" and isinstance(value, int | float):
+            flat[key] = value
+    return flat
+
+
+class TensorBoard:
+    """Event files under folder/tensorboard; resuming removes the steps after the checkpoint."""
+
+    def __init__(self, folder: Path, run: str, config: Record, resumed_after: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resumed_after is None else resumed_after + 1
+        self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge)
+        text = json.dumps(config, indent=2)
+        self._writer.add_text("config", f"**{run}**\n\n" + "\n".join("    " + line for line in text.splitlines()))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in flatten_record(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; folder/wandb_id has the run's id. WANDB_MODE, WANDB_PROJECT and so on apply."""
+
+    def __init__(self, folder: Path, run: str, config: Record, resumed_after: int | None) -> None:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12] + "\n", "utf-8")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run,
+            id=id_file.read_text("utf-8").strip(),
+            resume="allow",
+            dir=str(folder),
+            config=config,
+        )
+        # wandb's own step only increases and would drop the steps that a resumed run repeats.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log({"step": record["step"], **flatten_record(record)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """trackio's local database (TRACKIO_DIR); steps that a resumed run repeats appear twice."""
+
+    def __init__(self, folder: Path, run: str, config: Record, resumed_after: int | None) -> None:
+        import trackio
+
+        options: dict[str, Any] = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project=PROJECT, name=run, config=config, **options)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log(flatten_record(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, str, Record, int | None], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
+
+
+# The terminal, and all of it together.
+
+
+class ProgressDisplay:
+    """Loss, speed and time left: a progress bar on a terminal, lines elsewhere, nothing if `console` is None."""
+
+    def __init__(self, console: Console | None, first_step: int, steps: int) -> None:
+        self.console, self.first_step, self.steps = console, first_step, steps
+        self.start, self.last_line = time.perf_counter(), -math.inf
+        self.bar: Progress | None = None
+
+    def __enter__(self) -> ProgressDisplay:
+        if self.console is not None and self.console.is_terminal:
+            columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
+            self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
+            self.task = self.bar.add_task("starting", total=self.steps, completed=self.first_step - 1)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to a step."""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
+
+    def show_metrics(self, record: Mapping[str, Any]) -> None:
+        """Show the latest means."""
+        if self.console is None:
+            return
+        times, step, mfu = record["time"], record["step"], record["time"]["mfu"]
+        speed = f"{times['tokens_per_second']:,.0f} tokens/s" + ("" if mfu is None else f", MFU {100 * mfu:.0f}%")
+        text = f"nll {record['train/nll']:.3f}  {speed}"
+        if self.bar is not None:
+            self.bar.update(self.task, description=text)
+            return
+        now = time.perf_counter()
+        if now - self.last_line >= SECONDS_BETWEEN_LINES or step >= self.steps:
+            self.last_line = now
+            left = (now - self.start) / max(step - self.first_step + 1, 1) * (self.steps - step)
+            self.console.print(f"step {step:>7,} of {self.steps:,}  {text}  {format_duration(left)} left", markup=False)
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.console is not None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as 1 h 02 min, 3 min 20 s or 12 s."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    if hours:
+        return f"{hours:,} h {minutes:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+
+
+class RunLogger:
+    """Logs a run to metrics.jsonl, trackers and the terminal; every rank has one, and only rank 0 writes."""
+
+    def __init__(
+        self, config: Config, shape: ModelConfig, context: DistributedContext, *, step: int, seconds: float
+    ) -> None:
+        self.config, self.is_main, self.world_size = config, context.is_main, context.world_size
+        self.folder, self.seconds_before = Path(config.folder), seconds
+        self.tokens_per_step = config.batch * shape.length
+        self.flops_per_token = flops_per_token(shape, length=shape.length)
+        is_gpu = context.device.type == "cuda"
+        self.peak_flops = peak_flops(torch.cuda.get_device_name(context.device)) if is_gpu else None
+        self.start = self.last_log = time.perf_counter()
+        self.last_step, self.paused = step, 0.0  # the last logged step, and seconds not spent training since
+        self.exit_stack = ExitStack()
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self.trackers: list[Tracker] = []
+        console = Console(highlight=False) if context.is_main and config.log.show else None
+        self.progress = ProgressDisplay(console, step + 1, config.steps)
+        self.print = self.progress.print
+
+    def __enter__(self) -> RunLogger:
+        if self.is_main:
+            self.exit_stack.enter_context(self.metrics).cut_after(self.last_step)
+            self.metrics.path.touch()
+            self.trackers = open_trackers(
+                self.config.log.track,
+                folder=self.folder,
+                run=self.folder.name,
+                config=vars(self.config),
+                resumed_after=self.last_step or None,
+            )
+            for tracker in self.trackers:
+                self.exit_stack.callback(tracker.close)
+        self.exit_stack.enter_context(self.progress)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.exit_stack.__exit__(*error)
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the run, including its earlier processes."""
+        return self.seconds_before + time.perf_counter() - self.start
+
+    @contextmanager
+    def pause_timer(self) -> Iterator[None]:
+        """Leave the time spent in this context out of the training speed."""
+        start = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - start
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write a record to metrics.jsonl and the trackers."""
+        if self.is_main:
+            for writer in (self.metrics, *self.trackers):
+                writer.write(dict(record))
+
+    def log_step(self, metrics: StepMetrics, window: MetricWindow) -> None:
+        """Log the means since the last call, and the speed."""
+        means, stall = window.mean()
+        now = time.perf_counter()
+        seconds = max(now - self.last_log - self.paused, 1e-9)
+        speed = (metrics.step - self.last_step) * self.tokens_per_step / seconds
+        self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
+        peak = None if self.peak_flops is None else self.peak_flops * self.world_size
+        record = {
+            "step": metrics.step,
+            **means,
+            "lr": self.config.optimizer.lr * metrics.lr_multiplier,
+            "anchor_weight": metrics.anchor_weight,
+            "tokens": metrics.step * self.tokens_per_step,
+            "epoch": metrics.batch.state["epoch"],
+            "time": {
+                "seconds": self.seconds,
+                "tokens_per_second": speed,
+                "mfu": None if peak is None else speed * self.flops_per_token / peak,
+                "stall": stall / seconds,
+            },
+        }
+        self.log(record)
+        self.progress.show_metrics(record)
+
+    def sync(self) -> None:
+        """Wait until metrics.jsonl is on the disk."""
+        if self.is_main:
+            fsync_path(self.metrics.path)
+
+
+def describe_run(
+    config: Config, shape: ModelConfig, data: PreparedData, context: DistributedContext, kind: str, source: Path | None
+) -> str:
+    """Describe the model, the device, the data and the checkpoint that a run starts from."""
+    rows = len(data.rows("train"))
+    text = f"{config.data.stream}, streamed, rows" if config.data.stream else f"{rows:,} rows"
+    device = "CPU" if context.device.type == "cpu" else torch.cuda.get_device_name(context.device)
+    processes = "" if context.world_size == 1 else f" × {context.world_size} processes ({kind})"
+    lines = [
+        f"{config.method}, {count_parameters(shape) / 1e6:.1f}M parameters, on {device}{processes}",
+        f"{text} of {shape.length} tokens, vocabulary {shape.vocab_size:,}; "
+        f"{config.steps:,} steps of {config.batch} rows"
+        + ("" if config.data.stream else f" = {config.steps * config.batch / rows:.3g} epochs"),
+    ]
+    return "\n".join(lines if source is None else [*lines, f"resuming from {source}"])
+
+
+def format_validation(metrics: Mapping[str, float], *, is_causal: bool) -> str:
+    """Format the validation metrics and, for comparison, the unigram model's perplexity."""
+    bound = "" if is_causal else "at most "
+    return (
+        f"validation perplexity {bound}{metrics['val/ppl']:.2f} "
+        f"({metrics['val/nll']:.4f} ± {metrics['val/stderr']:.4f} nats per token); "
+        f"unigram model {metrics['unigram/ppl']:.2f}"
+    )
