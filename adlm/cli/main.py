@@ -25,7 +25,10 @@ from adlm.cli.sample import sample
 from adlm.cli.score import score
 from adlm.cli.train import train
 
-app = typer.Typer(cls=Commands, help="Anchored diffusion language models.", no_args_is_help=True)
+# Markdown keeps `[default: …]` in help texts, which rich markup would take for a style.
+app = typer.Typer(
+    cls=Commands, help="Anchored diffusion language models.", no_args_is_help=True, rich_markup_mode="markdown"
+)
 
 
 def tell_version(is_asked: bool) -> None:
