@@ -29,7 +29,7 @@ from adlm.diffusion.orders import Order, next_positions
 from adlm.diffusion.plans import EPS
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule, noise_level
-from adlm.diffusion.selected import CHUNK, selected_loss
+from adlm.diffusion.selected import MAX_LOGIT_ROWS, selected_loss
 from adlm.models.language_model import LanguageModel
 
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
@@ -213,7 +213,7 @@ def _estimate(
     variance = torch.zeros(count) if is_exact else None
     if draws > 1:
         variance = noise_variance(row_draws, sums[1], None if times is None else times(count))
-    return summarize_rows(*sums, documents, variance=variance, draws=draws)
+    return summarize_rows(sums[0], sums[1], documents, variance=variance, draws=draws)
 
 
 def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> Tensor:
@@ -222,7 +222,9 @@ def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> 
     The seed shifts all rows alike: without that a row would be at the same times for every seed, and a mean over seeds
     would keep the bias of rows at times that are easy for them. A single draw has the lineage's place.
     """
-    shift = float(CounterRng.of(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0  # no draw's own number
+    shift = (
+        float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0
+    )  # no draw's own number
     return row.double() + count * (draw / draws + shift)
 
 
@@ -270,7 +272,7 @@ def estimate_nll(
     def corrupt_rows(each: RowBatch, count: int, draw: int, is_given: Tensor | None) -> NoisyBatch:
         if config.is_causal:
             return shift_tokens(each.x0, valid=each.is_counted if is_given is not None else each.valid)
-        rng, index = CounterRng.of(seed, each.row), draw_position(each.row, count, draw, draws, seed)
+        rng, index = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
         return corrupt(each.x0, process, rng, draw, index=index, total=count, valid=each.valid, is_fixed=is_given)
 
     def compute_nats(each: RowBatch, count: int) -> Tensor:
@@ -334,7 +336,7 @@ def estimate_token_nats(
         if config.is_causal:
             noisy = replace(shift_tokens(x0, valid=valid), hidden=select(scored[:, 1:], torch.ones(len(part))))
         else:
-            process, rng = ForwardProcess(config.mask_id), CounterRng.of(seed, draw)
+            process, rng = ForwardProcess(config.mask_id), CounterRng.from_seed(seed, draw)
             noisy = corrupt(x0, process, rng, 0, index=draw, total=draws, valid=valid, is_fixed=~scored)
         loss = training_loss(model, noisy.to(device), score_entropy=score_entropy)
         nats[row, draw] = loss.row_nll.double().cpu()
@@ -391,7 +393,7 @@ def estimate_order_nll(
         nats = []
         for draw in range(draws):
             if is_random:
-                place = CounterRng.of(seed, each.row).uniform(draw, width, Purpose.ORDER)
+                place = CounterRng.from_seed(seed, each.row).uniform(draw, width, Purpose.ORDER)
             elif permutation is None:
                 place = torch.arange(width).expand_as(each.x0)
             elif len(permutation) == width:
@@ -522,7 +524,7 @@ def _compute_features(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hi
 
 def _compute_logits(model: LanguageModel, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Logits of features (N, dim), a chunk at a time, without the mask token."""
-    size = CHUNK[features.device.type]
+    size = MAX_LOGIT_ROWS[features.device.type]
     for start in range(0, len(features), size):
         logits = model.head(features[start : start + size])
         logits[:, model.config.mask_id] = -torch.inf

@@ -12,9 +12,6 @@ from adlm.cli import options
 from adlm.cli.errors import Commands, report_errors
 from adlm.cli.evaluation.card import card
 from adlm.cli.evaluation.code import code
-from adlm.cli.evaluation.domains import domains
-from adlm.cli.evaluation.ppl import ppl
-from adlm.cli.evaluation.zeroshot import zeroshot
 from adlm.cli.output import (
     SEPARATOR,
     check_output_folder,
@@ -29,11 +26,198 @@ from adlm.cli.writing import parse_sampler_options
 app = typer.Typer(cls=Commands, help="Evaluate models and texts.", no_args_is_help=True)
 
 # Move your command into this file with @app.command(), then remove its line here and its import above.
-app.command()(ppl)
-app.command()(zeroshot)
-app.command()(domains)
 app.command()(code)  # D
 app.command()(card)  # D
+
+
+ModelArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model),
+]
+RowsOption = Annotated[
+    str | None,
+    typer.Option(help="wrapped (one stream, split into rows) or documents (one a row, cut). [default: wrapped]"),
+]
+RowLength = Annotated[int | None, typer.Option(min=3, help="Tokens in a row. [default: the model's length]")]
+RowLimit = Annotated[int | None, typer.Option(min=2, help="Use only the first rows of each text. [default: all]")]
+RowBatch = Annotated[int, typer.Option(min=1, help="Rows at a time; does not change the results.")]
+NoiseSeed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the noise.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes that tokenize; does not change the results.")]
+OutFolder = Annotated[
+    Path | None, typer.Option(help="Output folder for the estimates. Running the same command again resumes.")
+]
+
+
+def load_models(names: list[str] | None, device: str) -> list[Any]:
+    """Load the models, each once; the bundled one by default."""
+    from adlm.bundled import DEFAULT
+    from adlm.text.lm import load
+
+    return [load(name, device=device) for name in dict.fromkeys(names or [DEFAULT])]
+
+
+def parse_pairs(option: str, values: list[str] | None) -> dict[str, str]:
+    """Parse NAME=VALUE options; a value without a name, where it is a path, is its own name."""
+    pairs: dict[str, str] = {}
+    for each in values or []:
+        name, equals, value = each.partition("=")
+        if option == "--data" and (not equals or Path(each).exists()):
+            name = value = each
+        if not name or not value:
+            raise ValueError(f"{option} {each!r} is not NAME=VALUE: write for example {option} ptb=VALUE")
+        if name in pairs:
+            raise ValueError(f"{option} names {name} twice: remove one of them")
+        pairs[name] = value
+    return pairs
+
+
+@app.command()
+def ppl(
+    models: ModelArguments = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DATA",
+            help="Text: a file, a folder, a dataset name, a Hub dataset or prepared data; repeatable. Required.",
+        ),
+    ] = None,
+    rows: RowsOption = None,
+    length: RowLength = None,
+    split: Annotated[str | None, typer.Option(help="Split of the data. [default: the held-out one]")] = None,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Noises for each row of a masked model; 1 shows no noise error.")
+    ] = 4,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of discrete time. [default: continuous time]")] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(help="Also the likelihood under an order: left_to_right, confidence, margin, entropy or random."),
+    ] = None,
+    tokens_a_step: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a step of --order reveals. [default: 1]")
+    ] = None,
+    count: Annotated[str, typer.Option(help="lineage: all tokens but padding; text: without BOS and EOS.")] = "lineage",
+    attend_padding: Annotated[
+        bool, typer.Option("--attend-padding", help="Read and mask padding like text, as the lineage does on LM1B.")
+    ] = False,
+    limit: RowLimit = None,
+    batch: RowBatch = 32,
+    seed: NoiseSeed = 0,
+    workers: Workers = 1,
+    out: OutFolder = None,
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Estimate the perplexity of models on held-out texts: nats per token, bits per byte and paired differences.
+
+    For a masked model it is an upper bound (≤), for a causal one it is exact. With torchrun the processes share the
+    rows.
+    """
+    with report_errors():
+        if not data:
+            raise ValueError("--data is required: a text file, a folder or a dataset name")
+        check_output_folder("--out", out)
+        texts = parse_pairs("--data", data)
+        with json_stdout(is_json):
+            from adlm.evaluate.perplexity import perplexity
+            from adlm.training.distributed import init_distributed
+
+            with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
+                result = perplexity(
+                    load_models(models, str(context.device)),
+                    texts,
+                    rows=rows,  # type: ignore[arg-type]
+                    length=length,
+                    split=split,
+                    draws=draws,
+                    steps=steps,
+                    order=order,
+                    tokens_a_step=tokens_a_step,
+                    count=count,
+                    attend_padding=attend_padding,
+                    limit=limit,
+                    batch=batch,
+                    seed=seed,
+                    workers=workers,
+                    out=out,
+                    context=context,
+                    progress=on_progress,
+                )
+                is_main = context.is_main
+        if is_main:
+            print_result(result, is_json=is_json, out=out)
+
+
+@app.command()
+def zeroshot(
+    models: ModelArguments = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="lambada, ptb, wikitext2, wikitext103, lm1b, ag_news, pubmed, arxiv; repeatable. [default: all]"
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with a folder for each set. [default: the Hugging Face Hub]")
+    ] = None,
+    paths: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=PATH", help="Path of one set; repeatable.")
+    ] = None,
+    stand_in: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=LABEL", help="Label a set whose files are something else; repeatable."),
+    ] = None,
+    skip_missing: Annotated[bool, typer.Option("--skip-missing", help="List missing sets and skip them.")] = False,
+    length: RowLength = None,
+    rows: RowsOption = None,
+    draws: Annotated[
+        int, typer.Option(min=1, help="Noises for each row of a masked model; 1 shows no noise error.")
+    ] = 2,
+    limit: RowLimit = None,
+    batch: RowBatch = 32,
+    seed: NoiseSeed = 0,
+    workers: Workers = 1,
+    out: OutFolder = None,
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Estimate perplexity on Lambada, PTB, WikiText, LM1B, AG News, PubMed and ArXiv, as the paper does.
+
+    Each result has its settings and a hash of its rows; deviations from the paper's data are listed. With torchrun the
+    processes share the rows.
+    """
+    with report_errors():
+        check_output_folder("--out", out)
+        with json_stdout(is_json):
+            from adlm.evaluate.zeroshot import find_set, zero_shot
+            from adlm.training.distributed import init_distributed
+
+            places, labels = (
+                {find_set(name): value for name, value in parse_pairs(option, values).items()}
+                for option, values in (("--set", paths), ("--stand-in", stand_in))
+            )
+            names = [name for each in sets or [] for name in each.split(",")]
+            with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
+                result = zero_shot(
+                    load_models(models, str(context.device)),
+                    names,
+                    data_dir=data_dir,
+                    paths={name: Path(place) for name, place in places.items()},
+                    stand_ins=labels,
+                    skip_missing=skip_missing,
+                    length=length,
+                    rows=rows,  # type: ignore[arg-type]
+                    draws=draws,
+                    limit=limit,
+                    batch=batch,
+                    seed=seed,
+                    workers=workers,
+                    out=out,
+                    context=context,
+                    progress=on_progress,
+                )
+                is_main = context.is_main
+        if is_main:
+            print_result(result, is_json=is_json, out=out)
 
 
 SCORING = "Scoring"

@@ -14,11 +14,14 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adlm.data.shards import write_safely
+from adlm.data.shards import write_atomically
+
+if TYPE_CHECKING:
+    from adlm.training.distributed import DistributedContext
 
 MERGED, PER_RANK = "cache.jsonl", "cache.{rank}.jsonl"
 FLUSH_SECONDS = 1.0  # at most this much work is lost in a kill
@@ -73,9 +76,22 @@ class Cache:
             entries: dict[str, Any] = {}
             for path in (self.folder / MERGED, *parts):
                 entries |= read_entries(path)
-            write_safely(self.folder / MERGED, b"".join(encode_line(*entry) for entry in entries.items()))
+            write_atomically(self.folder / MERGED, b"".join(encode_line(*entry) for entry in entries.items()))
         for path in parts:
             path.unlink()
+
+
+def open_cache(folder: Path | None, context: DistributedContext) -> Cache:
+    """Open a cache on all ranks with the entries that rank 0 reads; only rank 0 writes."""
+    cache = Cache(folder if context.is_main else None, rank=context.rank)
+
+    def load() -> None:
+        cache.merge()
+        cache.load()
+
+    context.run_on_rank0(load)
+    cache.entries = context.all_gather(cache.entries)[0]
+    return cache
 
 
 def hash_settings(settings: Any) -> str:

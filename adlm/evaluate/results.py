@@ -132,3 +132,10 @@ def save_json(path: Path, value: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(to_json(value), indent=1, ensure_ascii=False) + "\n").encode("utf-8"))
     return path
+
+
+def shorten_names(names: Sequence[str]) -> dict[str, str]:
+    """Names of models or texts for tables: the last part of a path, where that does not make two names equal."""
+    short = {name: Path(name).name or name for name in names}
+    repeated = {each for each in short.values() if list(short.values()).count(each) > 1}
+    return {name: name if each in repeated else each for name, each in short.items()}

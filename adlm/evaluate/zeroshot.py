@@ -1,89 +1,98 @@
-"""Perplexity on sets that a model was not trained on, in the lineage's form: the sets as a table, then their figures.
+"""Zero-shot perplexity on the paper's eight sets, in the form of the lineage (the MDLM/SEDD code family).
 
-Every choice is written down in docs/zeroshot.md.
+Every choice is documented in docs/zeroshot.md.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from adlm.data.corpora import find_corpus
-from adlm.data.prepare import Progress
+from adlm.data.prepare import PrepareProgress
 from adlm.data.sources import open_source
-from adlm.data.splits import split_in
+from adlm.data.splits import detect_split
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from adlm.evaluate.lines import Line, OnProgress, Subject, lines
-from adlm.evaluate.reading import Reading, read
-from adlm.models.language_model import LanguageModel
+from adlm.evaluate.data import EvalDataset, RowLayout, load_eval_data
+from adlm.evaluate.perplexity import (
+    NllSettings,
+    format_estimates,
+    group_warnings,
+    list_models,
+    measure_texts,
+    pair_models,
+    tabulate_differences,
+    warn_few_units,
+)
+from adlm.evaluate.provenance import collect_provenance
+from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
+from adlm.text.lm import LM
+from adlm.training.distributed import DistributedContext
 
-PAPER = ("ADLM", "MDLM", "AR")  # trained on 524B tokens of OpenWebText; of the first two an upper bound
+PAPER = ("ADLM", "MDLM", "AR")  # trained on 524B tokens of OpenWebText; the first two are upper bounds
 PAPER_TOKENIZER, PAPER_LENGTH = "gpt2", 1024
-SPLIT = "valid"  # which the lineage takes; of sets that have none, corpora.py names the Hub's test split so
+SPLIT = "valid"  # the lineage's; corpora.py maps it to the Hub's test split for sets without a validation split
 
 
 @dataclass(frozen=True)
-class TestSet:
-    """One set of the paper: how the lineage reads it, and the perplexities that the paper gives."""
-
-    __test__ = False  # for pytest, which collects what is called Test
+class ZeroShotSet:
+    """One set of the paper: how the lineage reads it, and the perplexities that the paper reports."""
 
     corpus: str  # its name in adlm/data/corpora.py, which knows column, detokenizer and splits
-    documents: int  # of the split, as the Hub has it
+    documents: int  # of the split on the Hub
     paper: tuple[float, float, float]
-    places: tuple[str, ...]  # where it may lie in a folder of sets, as patterns; the first that is there
+    patterns: tuple[str, ...]  # of its files in a folder of sets; the first that matches
     note: str
-    rows: Literal["wrapped", "documents"] = "wrapped"
+    rows: RowLayout = "wrapped"
 
 
-WIKITEXT = (31.94, 32.83, 25.75)
-SAME_ARTICLES = "validation split, a line to a document; in the raw form the same text as that of the other WikiText"
-SETS: dict[str, TestSet] = {
-    "lambada": TestSet(
+WIKITEXT_PAPER = (31.94, 32.83, 25.75)
+WIKITEXT_NOTE = "validation split, a line to a document; in the raw form the same text as that of the other WikiText"
+SETS: dict[str, ZeroShotSet] = {
+    "lambada": ZeroShotSet(
         "lambada",
         5_153,
         (44.32, 47.52, 51.28),
         ("lambada", "lambada_test.jsonl*"),
         "OpenAI's test file; whole passages are scored, not their last words",
     ),
-    "ptb": TestSet(
+    "ptb": ZeroShotSet(
         "ptb",
         3_370,
         (95.37, 95.26, 82.05),
         ("ptb", "ptb.valid.txt*"),
         "validation split; <unk> becomes ?, N becomes 1; in the lineage's many processes it fills no row of 1024",
     ),
-    "wikitext2": TestSet("wikitext2", 3_760, WIKITEXT, ("wikitext2", "wikitext-2", "wikitext-2-raw"), SAME_ARTICLES),
-    "wikitext103": TestSet(
-        "wikitext103", 3_760, WIKITEXT, ("wikitext103", "wikitext-103", "wikitext-103-raw"), SAME_ARTICLES
+    "wikitext2": ZeroShotSet(
+        "wikitext2", 3_760, WIKITEXT_PAPER, ("wikitext2", "wikitext-2", "wikitext-2-raw"), WIKITEXT_NOTE
     ),
-    "lm1b": TestSet(
+    "wikitext103": ZeroShotSet(
+        "wikitext103", 3_760, WIKITEXT_PAPER, ("wikitext103", "wikitext-103", "wikitext-103-raw"), WIKITEXT_NOTE
+    ),
+    "lm1b": ZeroShotSet(
         "lm1b",
         306_688,
         (64.43, 67.01, 51.25),
         ("lm1b", "1-billion-word*", "news.en.heldout*"),
         "test split, wrapped: only models that were trained on LM1B see a sentence to a row",
     ),
-    "ag_news": TestSet(
+    "ag_news": ZeroShotSet(
         "ag_news",
         7_600,
         (55.72, 61.15, 52.09),
         ("ag_news", "ag_news*.csv*"),
         "test split; title and description joined by a blank, nothing cleaned up",
     ),
-    "pubmed": TestSet(
+    "pubmed": ZeroShotSet(
         "scientific_papers_pubmed",
         6_633,
         (37.56, 41.89, 49.01),
         ("pubmed", "scientific_papers_pubmed"),
         "validation split; whole articles, cleaned up as WikiText and then as LM1B",
     ),
-    "arxiv": TestSet(
+    "arxiv": ZeroShotSet(
         "scientific_papers_arxiv",
         6_436,
         (33.69, 37.37, 41.73),
@@ -100,127 +109,107 @@ ALIASES = {
 }
 
 
-class Missing(FileNotFoundError):
-    """A set that is not where it was looked for."""
+class MissingSetError(FileNotFoundError):
+    """A set that was not found."""
 
 
 def find_set(name: str) -> str:
-    """The name in `SETS` of a set that may be called as the lineage does."""
+    """The name in `SETS` of a set, which may also be the lineage's name."""
     known = ALIASES.get(name, name)
     if known not in SETS:
-        raise ValueError(f"no set is called {name!r}; there are {', '.join(SETS)}")
+        raise ValueError(f"unknown set {name!r}; known: {', '.join(SETS)}")
     return known
 
 
-def locate(name: str, *, folder: Path | None = None, given: Mapping[str, Path] | None = None) -> str:
-    """What `read` takes: the place that is given for a set, else its place in the folder, else the Hub's name."""
+def locate_set(name: str, *, data_dir: Path | None = None, path: Path | None = None) -> str:
+    """The source of a set for `load_eval_data`: its own path, else its place in the folder, else the Hub's name."""
     found = SETS[name]
-    if given and name in given:
-        place = given[name].expanduser()
-        if not place.exists():
-            raise Missing(f"{name}: no file or folder {str(place)!r}: check --set {name}=PATH")
-        return f"{found.corpus}:{place}"
-    if folder is None:
+    if path is not None:
+        if not path.expanduser().exists():
+            raise MissingSetError(f"{name}: no file or folder {str(path)!r}: check --set {name}=PATH")
+        return f"{found.corpus}:{path.expanduser()}"
+    if data_dir is None:
         try:
             open_source(found.corpus, split=SPLIT)
         except (FileNotFoundError, ImportError) as error:
-            raise Missing(f"{name}: {error}; give --set {name}=PATH, or --data-dir with a folder {name!r}") from error
+            raise MissingSetError(
+                f"{name}: {error}; give --set {name}=PATH, or --data-dir with a folder {name!r}"
+            ) from error
         return found.corpus
-    if not folder.is_dir():
-        raise ValueError(f"--data-dir {folder} is no folder")
-    for pattern in found.places:
-        places = sorted(folder.glob(pattern))
-        if len(places) > 1:
-            listed = ", ".join(place.name for place in places)
-            raise ValueError(f"{name} may be any of {listed} in {folder}: choose one with --set {name}=PATH")
-        if places:
-            return f"{found.corpus}:{places[0]}"
-    raise Missing(
-        f"{name} is not in {folder}: put its files there as {' or '.join(found.places)}, give --set {name}=PATH, or "
-        "leave --data-dir out to have it from the Hub"
+    if not data_dir.is_dir():
+        raise ValueError(f"--data-dir {data_dir} is not a folder: give the folder that holds the sets")
+    for pattern in found.patterns:
+        matches = sorted(data_dir.glob(pattern))
+        if len(matches) > 1:
+            listed = ", ".join(match.name for match in matches)
+            raise ValueError(f"{name} may be any of {listed} in {data_dir}: choose one with --set {name}=PATH")
+        if matches:
+            return f"{found.corpus}:{matches[0]}"
+    raise MissingSetError(
+        f"{name} is not in {data_dir}: put its files there as {' or '.join(found.patterns)}, give --set {name}=PATH, "
+        "or leave --data-dir out to load it from the Hub"
     )
 
 
-def located(
-    names: Sequence[str], *, folder: Path | None, given: Mapping[str, Path], skip_missing: bool
+def locate_sets(
+    names: Sequence[str], *, data_dir: Path | None, paths: Mapping[str, Path], skip_missing: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Where each set is, and of those that are not there why; without `skip_missing` that is an error."""
-    found, missing = {}, {}
+    """The source of each set, and the reasons for missing ones; without `skip_missing` those are an error."""
+    sources, missing = {}, {}
     for name in names:
         try:
-            found[name] = locate(name, folder=folder, given=given)
-        except Missing as error:
+            sources[name] = locate_set(name, data_dir=data_dir, path=paths.get(name))
+        except MissingSetError as error:
             if not skip_missing:
-                raise Missing(f"{error}; --skip-missing goes on without") from error
+                raise MissingSetError(f"{error}; --skip-missing skips such sets") from error
             missing[name] = str(error)
-    return found, missing
+    if not sources:
+        raise ValueError(f"none of the sets was found: {'; '.join(missing.values())}")
+    return sources, missing
 
 
-def split_of(name: str, spec: str) -> str:
-    """The split to read: the lineage's, unless the one file that is given says by its name that it is another."""
-    corpus, _, place = spec.partition(":")
-    said = split_in(Path(place).name) if place and Path(place).is_file() else None
+def load_set(name: str, source: str, tokenizer: Tokenizer, length: int, **options: Any) -> EvalDataset:
+    """Load the rows of a set in the lineage's form; `options` are those of `load_eval_data`.
+
+    The split is the lineage's, except where a single file names another split.
+    """
+    corpus, _, place = source.partition(":")
+    named = detect_split(Path(place).name) if place and Path(place).is_file() else None
     splits = find_corpus(corpus).splits
-    return said if said and splits.get(said, splits[SPLIT]) != splits[SPLIT] else SPLIT
+    split = named if named and splits.get(named, splits[SPLIT]) != splits[SPLIT] else SPLIT
+    options["rows"] = options.get("rows") or SETS[name].rows
+    return load_eval_data(source, tokenizer, length, split=split, **options)
 
 
-def read_set(
-    name: str,
-    spec: str,
-    tokenizer: Tokenizer,
-    length: int,
-    *,
-    rows: Literal["wrapped", "documents"] | None = None,
-    limit: int | None = None,
-    workers: int = 1,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> Reading:
-    """The rows of a set in the lineage's form, or in another if told."""
-    how: dict[str, Any] = {"rows": rows or SETS[name].rows, "split": split_of(name, spec)}
-    return read(spec, tokenizer, length, **how, limit=limit, workers=workers, on_progress=on_progress)
-
-
-def labelled(reading: Reading, stand_in: str | None) -> Reading:
-    """The reading with what its user says that it stands in for the real set with."""
-    return reading if stand_in is None else replace(reading, settings=reading.settings | {"stand_in": stand_in})
-
-
-def differences(name: str, reading: Reading) -> list[str]:
-    """Why a figure on these rows is not to be held against the paper's: nothing, if they are the lineage's."""
-    found, said = SETS[name], reading.settings
-    reasons = []
-    if said["stand_in"]:
-        reasons.append(f"stand-in: {said['stand_in']}")
-    if said["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256:
-        reasons.append(f"tokenizer {said['tokenizer']}, not {PAPER_TOKENIZER}: other tokens, other perplexity a token")
-    if said["unk_marks"]:
-        reasons.append(f"{said['unk_marks']:,} <unk> marks in the text, which the lineage reads in its raw form")
-    if said["split"] != SPLIT:
-        reasons.append(f"split {said['split']}, not {SPLIT}")
-    if said["length"] != PAPER_LENGTH:
-        reasons.append(f"rows of {said['length']} tokens, not {PAPER_LENGTH}")
-    if said["rows"] != found.rows:
-        reasons.append(f"rows {said['rows']}, not {found.rows}")
-    if said["limit"] is not None:
-        reasons.append(f"only the first {said['row_count']} rows")
-    elif said["split"] == SPLIT and (count := said["documents"] + said["documents_dropped"]) != found.documents:
-        reasons.append(f"{count:,} documents, where the whole split has {found.documents:,}")
+def list_deviations(name: str, settings: Mapping[str, Any]) -> list[str]:
+    """Why an estimate on rows with these settings is not comparable to the paper's; empty if it is."""
+    found, reasons = SETS[name], []
+    if settings["stand_in"]:
+        reasons.append(f"stand-in: {settings['stand_in']}")
+    if settings["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256:
+        reasons.append(
+            f"tokenizer {settings['tokenizer']}, not {PAPER_TOKENIZER}: perplexities per token do not compare"
+        )
+    if settings["unk_marks"]:
+        reasons.append(f"{settings['unk_marks']:,} <unk> marks in the text, where the lineage reads the raw form")
+    if settings["split"] != SPLIT:
+        reasons.append(f"split {settings['split']}, not {SPLIT}")
+    if settings["length"] != PAPER_LENGTH:
+        reasons.append(f"rows of {settings['length']} tokens, not {PAPER_LENGTH}")
+    if settings["rows"] != found.rows:
+        reasons.append(f"rows {settings['rows']}, not {found.rows}")
+    if settings["limit"] is not None:
+        reasons.append(f"only the first {settings['row_count']} rows")
+    elif settings["split"] == SPLIT:
+        count = settings["documents"] + settings["documents_dropped"]
+        if count != found.documents:
+            reasons.append(f"{count:,} documents, where the whole split has {found.documents:,}")
     return reasons
 
 
-def weights_hash(model: LanguageModel) -> str:
-    """sha256 over the model's tensors: name, type, shape and bytes of each, in the order of their names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        tensor = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.dim() else repr(tensor.item()).encode())
-    return digest.hexdigest()
-
-
-def against_paper(name: str, reading: Reading) -> dict[str, Any]:
-    """What there is to say of a set's rows whatever the model: the paper's figures, and whether ours compare."""
-    label, reasons = reading.settings["stand_in"], differences(name, reading)
+def compare_with_paper(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The paper's perplexities on a set, and whether estimates on rows with these settings are comparable to them."""
+    label, reasons = settings["stand_in"], list_deviations(name, settings)
     return {
         "label": f"stand-in: {label}" if label else None,
         "paper": None if label else dict(zip(PAPER, SETS[name].paper, strict=True)),
@@ -230,32 +219,101 @@ def against_paper(name: str, reading: Reading) -> dict[str, Any]:
     }
 
 
-def zeroshot(
-    subjects: Sequence[Subject],
-    specs: Mapping[str, str],
+def zero_shot(
+    models: LM | Iterable[LM],
+    sets: Sequence[str] | None = None,
     *,
-    rows: Literal["wrapped", "documents"] | None = None,
-    limit: int | None = None,
-    workers: int = 1,
+    data_dir: Path | None = None,
+    paths: Mapping[str, Path] | None = None,
     stand_ins: Mapping[str, str] | None = None,
-    **how: Any,
-) -> Iterator[tuple[Line, bool]]:
-    """Set by set a line for each model, and whether it was measured now.
+    skip_missing: bool = False,
+    length: int | None = None,
+    rows: RowLayout | None = None,
+    draws: int = 2,
+    limit: int | None = None,
+    batch: int = 32,
+    seed: int = 0,
+    workers: int = 1,
+    out: Path | None = None,
+    context: DistributedContext | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> EvalResult:
+    """Estimate perplexity on the paper's zero-shot sets, with its numbers and the reasons why they do not compare.
 
-    `stand_ins` labels sets whose files are something else. `how`: `known`, `walk` and `on_rows`, as `lines` has them.
+    A set is read from `paths`, else from its folder in `data_dir`, else from the Hub. `stand_ins` labels sets whose
+    files are something else. `out` is a folder in which the estimates are stored: the same call resumes.
     """
+    lms, labels = list_models(models), {find_set(name): label for name, label in (stand_ins or {}).items()}
+    places = {find_set(name): Path(path) for name, path in (paths or {}).items()}
+    names = list(dict.fromkeys(map(find_set, sets or ())))
+    names = names or (list(places) if places and not data_dir else list(SETS))
+    if unused := [name for name in {**places, **labels} if name not in names]:
+        raise ValueError(f"{unused[0]} has a path or a label and is not evaluated: add it to sets")
+    context = context or DistributedContext(lms[0].device)
+    here = locate_sets(names, data_dir=data_dir, paths=places, skip_missing=skip_missing)
+    # Rank 0 decides: ranks with other sets would wait for each other for ever.
+    sources, missing = context.all_gather({"located": here})[0]["located"]
 
-    def read_rows(name: str, subject: Subject, on_progress: OnProgress) -> Reading:
-        reading = read_set(
-            name,
-            specs[name],
-            subject.tokenizer,
-            subject.length,
-            rows=rows,
-            limit=limit,
-            workers=workers,
-            on_progress=on_progress,
+    def load(name: str, lm: LM, on_progress: Callable[[PrepareProgress], None]) -> EvalDataset:
+        options = {"rows": rows, "limit": limit, "workers": workers, "on_progress": on_progress}
+        data = load_set(name, sources[name], lm.tokenizer, length or lm.model.config.length, **options)
+        return replace(data, settings=data.settings | {"stand_in": labels[name]}) if name in labels else data
+
+    found = measure_texts(
+        lms,
+        sources,
+        load,
+        NllSettings(draws, seed),
+        length=length,
+        batch=batch,
+        out=out,
+        context=context,
+        progress=progress,
+    )
+    entries = []
+    for each in found:
+        entry, settings = dict(each.entry), dict(each.entry["settings"])
+        data = settings.pop("data")
+        dropped = ("data", "kind", "documents", "seconds")
+        entry = {"set": entry["data"]} | {key: value for key, value in entry.items() if key not in dropped}
+        entries.append(entry | compare_with_paper(entry["set"], data) | {"settings": settings | data})
+    differences, described = (
+        pair_models(found),
+        [
+            {"model": lm.name, "method": lm.method, "step": lm.step, "length": length or lm.model.config.length}
+            | {key: entry["settings"][key] for key in ("weights_sha256", "draws", "seed")}
+            for lm, entry in zip(lms, entries)
+        ],
+    )
+    shared = {"draws": draws, "seed": seed, "length": length, "rows": rows, "limit": limit}
+    single = described[0] if len(lms) == 1 else {}
+    metrics: dict[str, Any] = {name: single[name] for name in ("model", "method") if single}
+    metrics |= {"models": described, "sets": entries, "missing": missing, "differences": differences}
+    reasons = {id(entry): entry["differs"] + warn_few_units(entry) for entry in entries}
+    warnings = group_warnings(reasons, entries, "set") + [f"missing: {reason}" for reason in missing.values()]
+    tables = [tabulate_sets(entries)] + ([tabulate_differences(differences)] if differences else [])
+    provenance = collect_provenance(lms[0].device, processes=context.world_size)
+    return EvalResult("zero_shot", metrics, shared | single, provenance, tables, warnings)
+
+
+def tabulate_sets(entries: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each set and model, with the paper's perplexities in brackets where they do not compare."""
+    names = shorten_names([entry["model"] for entry in entries])
+    columns = [Column("set", is_text=True), Column("model", is_text=True)]
+    columns += [Column(name) for name in ("nats/token", "ppl", "bits/byte", f"paper: {'/'.join(PAPER)}")]
+    columns += [Column("tokens", is_optional=True), Column("rows' hash", is_text=True, is_optional=True)]
+    rows: list[list[Any]] = []
+    for entry in entries:
+        paper = "* stand-in"
+        if entry["paper"] is not None:
+            paper = "/".join(f"{entry['paper'][name]:.2f}" for name in PAPER)
+            paper = paper if entry["is_comparable"] else f"({paper})"
+        cells = [entry["set"] + ("*" if entry["label"] else ""), names[entry["model"]], *format_estimates(entry, 3)]
+        rows.append([*cells, paper, entry["tokens"], entry["rows_hash"][:8]])
+    notes = ["± is a standard error, ≤ an upper bound. Bits per byte compare across tokenizers, the others do not."]
+    if any(entry["paper"] for entry in entries):
+        notes.append(
+            "The paper's models were trained on 524B tokens of OpenWebText; its perplexities are in brackets where the "
+            "rows differ from the paper's."
         )
-        return labelled(reading, (stand_ins or {}).get(name))
-
-    return lines(subjects, specs, read_rows, kind="set", about=against_paper, **how)
+    return Table(columns, rows, notes=notes)

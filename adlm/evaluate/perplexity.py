@@ -1,0 +1,482 @@
+"""Perplexity of any number of models on any number of texts, with paired differences between the models."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adlm.data.prepare import PrepareProgress
+from adlm.diffusion.masking import MIN_TIME
+from adlm.evaluate.cache import Cache, hash_settings, open_cache
+from adlm.evaluate.data import EvalDataset, RowLayout, count_row_bytes, load_eval_data
+from adlm.evaluate.provenance import collect_provenance, hash_weights
+from adlm.evaluate.results import (
+    Column,
+    Estimate,
+    EvalResult,
+    ProgressCallback,
+    Table,
+    ignore_progress,
+    shorten_names,
+)
+from adlm.evaluate.stats import estimate_ratio_difference
+from adlm.likelihood import (
+    ORDERS,
+    RANDOM,
+    NllEstimate,
+    estimate_nll,
+    estimate_order_nll,
+    group_rows,
+    summarize_rows,
+)
+from adlm.methods import METHODS
+from adlm.models.language_model import LanguageModel
+from adlm.text.lm import LM
+from adlm.training.distributed import DistributedContext
+
+COUNTS = {
+    "lineage": "every token but padding counts, BOS and EOS too, as in the paper",
+    "text": "BOS and EOS are given and not counted",
+}
+KINDS = {
+    "exact": "exact",
+    "nelbo": "NELBO, continuous time",
+    "discrete_nelbo": "NELBO, {steps} steps",
+    "unmasking_exact": "{order} order: exact",
+    "unmasking_bound": "{order} order",
+}
+MIN_UNITS = 20  # documents or rows: fewer give a poor standard error
+Loader = Callable[[str, LM, Callable[[PrepareProgress], None]], EvalDataset]
+
+
+@dataclass(frozen=True)
+class NllSettings:
+    """What an estimate depends on besides the model and the rows."""
+
+    draws: int = 4
+    seed: int = 0
+    steps: int | None = None  # of discrete time; None: continuous time
+    order: str | None = None  # of a second estimate
+    tokens_a_step: int | None = None
+    count: str = "lineage"
+    attend_padding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count not in COUNTS:
+            raise ValueError(f"count must be one of {', '.join(COUNTS)}, got {self.count!r}")
+        if self.order is not None and self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.order is None and self.tokens_a_step is not None:
+            raise ValueError(f"tokens_a_step {self.tokens_a_step} has no effect without order: give order too")
+        if self.order is not None and self.attend_padding:
+            raise ValueError(f"order {self.order} never hides padding: leave attend_padding out")
+
+
+@dataclass(frozen=True)
+class TextNll:
+    """The estimates of one model on one text; `entry` is their JSON form."""
+
+    entry: dict[str, Any]
+    nll: NllEstimate
+    data: EvalDataset
+    lm: LM
+
+
+def perplexity(
+    models: LM | Iterable[LM],
+    data: str | Path | Mapping[str, str | Path],
+    *,
+    rows: RowLayout | None = None,
+    length: int | None = None,
+    split: str | None = None,
+    draws: int = 4,
+    steps: int | None = None,
+    order: str | None = None,
+    tokens_a_step: int | None = None,
+    count: str = "lineage",
+    attend_padding: bool = False,
+    limit: int | None = None,
+    batch: int = 32,
+    seed: int = 0,
+    workers: int = 1,
+    out: Path | None = None,
+    context: DistributedContext | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> EvalResult:
+    """Estimate the perplexity of models on one text or on named texts: an upper bound for masked models.
+
+    `draws` is the number of noises for each row, `steps` selects discrete time, `order` adds the likelihood under an
+    unmasking order, `tokens_a_step` at a time. `count="text"` leaves out BOS and EOS. `out` is a folder in which the
+    estimates are stored: the same call resumes.
+    """
+    lms, texts = list_models(models), data if isinstance(data, Mapping) else {str(data): data}
+    settings = NllSettings(draws, seed, steps, order, tokens_a_step, count, attend_padding)
+
+    def load(name: str, lm: LM, on_progress: Callable[[PrepareProgress], None]) -> EvalDataset:
+        row_length = length or lm.model.config.length
+        return load_eval_data(
+            texts[name],
+            lm.tokenizer,
+            row_length,
+            rows=rows,
+            split=split,
+            workers=workers,
+            limit=limit,
+            on_progress=on_progress,
+        )
+
+    found = measure_texts(
+        lms, texts, load, settings, length=length, batch=batch, out=out, context=context, progress=progress
+    )
+    differences, entries = pair_models(found), [each.entry for each in found]
+    provenance = collect_provenance(lms[0].device, processes=1 if context is None else context.world_size)
+    warnings = group_warnings({id(each.entry): list_warnings(each) for each in found}, entries, "data")
+    tables = [tabulate(entries)] + ([tabulate_differences(differences)] if differences else [])
+    if len(entries) == 1:
+        own = dict(entries[0])
+        return EvalResult("perplexity", own, own.pop("settings"), provenance, tables, warnings)
+    shared = {"draws": draws, "seed": seed, "steps": steps, "count": count, "attend_padding": attend_padding}
+    shared |= {"rows": rows, "length": length, "split": split, "limit": limit}
+    metrics = {"models": entries, "differences": differences}
+    return EvalResult("perplexity", metrics, shared, provenance, tables, warnings)
+
+
+def list_models(models: LM | Iterable[LM]) -> list[LM]:
+    """The models, each once; two models of one name would be mixed up and are refused."""
+    listed = [models] if isinstance(models, LM) else list(models)
+    by_name: dict[str, LM] = {}
+    for lm in listed:
+        if lm.name in by_name and hash_weights(lm.model) != hash_weights(by_name[lm.name].model):
+            raise ValueError(f"two different models are named {lm.name!r}: give them different names (LM.name)")
+        by_name.setdefault(lm.name, lm)
+    if not by_name:
+        raise ValueError("models is empty: give at least one, for example adlm.load()")
+    return list(by_name.values())
+
+
+def measure_texts(
+    models: Sequence[LM],
+    names: Iterable[str],
+    load: Loader,
+    settings: NllSettings,
+    *,
+    length: int | None = None,
+    batch: int = 32,
+    out: Path | None = None,
+    context: DistributedContext | None = None,
+    progress: ProgressCallback = ignore_progress,
+) -> list[TextNll]:
+    """Estimate the nll of every model on every text, text by text; estimates in the cache are not computed again.
+
+    Models with the same tokenizer and row length share the rows that `load` returns.
+    """
+    for lm in models:
+        limit = lm.model.config.length
+        if length is not None and length > limit:
+            raise ValueError(f"length {length} is more than the {limit} tokens of {lm.name}: give at most {limit}")
+        if settings.order is not None and lm.row_format.is_causal:
+            raise ValueError(f"{lm.name} is causal: its nll is exact, in its only order; leave order out")
+    context = context or DistributedContext(models[0].device)
+    cache = open_cache(out, context)
+    weights = {lm.name: hash_weights(lm.model) for lm in models}
+    networks = {lm.name: lm.model.fold().to(lm.device) for lm in models}
+    found = []
+    for name in names:
+        datasets: dict[tuple[Any, ...], EvalDataset] = {}
+        for lm in models:
+            words = lm.tokenizer
+            key = (words.sha256, words.bos_id, words.eos_id, words.pad_id, length or lm.model.config.length)
+            if key not in datasets:
+                stage = f"{name}: reading"
+                progress(stage, 0, 0)
+                datasets[key] = load(name, lm, lambda read: progress(stage, read.consumed, read.total or 0))  # noqa: B023
+                check_rows(name, datasets[key])
+            data = datasets[key]
+            data = replace(data, settings=data.settings | {"tokenizer": words.name})
+            found.append(
+                measure_text(
+                    lm,
+                    networks[lm.name],
+                    name,
+                    data,
+                    settings,
+                    weights_sha256=weights[lm.name],
+                    batch=batch,
+                    cache=cache,
+                    context=context,
+                    progress=progress,
+                )
+            )
+    return found
+
+
+def check_rows(name: str, data: EvalDataset) -> None:
+    """Refuse a text without bytes or without a second row for a standard error."""
+    source, rows = data.settings["source"], len(data.rows)
+    text = source if name == source else f"{name} ({source})"
+    if data.bytes < 1:
+        raise ValueError(f"{text} has {rows} rows without any text: give another text")
+    if rows < 2:
+        remedy = "use a smaller length" if data.settings["rows"] == "wrapped" else "leave rows=documents out"
+        raise ValueError(
+            f"{text} makes one row of {data.settings['length']} tokens, and a standard error needs at least 2: give "
+            f"more text, or {remedy}"
+        )
+
+
+def measure_text(
+    lm: LM,
+    network: LanguageModel,
+    name: str,
+    data: EvalDataset,
+    settings: NllSettings,
+    *,
+    weights_sha256: str,
+    batch: int,
+    cache: Cache,
+    context: DistributedContext,
+    progress: ProgressCallback,
+) -> TextNll:
+    """Estimate the nll of one model on one text, and under an order if the settings name one."""
+    started, is_causal, documents = time.perf_counter(), lm.row_format.is_causal, data.document_units()
+    frame = sorted({lm.tokenizer.bos_id, lm.tokenizer.eos_id} - {None}) if settings.count == "text" else []  # type: ignore[type-var]
+    score_entropy = METHODS[lm.method].score_entropy
+    noise: dict[str, Any] = {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
+    same: dict[str, Any] = {"batch": batch, "given_tokens": frame, "documents": documents, "ranks": context}
+    form: dict[str, Any] = {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
+    key = {"weights_sha256": weights_sha256, "rows_hash": data.rows_hash, "given_tokens": frame, **noise}
+
+    def report(stage: str, done: int, total: int) -> None:
+        progress(f"{name}: {lm.name}{stage}", done, total)
+
+    def estimate() -> NllEstimate:
+        report("", 0, len(data.rows))
+        on_rows = partial(report, "")
+        return estimate_nll(network, data.rows, **noise, **form, **same, score_entropy=score_entropy, on_rows=on_rows)
+
+    def estimate_order() -> NllEstimate:
+        assert settings.order is not None
+        on_rows, together = partial(report, f", {settings.order} order"), settings.tokens_a_step or 1
+        return estimate_order_nll(
+            network, data.rows, settings.order, tokens_a_step=together, **noise, **same, on_rows=on_rows
+        )
+
+    try:
+        nll = _recall(cache, {"task": "nll", **key, **form, "score_entropy": score_entropy}, estimate, data)
+        kind = "exact" if is_causal else "nelbo" if settings.steps is None else "discrete_nelbo"
+        entry = {"data": name, "model": lm.name} | describe(nll, data.bytes)
+        entry |= {"is_bound": not is_causal, "kind": kind}
+        if settings.order is not None:
+            order = {"order": settings.order, "tokens_a_step": settings.tokens_a_step or 1}
+            second = _recall(cache, {"task": "order_nll", **key, **order}, estimate_order, data)
+            is_bound = settings.order == RANDOM
+            entry["unmasking"] = describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
+            entry["unmasking"]["kind"] = "unmasking_bound" if is_bound else "unmasking_exact"
+    except FloatingPointError as error:
+        raise ValueError(
+            f"{lm.name} cannot be evaluated on {name}: {error}. Check its weights, then the rows"
+        ) from error
+    units = "rows" if documents is None else "documents"
+    described = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": weights_sha256}
+    described |= {"count": settings.count, "attend_padding": settings.attend_padding and not is_causal}
+    described |= {"seed": settings.seed, "draws": nll.draws, "steps": None if is_causal else settings.steps}
+    if not is_causal:
+        described |= {"schedule": "loglinear", "min_time": 0.0 if settings.steps else MIN_TIME}
+    described |= {"objective": "score_entropy" if score_entropy else "cross_entropy", "precision": "float32"}
+    described |= {"error_over": units, "data": data.settings}
+    count = len(data.documents.unique())
+    entry |= {"error_over": units, "error_units": len(data.rows) if documents is None else count}
+    entry |= {"rows": len(data.rows), "documents": count, "bytes": data.bytes, "rows_hash": data.rows_hash}
+    entry |= {"seconds": time.perf_counter() - started, "settings": described}
+    return TextNll(entry, nll, data, lm)
+
+
+def _recall(
+    cache: Cache, settings: dict[str, Any], compute: Callable[[], NllEstimate], data: EvalDataset
+) -> NllEstimate:
+    """The cached estimate of these settings, or a new one."""
+    key = hash_settings(settings)
+    stored = cache.get(key)
+    if stored is None:
+        nll = compute()
+        rows = {"row_nats": nll.row_nats.numpy(), "row_tokens": nll.row_tokens.numpy()}
+        cache.put(key, rows | {"noise_stderr": nll.noise_stderr, "draws": nll.draws})
+        cache.flush()
+        return nll
+    nats, tokens = (torch.tensor(stored[name]) for name in ("row_nats", "row_tokens"))
+    nll = summarize_rows(nats, tokens, data.document_units(), draws=stored["draws"])
+    return replace(nll, noise_stderr=stored["noise_stderr"])
+
+
+def describe(nll: NllEstimate, size: int) -> dict[str, Any]:
+    """An estimate by the names of the JSON; the error of bits per byte takes the bytes per token as fixed."""
+    bits = nll.bits_per_byte(size)
+    return {
+        "nll": nll.nll,
+        "ppl": nll.ppl,
+        "se": nll.stderr,
+        "se_noise": nll.noise_stderr,
+        "bits_per_byte": bits,
+        "bits_per_byte_se": bits * nll.stderr / nll.nll,
+        "tokens": nll.tokens,
+    }
+
+
+def pair_models(found: Sequence[TextNll]) -> list[dict[str, Any]]:
+    """On every text, the paired difference of each further model to the first one."""
+    by_text: dict[str, list[TextNll]] = {}
+    for each in found:
+        by_text.setdefault(each.entry["data"], []).append(each)
+    return [compare(each, first) for first, *rest in by_text.values() for each in rest]
+
+
+def compare(model: TextNll, baseline: TextNll) -> dict[str, Any]:
+    """The difference model − baseline with its paired standard error.
+
+    Two masked or two causal models on the same rows share rows and noise: nats per token over documents (or rows).
+    Otherwise bits per byte over the documents that both have; rows that begin in a document which begins no row of the
+    other model join the document before.
+    """
+    data, other = model.data, baseline.data
+    is_same_rows = data.rows_hash == other.rows_hash
+    is_same_kind = model.entry["is_bound"] == baseline.entry["is_bound"]
+    nats, other_nats = (each.nll.row_nats.numpy() for each in (model, baseline))
+    if is_same_rows:
+        unit, units = group_rows(len(data.rows), data.document_units())
+        placed = other_placed = unit.numpy()
+        over = "rows" if data.document_units() is None else "documents"
+    else:
+        documents, other_documents = data.documents.numpy(), other.documents.numpy()
+        common = np.intersect1d(documents, other_documents)
+        last = min(documents.max(), other_documents.max())
+        placed, other_placed = (
+            np.where(each <= last, np.searchsorted(common, each, "right") - 1, -1)
+            for each in (documents, other_documents)
+        )
+        units, over = len(common), "documents"
+    if is_same_rows and is_same_kind:
+        counts, other_counts = (each.nll.row_tokens.numpy() for each in (model, baseline))
+        unit_name, scale = "nats/token", 1.0
+    else:
+        counts = count_row_bytes(data, model.lm.tokenizer)
+        other_counts = counts if is_same_rows else count_row_bytes(other, baseline.lm.tokenizer)
+        unit_name, scale = "bits/byte", 1 / math.log(2)
+
+    def total(values: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
+        return np.bincount(places[places >= 0], weights=values[places >= 0], minlength=units)
+
+    difference, stderr = estimate_ratio_difference(
+        total(nats * scale, placed),
+        total(counts, placed),
+        total(other_nats * scale, other_placed),
+        total(other_counts, other_placed),
+    )
+    names = {"data": model.entry["data"], "model": model.lm.name, "baseline": baseline.lm.name, "unit": unit_name}
+    return names | {"difference": difference, "se": stderr, "units": units, "error_over": over}
+
+
+def warn_few_units(entry: Mapping[str, Any]) -> list[str]:
+    """A warning if the standard error of an entry rests on few documents or rows."""
+    units, over = entry["error_units"], entry["error_over"]
+    return [f"standard error estimated from only {units} {over}"] if units < MIN_UNITS else []
+
+
+def list_warnings(found: TextNll) -> list[str]:
+    """What limits the meaning of an estimate."""
+    entry, data, warnings = found.entry, found.data.settings, warn_few_units(found.entry)
+    if found.lm.row_format.is_framed and data["rows"] == "wrapped" and entry["documents"] > 1:
+        warnings.append("the model was trained on rows of one document each, these are wrapped; rows=documents matches")
+    if data.get("documents_cut") and data["rows"] == "documents":
+        warnings.append(
+            f"{data['documents_cut']:,} of {data['documents']:,} documents are longer than a row and cut: "
+            f"{data['tokens_dropped']:,} tokens are left out; rows=wrapped keeps them"
+        )
+    return warnings
+
+
+def group_warnings(reasons: Mapping[int, Sequence[str]], entries: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
+    """Every warning once, with the texts or models that it applies to; `kind` is the key of a text's name."""
+    names = shorten_names([entry["model"] for entry in entries])
+    texts, models = ({entry[key] for entry in entries} for key in (kind, "model"))
+    grouped: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        for reason in reasons[id(entry)]:
+            grouped.setdefault(reason, []).append(entry)
+    warnings = []
+    for reason, some in grouped.items():
+        some_texts, some_models = ({entry[key]: None for entry in some} for key in (kind, "model"))
+        if len(entries) == 1:
+            warnings.append(reason)
+            continue
+        if len(some) == len(entries):
+            which = "all"
+        elif len(some) == len(some_texts) * len(models):
+            which = ", ".join(some_texts)
+        elif len(some) == len(some_models) * len(texts):
+            which = ", ".join(names[model] for model in some_models)
+        else:
+            which = ", ".join(f"{entry[kind]} ({names[entry['model']]})" for entry in some)
+        warnings.append(f"{which}: {reason}")
+    return warnings
+
+
+def format_estimates(entry: Mapping[str, Any], digits: int = 4) -> list[str]:
+    """nats/token, perplexity and bits/byte of an entry as text, with ≤ before an upper bound."""
+    sign = "≤ " if entry["is_bound"] else ""
+    return [
+        Estimate(entry["nll"], entry["se"]).format(digits, sign),
+        f"{sign}{entry['ppl']:,.2f}",
+        Estimate(entry["bits_per_byte"], entry["bits_per_byte_se"]).format(digits, sign),
+    ]
+
+
+def tabulate(entries: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each estimate."""
+    names = shorten_names([entry["model"] for entry in entries])
+    texts = shorten_names([entry["data"] for entry in entries])
+    columns = [Column("data", is_text=True)] if len(texts) > 1 else []
+    columns += [Column("model", is_text=True), Column("estimate", is_text=True)]
+    columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
+    columns += [Column("noise s.e.", 4, is_optional=True), Column("tokens", is_optional=True)]
+    columns += [Column("rows' hash", is_text=True, is_optional=True)]
+    rows: list[list[Any]] = []
+    for entry in entries:
+        for each in filter(None, (entry, entry.get("unmasking"))):
+            kind = KINDS[each["kind"]].format(steps=entry["settings"]["steps"], order=each.get("order"))
+            cells = [texts[entry["data"]], names[entry["model"]], kind, *format_estimates(each), each["se_noise"]]
+            rows.append([*cells[len(texts) == 1 :], each["tokens"], entry["rows_hash"][:8]])
+    over, count = sorted({entry["error_over"] for entry in entries}), entries[0]["settings"]["count"]
+    notes = [f"± is a standard error over {' or '.join(over)}; {COUNTS[count]}."]
+    notes.append("Nats per token compare only on the same rows, bits per byte also between tokenizers and texts.")
+    if any(entry["is_bound"] for entry in entries):
+        notes.append("≤ is an upper bound: the model may be better, not worse.")
+    if any("unmasking" in entry for entry in entries):
+        notes.append("The likelihood under an order is that of the sampler that decodes in this order.")
+    return Table(columns, rows, title=entries[0]["data"] if len(texts) == 1 else "", notes=notes)
+
+
+def tabulate_differences(differences: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each paired difference."""
+    names = shorten_names([each[key] for each in differences for key in ("model", "baseline")])
+    columns = [Column("data", is_text=True), Column("difference", is_text=True), Column("unit", is_text=True)]
+    columns += [Column("value", 4), Column("over", is_text=True, is_optional=True)]
+    rows = [
+        [
+            Path(each["data"]).name or each["data"],
+            f"{names[each['model']]} − {names[each['baseline']]}",
+            each["unit"],
+            Estimate(each["difference"], None if math.isnan(each["se"]) else each["se"]),
+            f"{each['units']:,} {each['error_over']}",
+        ]
+        for each in differences
+    ]
+    return Table(columns, rows, title="Paired differences", notes=["Below 0: better than the first model."])
