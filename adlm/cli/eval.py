@@ -401,15 +401,12 @@ def frontier(
 
 @app.command()
 def anchors(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model),
-    ] = None,
+    models: ModelArguments = None,
     data: Annotated[
         str | None, typer.Option(help="Held-out text: a file, a folder or a dataset name. Required.")
     ] = None,
-    rows: Annotated[str | None, typer.Option(help="wrapped or documents (one per row). [default: wrapped]")] = None,
-    limit: Annotated[int | None, typer.Option(min=2, help="Number of rows.")] = 64,
+    rows: RowsOption = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="Use only the first rows.")] = 64,
     draws: Annotated[int, typer.Option(min=1, help="Noises per row.")] = 4,
     max_count: Annotated[
         int | None,
@@ -417,13 +414,10 @@ def anchors(
     ] = None,
     perturb: Annotated[
         str,
-        typer.Option(
-            help="Noise on the anchor features, relative to their norm, separated by commas. Empty here and in "
-            '--stale (""): no perturbation, which is enough for correlations.'
-        ),
+        typer.Option(help='Noise on the anchor features, relative to their norm, separated by commas; "" for none.'),
     ] = "0.1,0.3,1.0",
     stale: Annotated[
-        str, typer.Option(help="Masking levels (in sampling: steps) of stale anchor features, separated by commas.")
+        str, typer.Option(help="Masking levels (in sampling: steps) of stale features, separated by commas.")
     ] = "1,2,4,8",
     samples: Annotated[int, typer.Option(min=0, help="Texts for every perturbation and order of reveals.")] = 0,
     judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
@@ -437,51 +431,33 @@ def anchors(
     top_p: options.TopP = 0.9,
     checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Measure all checkpoints of each run.")] = False,
     seed: options.Seed = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Rows at once; changes the time only.")] = 32,
+    batch: RowBatch = 32,
     device: options.Device = "auto",
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder for plots and JSON. Running the same command again resumes.")
-    ] = None,
+    out: OutFolder = None,
     is_json: options.Json = False,
 ) -> None:
-    """Measure an anchor network: its guesses, the model without them, and when anchors are revealed.
+    """Measure an anchor network: its guesses, the model with perturbed anchor features, the order of reveals.
 
-    Three models or more: correlate anchor accuracy with loss and sample quality.
+    Three models or more: correlate anchor accuracy with loss and sample quality. --perturb "" --stale "" is enough.
     """
     with report_errors():
         if data is None:
             raise ValueError("--data is required: a text file, a folder or a dataset name")
         check_output_folder("--out", out)
-        noise, levels = parse_list("--perturb", perturb, float), parse_list("--stale", stale, int)
+        settings: dict[str, Any] = {"rows": rows, "limit": limit, "draws": draws, "max_count": max_count}
+        settings |= {"perturb": parse_list("--perturb", perturb, float), "stale": parse_list("--stale", stale, int)}
+        settings |= {"samples": samples, "scorer": judge, "window": window, "sampler": sampler, "steps": steps}
+        settings |= {"length": length, "temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
         with json_stdout(is_json), progress_bar() as on_progress:
             from adlm.bundled import DEFAULT
-            from adlm.evaluate import anchors as study
+            from adlm.evaluate.anchors import anchors as measure_anchors
+            from adlm.evaluate.anchors import list_run_checkpoints, load_two_stage_models, write_correlation_page
             from adlm.evaluate.plots import draw_figures
 
-            names = study.list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
-            result = study.anchors(
-                study.load_two_stage_models(list(dict.fromkeys(names)), device=device),
-                data,
-                rows=rows,  # type: ignore[arg-type]
-                limit=limit,
-                draws=draws,
-                max_count=max_count,
-                perturb=noise,
-                stale=levels,
-                samples=samples,
-                scorer=judge,
-                window=window,
-                sampler=sampler,
-                steps=steps,
-                length=length,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                batch=batch,
-                out=out,
-                on_progress=on_progress,
-            )
+            names = list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
+            loaded = load_two_stage_models(list(dict.fromkeys(names)), device=device)
+            result = measure_anchors(loaded, data, **settings, out=out, on_progress=on_progress)
             paths = draw_figures(result, out) if out else []
             if out and result["correlations"]:
-                paths.append(study.write_correlation_page(result, out / "correlation.md"))
+                paths.append(write_correlation_page(result, out / "correlation.md"))
         print_result(result, is_json=is_json, out=out, paths=paths)

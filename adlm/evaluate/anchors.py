@@ -27,7 +27,16 @@ from adlm.diffusion.masking import NoisyBatch
 from adlm.evaluate import stats
 from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.data import EvalDataset, load_eval_data
-from adlm.evaluate.perturbation import LEVELS, NONE, Perturbation, measure_losses, require_two_stages, sample_perturbed
+from adlm.evaluate.perturbation import (
+    LEVELS,
+    NONE,
+    Perturbation,
+    TracedRow,
+    flatten_estimates,
+    measure_losses,
+    require_two_stages,
+    sample_rows,
+)
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import (
     Cell,
@@ -40,12 +49,11 @@ from adlm.evaluate.results import (
     render_markdown,
 )
 from adlm.evaluate.sample_metrics import TextScorer
-from adlm.evaluate.scorer import load_scorer
-from adlm.generate import Predictor
+from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.methods import ANCHOR_RULES, SAMPLERS, build_anchor_rule, look_up
 from adlm.models.language_model import LanguageModel
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow, denoise_rows, load
+from adlm.text.lm import LM, load
 from adlm.text.templates import classify_tokens
 
 Row = Mapping[str, Any]
@@ -125,7 +133,7 @@ def anchors(
     perturb: Sequence[float] = (0.1, 0.3, 1.0),
     stale: Sequence[int] = (1, 2, 4, 8),
     samples: int = 0,
-    scorer: str | Path | None = None,
+    scorer: str | Path | ScoringModel | None = None,
     window: int | None = None,
     sampler: str = "ancestral",
     steps: int = LEVELS,
@@ -152,7 +160,7 @@ def anchors(
     sampling = (sampler, steps, length, temperature, top_p)
     settings = AnchorSettings(tuple(perturb), tuple(stale), draws, samples, *sampling, seed, batch)
     if scorer is not None and not samples:
-        raise ValueError(f"scorer {str(scorer)!r} computes the Gen-PPL of samples, and samples is 0: give samples too")
+        raise ValueError(f"a scorer computes the Gen-PPL of samples, and samples is {samples}: give samples too")
     if window is not None and scorer is None:
         raise ValueError(f"window {window} splits long texts for a scorer, and there is none: give scorer too")
     cache, shared = Cache(out), dict[tuple[str, int, str], tuple[EvalDataset, TextScorer | None]]()
@@ -164,9 +172,10 @@ def anchors(
         key = (lm.tokenizer.sha256, lm.model.config.length, str(lm.device))
         if key not in shared:
             on_progress("loading", 0, 0)
-            model = load_scorer(scorer, device=lm.device) if scorer is not None else None
+            if isinstance(scorer, str | Path):
+                scorer = load_scorer(scorer, device=lm.device)
             dataset = load_eval_data(data, lm.tokenizer, lm.model.config.length, rows=rows, limit=limit)
-            shared[key] = dataset, TextScorer(lm.tokenizer, model, window) if samples else None
+            shared[key] = dataset, TextScorer(lm.tokenizer, scorer, window) if samples else None
         (dataset, text_scorer), (rule, rule_settings) = shared[key], find_anchor_rule(lm, max_count)
         identity = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": hash_weights(lm.model)}
         identity |= {"anchors": rule_settings, "data": {"rows_hash": dataset.rows_hash, **dataset.settings}}
@@ -237,18 +246,18 @@ def _measure_texts(
     perturbations = [each for each in settings.perturbations() if each.kind != "other_row"]
     total = len(perturbations) + len(settings.samplers()) - 1
     request, samples = settings.build_request(lm, settings.sampler), list[dict[str, Any]]()
-    texts = trace_rows(lm.predictor, request)
+    texts = list(sample_rows(lm, request))
     for each in perturbations:
         if each == Perturbation("stale", 1):  # features that are used once, as by the model itself
             samples.append(samples[0] | each.as_dict())
         else:
-            rows = list(sample_perturbed(lm, request, each)) if samples else [text.row for text in texts]
+            rows = [text.row for text in (sample_rows(lm, request, each) if samples else texts)]
             nfe = float(np.mean([row.nfe for row in rows]))
             samples.append({**each.as_dict(), "nfe": nfe, **text_scorer([row.text for row in rows]).as_row()})
         on_progress(len(samples), total)
     reveals = [summarize_reveals(settings.sampler, texts, rule)]
     for sampler in settings.samplers()[1:]:
-        texts = trace_rows(lm.predictor, settings.build_request(lm, sampler))
+        texts = list(sample_rows(lm, settings.build_request(lm, sampler)))
         reveals.append(summarize_reveals(sampler, texts, rule))
         on_progress(len(samples) + len(reveals) - 1, total)
     return {"samples": samples, "reveals": reveals}
@@ -331,57 +340,18 @@ def summarize_guesses(sums: NDArray[np.float64], weights: NDArray[np.int64]) -> 
     pooled = sums.sum(0)
     resampled = stats.calibration_error(np.einsum("bn,nrk->brk", weights, sums[..., :3]))
     resampled = resampled[np.isfinite(resampled)]
-    (accuracy, accuracy_se), (mean_nll, nll_se) = stats.estimate_ratio(hits, counts), stats.estimate_ratio(nll, counts)
-    return {
-        "tokens": int(counts.sum()),
-        "accuracy": accuracy,
-        "accuracy_se": accuracy_se,
-        "nll": mean_nll,  # nats per token, every token with the same weight
-        "nll_se": nll_se,
-        "calibration_error": float(stats.calibration_error(pooled[:, :3])),
-        "calibration_error_se": float(resampled.std(ddof=1)) if len(resampled) > 1 else math.nan,
-        # By bins of the highest probability: tokens, its mean, accuracy.
-        "reliability": [[int(n), p / n if n else math.nan, h / n if n else math.nan] for n, p, h, _ in pooled.tolist()],
-    }
+    error = float(resampled.std(ddof=1)) if len(resampled) > 1 else math.nan
+    estimates = flatten_estimates(
+        accuracy=stats.estimate_ratio(hits, counts),
+        nll=stats.estimate_ratio(nll, counts),  # nats per token, every token with the same weight
+        calibration_error=(float(stats.calibration_error(pooled[:, :3])), error),
+    )
+    # By bins of the highest probability: tokens, its mean, accuracy.
+    bins = [[int(n), p / n if n else math.nan, h / n if n else math.nan] for n, p, h, _ in pooled.tolist()]
+    return {"tokens": int(counts.sum()), **estimates, "reliability": bins}
 
 
 # Reveals: the order in which a sampler reveals anchors and other tokens.
-
-
-@dataclass(frozen=True)
-class TracedRow:
-    """A generated row, and the step in which each of its tokens was revealed for the last time."""
-
-    row: GeneratedRow
-    steps: NDArray[np.int64]
-
-    @property
-    def is_generated(self) -> NDArray[np.bool_]:
-        """Which tokens were generated and stand before the end of the text."""
-        layout = self.row.layout
-        is_generated = ~np.array(layout.is_fixed)
-        last = layout.spans[-1]
-        ends = [i for i in range(last.start, last.end) if self.row.ids[i] == layout.tokenizer.eos_id]
-        if layout.may_end and ends:
-            is_generated[ends[0] :] = False
-        return is_generated
-
-
-def trace_rows(predictor: Predictor, request: GenerationRequest) -> list[TracedRow]:
-    """The rows of `lm.generate_rows(request)`, with the order in which their tokens were revealed."""
-    traced = []
-    for first in range(0, len(request.rows), request.batch):
-        part = request.rows[first : first + request.batch]
-        last: Tensor | None = None
-        for frame in denoise_rows(predictor, request, part):
-            revealed = (frame.changed & ~frame.is_masked).cpu()
-            last = torch.zeros(revealed.shape, dtype=torch.int64) if last is None else last
-            last[revealed] = frame.step
-        assert last is not None  # there is at least one frame
-        columns = (part, frame.tokens.tolist(), frame.nfe.tolist(), last.numpy())
-        for (layout, _), ids, nfe, steps in zip(*columns, strict=True):
-            traced.append(TracedRow(GeneratedRow(layout, ids[: len(layout)], nfe), steps[: len(layout)]))
-    return traced
 
 
 def summarize_reveals(sampler: str, texts: Sequence[TracedRow], rule: AnchorRule) -> dict[str, Any]:
@@ -389,21 +359,19 @@ def summarize_reveals(sampler: str, texts: Sequence[TracedRow], rule: AnchorRule
     sums, different = np.zeros((len(texts), 4)), []  # rank and count of anchors, of others
     for number, text in enumerate(texts):
         is_anchor = rule(torch.tensor([text.row.ids]), None)[0].numpy()[text.is_generated]
-        steps = text.steps[text.is_generated]
-        rank = (stats.rank_values(steps) - 0.5) / len(steps)  # equal steps share the middle: the mean is 1/2
-        different.append(len(np.unique(steps)))
+        revealed = text.steps[text.is_generated]
+        rank = (stats.rank_values(revealed) - 0.5) / len(revealed)  # equal steps share the middle: the mean is 1/2
+        different.append(len(np.unique(revealed)))
         sums[number] = rank[is_anchor].sum(), is_anchor.sum(), rank[~is_anchor].sum(), (~is_anchor).sum()
     own, own_count, rest, rest_count = sums.T
-    estimates = {
-        "anchors": stats.estimate_ratio(own, own_count),
-        "others": stats.estimate_ratio(rest, rest_count),
-        "gap": stats.estimate_ratio_difference(own, own_count, rest, rest_count),  # below 0 where anchors come first
-    }
-    summary: dict[str, Any] = {"sampler": sampler, "texts": len(sums)}
-    for name, (value, error) in estimates.items():
-        summary |= {name: value, f"{name}_se": error}
+    estimates = flatten_estimates(
+        anchors=stats.estimate_ratio(own, own_count),
+        others=stats.estimate_ratio(rest, rest_count),
+        gap=stats.estimate_ratio_difference(own, own_count, rest, rest_count),  # below 0 where anchors come first
+    )
     share = float(own_count.sum() / (own_count.sum() + rest_count.sum()))
-    return summary | {"anchor_share": share, "steps": float(np.mean(different))}
+    steps = float(np.mean(different))
+    return {"sampler": sampler, "texts": len(sums), **estimates, "anchor_share": share, "steps": steps}
 
 
 # The models and their anchor rules.
@@ -462,13 +430,8 @@ def find_anchor_rule(lm: LM, max_count: int | None = None) -> tuple[AnchorRule, 
 
 def find_guess(study: Row, head: str = "anchor", state: str = "hidden", kind: str = "anchors") -> Row:
     """A head's guesses over all mask rates."""
-    key = (head, state, kind, ALL_RATES)
-    matches: list[Row] = [
-        guess
-        for guess in study["guesses"]
-        if (guess["head"], guess["state"], guess["kind"], list(guess["mask_rate"])) == key
-    ]
-    return matches[0]
+    wanted: Row = {"head": head, "state": state, "kind": kind, "mask_rate": ALL_RATES}
+    return next(guess for guess in study["guesses"] if guess | wanted == guess)
 
 
 def get_metric(study: Row, name: str) -> Estimate:

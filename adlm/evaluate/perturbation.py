@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.data.batches import RowDataset, is_valid
@@ -28,6 +29,7 @@ from adlm.likelihood import draw_position
 from adlm.models.language_model import LanguageModel
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, GeneratedRow, denoise_rows
+from adlm.text.templates import Layout
 
 SCHEDULE = LogLinear()
 LEVELS = 32  # of masking: features that are k levels stale saw the text at time t + k / LEVELS
@@ -153,10 +155,14 @@ def measure_losses(
         on_progress("rows", done, count)
     losses = []
     for each, total in zip(perturbations, nats, strict=True):
-        (nll, nll_se), (cost, cost_se) = estimate_ratio(total, tokens), estimate_ratio(total - nats[0], tokens)
-        values = {"nll": nll, "nll_se": nll_se, "cost": cost, "cost_se": cost_se, "tokens": int(tokens.sum())}
-        losses.append(each.as_dict() | values)
+        values = flatten_estimates(nll=estimate_ratio(total, tokens), cost=estimate_ratio(total - nats[0], tokens))
+        losses.append(each.as_dict() | values | {"tokens": int(tokens.sum())})
     return losses
+
+
+def flatten_estimates(**estimates: tuple[float, float]) -> dict[str, float]:
+    """Values and standard errors as `NAME` and `NAME_se`, as in JSON."""
+    return {key: each for name, pair in estimates.items() for key, each in zip((name, f"{name}_se"), pair, strict=True)}
 
 
 class NoisyRows:
@@ -260,10 +266,42 @@ class PerturbedPredictor(Predictor):
         return self.model.denoise_features(anchor, level, valid=valid)
 
 
-def sample_perturbed(lm: LM, request: GenerationRequest, perturbation: Perturbation) -> Iterator[GeneratedRow]:
-    """Generate a request's rows with perturbed anchor features; with NONE those of `lm.generate_rows(request)`."""
+@dataclass(frozen=True)
+class TracedRow:
+    """A generated row, and the step in which each of its tokens was revealed for the last time."""
+
+    row: GeneratedRow
+    steps: NDArray[np.int64]
+
+    @property
+    def is_generated(self) -> NDArray[np.bool_]:
+        """Which tokens were generated and stand before the end of the text."""
+        layout = self.row.layout
+        is_generated, last = ~np.array(layout.is_fixed), layout.spans[-1]
+        ends = [i for i in range(last.start, last.end) if self.row.ids[i] == layout.tokenizer.eos_id]
+        if layout.may_end and ends:
+            is_generated[ends[0] :] = False
+        return is_generated
+
+
+def sample_rows(lm: LM, request: GenerationRequest, perturbation: Perturbation = NONE) -> Iterator[TracedRow]:
+    """Generate the rows of `lm.generate_rows(request)`, or the same with perturbed anchor features."""
+    if perturbation == NONE:
+        for first in range(0, len(request.rows), request.batch):
+            yield from _trace_rows(lm.predictor, request, request.rows[first : first + request.batch])
+        return
     predictor = PerturbedPredictor(lm, perturbation, request.seed)
     for layout, number in request.rows:
         predictor.start_row(number)
-        *_, frame = denoise_rows(predictor, request, [(layout, number)])
-        yield GeneratedRow(layout, frame.tokens[0].tolist(), int(frame.nfe))
+        yield from _trace_rows(predictor, request, [(layout, number)])
+
+
+def _trace_rows(
+    predictor: Predictor, request: GenerationRequest, rows: Sequence[tuple[Layout, int]]
+) -> Iterator[TracedRow]:
+    """Generate rows in one batch."""
+    steps = torch.zeros(len(rows), max(len(layout) for layout, _ in rows), dtype=torch.int64)
+    for frame in denoise_rows(predictor, request, rows):
+        steps[(frame.changed & ~frame.is_masked).cpu()] = frame.step
+    for (layout, _), ids, nfe, row_steps in zip(rows, frame.tokens.tolist(), frame.nfe.tolist(), steps, strict=True):
+        yield TracedRow(GeneratedRow(layout, ids[: len(layout)], nfe), row_steps[: len(layout)].numpy())
