@@ -26,11 +26,18 @@ from torch import Tensor
 import adlm
 from adlm.data.batches import TensorRows
 from adlm.data.tokenizers import Tokenizer
-from adlm.evaluate.diversity import Row, cut_alike, distinct, entropy, repetition
 from adlm.evaluate.ngrams import count_bigrams, held_out_nll, per_token
+from adlm.evaluate.sample_metrics import (
+    Tokens,
+    compute_entropies,
+    compute_repetitions,
+    estimate_mean,
+    measure_distinct,
+    truncate_alike,
+)
 from adlm.generate import pick_device
 from adlm.likelihood import NllEstimate, estimate_nll
-from adlm.models.costs import parameter_count
+from adlm.models.costs import count_parameters
 
 ORDERS = (1, 2, 3, 4)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -87,7 +94,7 @@ def measure(asked: argparse.Namespace, bar: Progress) -> dict[str, Any]:
         models.append(
             {
                 "name": label,
-                "parameters": parameter_count(lm.model.config),
+                "parameters": count_parameters(lm.model.config),
                 "bound": told(bound, size),
                 "texts": compared(rows, held, lm.tokenizer, asked.seed),
                 "seconds_of_sampling": round(seconds, 1),
@@ -153,7 +160,7 @@ def compared(rows: list[list[int]], held: TensorRows, tokenizer: Tokenizer, seed
     order = np.random.default_rng(seed).permutation(len(passages))
     enough = np.minimum([len(passages[i]) for i in order], max(map(len, long)))
     taken = order[np.argsort(-enough, kind="stable")[: len(long)]]
-    samples, reference = cut_alike(long, [passages[i] for i in taken])
+    samples, reference = truncate_alike(long, [passages[i] for i in taken])
     return {
         "samples_too_short": len(rows) - len(long),
         "samples": diversity(samples),
@@ -161,11 +168,11 @@ def compared(rows: list[list[int]], held: TensorRows, tokenizer: Tokenizer, seed
     }
 
 
-def diversity(rows: list[Row]) -> dict[str, Any]:
+def diversity(rows: list[Tokens]) -> dict[str, Any]:
     """All figures of a set of texts by name, and the amount."""
-    figures = {"entropy": entropy(rows)}
-    figures |= {f"distinct_{n}": distinct(rows, n) for n in ORDERS}
-    figures |= {f"repetition_{n}": repetition(rows, n) for n in ORDERS}
+    figures = {"entropy": estimate_mean(compute_entropies(rows))}
+    figures |= {f"distinct_{n}": measure_distinct(rows, n) for n in ORDERS}
+    figures |= {f"repetition_{n}": estimate_mean(compute_repetitions(rows, n)) for n in ORDERS}
     amount = {"texts": len(rows), "tokens": sum(map(len, rows)), "shortest": min(map(len, rows))}
     return amount | {name: {k: asdict(figure)[k] for k in ("value", "stderr")} for name, figure in figures.items()}
 

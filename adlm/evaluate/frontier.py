@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.sampling import takes_steps
 from adlm.evaluate.scorer import ScoringModel, load_scorer
-from adlm.evaluate.scoring import BATCH, open_cache
+from adlm.evaluate.scoring import BATCH, open_shared_cache
 from adlm.methods import ALIASES, SAMPLERS, look_up
 from adlm.text.lm import LM, GeneratedRow
 
@@ -59,22 +60,6 @@ class SamplerSetting:
         }
 
 
-@dataclass(frozen=True)
-class PointSize:
-    """How many texts a point has, and how they are generated."""
-
-    n: int = 64
-    length: int = 128
-    seed: int = 0
-    batch: int = 16
-    repeats: int = 3  # timings at least
-
-    def __post_init__(self) -> None:
-        for name, smallest in (("n", 2), ("batch", 1), ("repeats", 2)):
-            if getattr(self, name) < smallest:
-                raise ValueError(f"{name} must be at least {smallest}, got {getattr(self, name)}")
-
-
 def frontier(
     models: LM | Sequence[LM],
     *,
@@ -101,7 +86,10 @@ def frontier(
     models = [models] if isinstance(models, LM) else list(models)
     if not models:
         raise ValueError("frontier measures at least one model, got none")
-    size = PointSize(n, length, seed, batch, repeats)
+    for name, value, smallest in (("n", n, 2), ("batch", batch, 1), ("repeats", repeats, 2)):
+        if value < smallest:
+            raise ValueError(f"{name} must be at least {smallest}, got {value}")
+    size = {"n": n, "length": length, "seed": seed, "batch": batch, "repeats": repeats}
     grids = [build_grid(lm, length, samplers, steps, temperatures, top_p) for lm in models]
     for lm, grid in zip(models, grids, strict=True):  # wrong settings are refused before anything runs
         for setting in grid:
@@ -112,36 +100,41 @@ def frontier(
         scorer = load_scorer(scorer, device=models[0].device)
     measure = TextScorer(tokenizer, scorer, window, scorer_batch)
     baseline = measure(texts).as_row() if texts else None
-    cache, points = open_cache(out), list[Point]()
-    total = sum(map(len, grids))
+    machine = {"device": str(models[0].device), "threads": torch.get_num_threads()}
+    cache, points, described = open_shared_cache(out), list[Point](), list[dict[str, Any]]()
     for lm, grid in zip(models, grids, strict=True):
-        weights, is_warm = hash_weights(lm.model), False
+        described.append({"model": lm.name, "method": lm.method, "step": lm.step})
+        described[-1] |= {"weights_sha256": hash_weights(lm.model)}
+        described[-1] |= {"parameters": sum(each.numel() for each in lm.model.parameters())}
+        is_warm = False
         for setting in grid:
-            on_progress(f"{lm.name}: {setting.sampler}", len(points), total)
-            key = f"point-{hash_settings(describe_point(lm, setting, size, measure, weights))}"
+            on_progress(f"{lm.name}: {setting.sampler}", len(points), sum(map(len, grids)))
+            # The machine is part of the key, because time is one of the metrics.
+            parts = (described[-1], asdict(setting), size, measure.settings, machine, hardware_name(lm.device))
+            key = f"point-{hash_settings(parts)}"
             if key not in cache:
+                arguments = {"length": length, "seed": seed, **setting.as_arguments()}
                 # The first texts of a process take longer; on a GPU the first of every setting, which may have batch
                 # sizes that no graph was captured of.
                 if not is_warm or lm.device.type == "cuda":
-                    time_batch(lm, setting, size, min(batch, n))
+                    time_batch(lm, arguments, min(batch, n))
                     is_warm = True
-                cache.put(key, measure_point(lm, setting, size, measure))
+                point = {"model": lm.name, "method": lm.method, **asdict(setting)}
+                cache.put(key, point | measure_point(lm, arguments, n, batch, repeats, measure))
                 cache.flush()
             points.append(cache.get(key))
     cache.merge()
     points = mark_pareto(points, baseline)
-    settings = describe_models(models) | asdict(size) | measure.settings
-    settings |= {"device": str(models[0].device), "threads": torch.get_num_threads(), "window": window}
-    settings |= {"timing": "whole batches after an untimed one (GPU: one for every setting); causal: a key-value cache"}
+    settings = {"models": described, **size, **measure.settings, **machine, "window": window, "reference": about}
     settings |= {"samplers": list(samplers), "steps": list(steps), "temperatures": list(temperatures)}
-    settings |= {"top_ps": list(top_p), "reference": about}
+    settings |= {"top_ps": list(top_p)}
+    settings |= {"timing": "whole batches after an untimed one (GPU: one for every setting); causal: a key-value cache"}
     warnings = []
     if short := sum(point["short"] for point in points):
         every = short + sum(point["texts"] for point in points)
         warnings = [f"{short} of {every} texts have fewer than four tokens: they count in NFE and time only"]
     metrics = {"points": points, "reference": baseline}
-    tables = [build_table(points, baseline, settings)]
-    figures = {"frontier": {"kind": "frontier", **metrics}}
+    tables, figures = [build_table(points, baseline, settings)], {"frontier": {"kind": "frontier", **metrics}}
     return EvalResult("frontier", metrics, settings, collect_provenance(models[0].device), tables, warnings, figures)
 
 
@@ -192,13 +185,9 @@ def build_grid(
     for name, values in (("samplers", samplers), ("steps", steps), ("temperatures", temperatures), ("top_p", top_p)):
         if not values:
             raise ValueError(f"{name} is empty: give at least one")
-    grid: dict[SamplerSetting, None] = {}
-    for sampler in [LEFT_TO_RIGHT] if lm.row_format.is_causal else samplers:
-        for count in steps:
-            for temperature in temperatures:
-                for nucleus in top_p:
-                    grid[simplify_setting(SamplerSetting(sampler, count, temperature, nucleus), length)] = None
-    return list(grid)
+    names = [LEFT_TO_RIGHT] if lm.row_format.is_causal else samplers
+    every = starmap(SamplerSetting, product(names, steps, temperatures, top_p))
+    return list(dict.fromkeys(simplify_setting(setting, length) for setting in every))
 
 
 def simplify_setting(setting: SamplerSetting, length: int) -> SamplerSetting:
@@ -218,49 +207,22 @@ def simplify_setting(setting: SamplerSetting, length: int) -> SamplerSetting:
     return setting if sampler.nucleus else replace(setting, top_p=1.0)
 
 
-def describe_point(
-    lm: LM, setting: SamplerSetting, size: PointSize, measure: TextScorer, weights: str
+def measure_point(
+    lm: LM, arguments: dict[str, Any], n: int, batch: int, repeats: int, measure: TextScorer
 ) -> dict[str, Any]:
-    """Everything that a point follows from, including the machine, because time is one of its metrics."""
-    return {
-        "model": lm.name,
-        "weights": weights,
-        **asdict(setting),
-        **asdict(size),
-        "scorer": measure.settings,
-        "device": str(lm.device),
-        "hardware": hardware_name(lm.device),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def describe_models(models: Sequence[LM]) -> dict[str, Any]:
-    """The models, for the settings of a result."""
-    about = [
-        {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": hash_weights(lm.model)}
-        | {"parameters": sum(p.numel() for p in lm.model.parameters())}
-        for lm in models
-    ]
-    return {"models": about}
-
-
-def measure_point(lm: LM, setting: SamplerSetting, size: PointSize, measure: TextScorer) -> Point:
-    """Generate the texts of a point, measure and time them."""
+    """Generate `n` texts with these arguments of `LM.generate`, measure and time them."""
     rows: list[GeneratedRow] = []
     seconds: list[float] = []
-    batch = min(size.batch, size.n)
-    for first in range(0, size.n, batch):
-        count = min(batch, size.n - first)
-        generated, duration = time_batch(lm, setting, size, count, first)
+    batch = min(batch, n)
+    for first in range(0, n, batch):
+        count = min(batch, n - first)
+        generated, duration = time_batch(lm, arguments, count, first)
         rows += generated
         if count == batch:  # a smaller batch takes longer for a text
             seconds.append(duration / count)
-    while len(seconds) < size.repeats:  # the same texts again, for the time alone
-        seconds.append(time_batch(lm, setting, size, batch)[1] / batch)
+    while len(seconds) < repeats:  # the same texts again, for the time alone
+        seconds.append(time_batch(lm, arguments, batch)[1] / batch)
     return {
-        "model": lm.name,
-        "method": lm.method,
-        **asdict(setting),
         "nfe": float(np.mean([row.nfe for row in rows])),  # evaluations of the network for a text
         "seconds": float(np.mean(seconds)),  # for a text
         "seconds_sd": float(np.std(seconds, ddof=1)),
@@ -269,13 +231,9 @@ def measure_point(lm: LM, setting: SamplerSetting, size: PointSize, measure: Tex
     }
 
 
-def time_batch(
-    lm: LM, setting: SamplerSetting, size: PointSize, count: int, first: int = 0
-) -> tuple[list[GeneratedRow], float]:
-    """Generate the texts from number `first` on in one batch, and the seconds that it takes."""
-    request = lm.build_request(
-        length=size.length, n=first + count, seed=size.seed, batch=count, **setting.as_arguments()
-    )
+def time_batch(lm: LM, arguments: dict[str, Any], count: int, first: int = 0) -> tuple[list[GeneratedRow], float]:
+    """Generate texts from number `first` on in one batch; the texts and the seconds that it takes."""
+    request = lm.build_request(n=first + count, batch=count, **arguments)
     synchronize = torch.cuda.synchronize if lm.device.type == "cuda" else lambda device: None
     synchronize(lm.device)
     start = time.perf_counter()

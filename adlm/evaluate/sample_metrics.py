@@ -53,10 +53,10 @@ class GenPpl:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        values = {"nll": self.nll, "bits_per_character": self.bits_per_character}
-        parts: dict[str, Any] = {name: each.value for name, each in values.items()}
-        parts |= {f"{name}_stderr": each.stderr for name, each in values.items()}
-        return self.estimate.as_dict() | parts | {"tokens": self.tokens, "characters": self.characters}
+        bits = {"bits_per_character": self.bits_per_character.value}
+        bits |= {"bits_per_character_stderr": self.bits_per_character.stderr or 0.0}
+        nll = {"nll": self.nll.value, "nll_stderr": self.nll.stderr}
+        return self.estimate.as_dict() | nll | bits | {"tokens": self.tokens, "characters": self.characters}
 
 
 @dataclass(frozen=True)
@@ -72,24 +72,23 @@ class SampleMetrics:
     mauve: MauveScore | None = None
     short: int = 0  # texts left out: fewer than four tokens
 
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """The metrics that need no scoring model, by name."""
+        distinct = {f"distinct_{n}": each for n, each in self.distinct.items()}
+        return {"entropy": self.entropy, **distinct, f"repetition_{REPETITION}": self.repetition}
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON form, an object for every metric."""
-        values = {"gen_ppl": self.gen_ppl, "mauve": self.mauve, "entropy": self.entropy}
-        values |= {f"distinct_{n}": each for n, each in self.distinct.items()} | {
-            f"repetition_{REPETITION}": self.repetition
-        }
+        values = {"gen_ppl": self.gen_ppl, "mauve": self.mauve, **self.estimates}
         parts = {name: each.as_dict() for name, each in values.items() if each is not None}
         return parts | {"texts": self.texts, "tokens": self.tokens}
 
     def as_row(self) -> dict[str, Any]:
         """The flat form, `NAME` and `NAME_se` for every metric; `tokens` is the mean of a text."""
         gen_ppl = self.gen_ppl.estimate if self.gen_ppl else None
-        values = {"gen_ppl": gen_ppl, "entropy": self.entropy}
-        values |= {f"distinct_{n}": each for n, each in self.distinct.items()} | {
-            f"repetition_{REPETITION}": self.repetition
-        }
         row: dict[str, Any] = {}
-        for name, each in values.items():
+        for name, each in {"gen_ppl": gen_ppl, **self.estimates}.items():
             row |= {name: each.value if each else None, f"{name}_se": each.stderr if each else None}
         return row | {"texts": self.texts, "short": self.short, "tokens": self.tokens / self.texts}
 
@@ -143,12 +142,10 @@ class TextScorer:
 
 
 def measure_tokens(rows: Sequence[Tokens], orders: Sequence[int] = DISTINCT, **others: Any) -> SampleMetrics:
-    """The metrics that need only tokens, together with others."""
+    """The metrics of tokens, together with others."""
+    entropy, repetition = estimate_mean(compute_entropies(rows)), estimate_mean(compute_repetitions(rows, REPETITION))
     distinct = {n: measure_distinct(rows, n) for n in orders}
-    tokens = sum(len(row) for row in rows)
-    return SampleMetrics(
-        len(rows), tokens, measure_entropy(rows), distinct, measure_repetition(rows, REPETITION), **others
-    )
+    return SampleMetrics(len(rows), sum(len(row) for row in rows), entropy, distinct, repetition, **others)
 
 
 # Entropy and n-grams.
@@ -161,20 +158,10 @@ def compute_entropies(rows: Sequence[Tokens]) -> NDArray[np.float64]:
     return np.bincount(ngrams.text, weights=-share * np.log(share), minlength=len(rows)).astype(np.float64)
 
 
-def measure_entropy(rows: Sequence[Tokens]) -> Estimate:
-    """The mean entropy of texts."""
-    return _mean(compute_entropies(rows))
-
-
 def compute_repetitions(rows: Sequence[Tokens], n: int) -> NDArray[np.float64]:
     """Each text's share of n-grams that occurred in it before."""
     ngrams = count_ngrams(rows, n)
     return 1 - np.bincount(ngrams.text, minlength=len(rows)) / ngrams.sizes
-
-
-def measure_repetition(rows: Sequence[Tokens], n: int) -> Estimate:
-    """The mean repetition of texts."""
-    return _mean(compute_repetitions(rows, n))
 
 
 def measure_distinct(rows: Sequence[Tokens], n: int) -> Estimate:
@@ -184,7 +171,7 @@ def measure_distinct(rows: Sequence[Tokens], n: int) -> Estimate:
     be biased downwards.
     """
     ngrams = count_ngrams(rows, n)
-    _require_two(len(rows))
+    require_two(len(rows))
     is_in_one_text = np.bincount(ngrams.ngram, minlength=ngrams.distinct)[ngrams.ngram] == 1
     lost = np.bincount(ngrams.text[is_in_one_text], minlength=len(rows))  # without each text
     without = (ngrams.distinct - lost) / (ngrams.sizes.sum() - ngrams.sizes)
@@ -226,13 +213,15 @@ def count_ngrams(rows: Sequence[Tokens], n: int) -> NgramCounts:
     return NgramCounts(number, pairs % len(rows), counts, int(number.max()) + 1, lengths - n + 1)
 
 
-def _require_two(texts: int) -> None:
+def require_two(texts: int) -> None:
+    """Refuse fewer than two texts."""
     if texts < 2:
         raise ValueError(f"a standard error needs at least 2 texts, got {texts}")
 
 
-def _mean(values: NDArray[np.float64]) -> Estimate:
-    _require_two(len(values))
+def estimate_mean(values: NDArray[np.float64]) -> Estimate:
+    """The mean over texts."""
+    require_two(len(values))
     return Estimate(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))))
 
 
@@ -265,7 +254,7 @@ def sum_gen_ppl(
     nats: Sequence[NDArray[Any]], counted: Sequence[NDArray[np.bool_]], characters: Sequence[int]
 ) -> GenPpl:
     """Gen-PPL from nats of tokens; standard errors are those of ratios, because texts differ in length."""
-    _require_two(len(nats))
+    require_two(len(nats))
     kept = [each[is_in] for each, is_in in zip(nats, counted, strict=True)]
     if wrong := [number for number, each in enumerate(kept) if not np.isfinite(each).all()]:
         raise FloatingPointError(f"nats of {len(wrong)} texts are not finite (text {wrong[0]} first)")
@@ -278,15 +267,6 @@ def sum_gen_ppl(
 
 
 # Samples and real text.
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Metrics of samples, of as much real text, and the settings of both."""
-
-    samples: SampleMetrics
-    reference: SampleMetrics
-    settings: dict[str, Any]
 
 
 def compare_texts(
@@ -303,9 +283,10 @@ def compare_texts(
     cache: Cache | None = None,
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
-) -> Comparison:
-    """Measure samples and real text; `reference` has twice as many texts as there are samples (see `cut_passages`).
+) -> tuple[SampleMetrics, SampleMetrics, dict[str, Any]]:
+    """Measure samples and real text: the metrics of both and their settings.
 
+    `reference` has twice as many texts as there are samples (see `cut_passages`).
     `scorer` gives Gen-PPL and the tokens of all metrics, `features` (by default the scorer) what MAUVE compares.
     """
     scorer.require_causal()
@@ -326,15 +307,12 @@ def compare_texts(
     requests = [build_requests(scorer, features, texts, number != 1, window) for number, texts in enumerate(sets)]
     flat = [request for each in requests for request in each]
     scores = iter(score_texts(flat, cache=cache, context=context, batch=batch, on_progress=on_progress))
-    nats, vectors = list[Any](), list[Any]()
-    for each in requests:  # nats of the first request, features of the last; they may be one
-        results = [next(scores) for _ in each]
-        nats.append(results[0].nats)
-        vectors.append(results[-1].features)
+    scored = [[next(scores) for _ in each] for each in requests]  # first has the nats, last the features; may be one
+    vectors: list[Any] = [each[-1].features for each in scored]
     metrics = [
         measure_tokens(
             [text.ids for text in sets[number]],
-            gen_ppl=compute_gen_ppl(scorer, sets[number], nats[number], until_eos=until_eos),
+            gen_ppl=compute_gen_ppl(scorer, sets[number], scored[number][0].nats, until_eos=until_eos),
             mauve=measure_mauve(vectors[1], vectors[number], seeds=seeds, buckets=buckets),
         )
         for number in (0, 2)
@@ -355,7 +333,7 @@ def compare_texts(
         f"without their last 1/{DROPPED_END}",
         "mauve": describe_mauve(seeds, buckets),
     }
-    return Comparison(metrics[0], metrics[1], settings)
+    return metrics[0], metrics[1], settings
 
 
 def build_requests(

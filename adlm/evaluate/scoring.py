@@ -7,8 +7,6 @@ every token is scored once, in the first window that reaches it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm.evaluate.cache import Cache
+from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.results import ProgressCallback, ignore_progress
 from adlm.evaluate.scorer import ScoringModel, TokenizedText
 from adlm.training.distributed import DistributedContext
@@ -32,7 +30,7 @@ BATCH = 32  # rows in a forward pass
 MAX_BATCH_TOKENS = 4096  # padding included: bounds the memory of the logits
 
 
-def open_cache(folder: Path | None, context: DistributedContext | None = None) -> Cache:
+def open_shared_cache(folder: Path | None, context: DistributedContext | None = None) -> Cache:
     """The cache in a folder, with what all processes of earlier runs left in it."""
     if folder is None and context is not None and context.world_size > 1:
         raise ValueError(f"{context.world_size} processes exchange results in a folder that all of them see: give out")
@@ -102,22 +100,14 @@ class ScoringRequest:
 
         Batch, device and library versions are not part of it: they change a score by rounding only.
         """
-        settings = {"format": FORMAT, "nats": self.with_nats, "features": self.with_features, "window": self.window}
-        base = hashlib.sha256(json.dumps({"scorer": self.scorer.identity, **settings}, sort_keys=True).encode())
-        keys = []
-        for text in self.texts:
-            digest = base.copy()
-            digest.update(np.asarray(text.ids, dtype="<i8").tobytes())
-            keys.append(f"score-{digest.hexdigest()}")
-        return keys
+        base = [FORMAT, self.scorer.identity, self.with_nats, self.with_features, self.window]
+        return [f"score-{hash_settings([*base, text.ids])}" for text in self.texts]
 
 
 def split_windows(lengths: Sequence[int], max_tokens: int, window: int | None) -> list[TokenWindow]:
     """Split texts of these lengths into windows; without `window`, each text is one."""
     if window is not None and not 2 <= window <= max_tokens:
-        raise ValueError(
-            f"window={window}: give at least 2 and at most the {max_tokens} tokens of this model's context"
-        )
+        raise ValueError(f"window={window}: give 2 to {max_tokens} tokens, what this scoring model's context holds")
     if window is None and (long := [number for number, length in enumerate(lengths) if length > max_tokens]):
         raise ValueError(
             f"{len(long)} of {len(lengths)} texts are longer than the {max_tokens:,} tokens of this model's context "
@@ -170,14 +160,13 @@ def score_texts(
     finally:
         cache.flush()
     sync_cache(cache, context)
-    return [collect_scores(request, cache) for request in requests]
-
-
-def collect_scores(request: ScoringRequest, cache: Cache) -> TextScores:
-    """The cached scores of a request."""
-    scores = [cache.get(key) for key in request.keys]
-    nats = [each["nats"].astype(np.float64) for each in scores] if request.with_nats else []
-    return TextScores(nats, np.stack([each["features"] for each in scores]) if request.with_features else None)
+    results = []
+    for request in requests:
+        entries = [cache.get(key) for key in request.keys]
+        nats = [each["nats"].astype(np.float64) for each in entries] if request.with_nats else []
+        features = np.stack([each["features"] for each in entries]) if request.with_features else None
+        results.append(TextScores(nats, features))
+    return results
 
 
 @torch.no_grad()
@@ -212,7 +201,10 @@ def compute_scores(request: ScoringRequest, numbers: Sequence[int], batch: int) 
                 finished[text] = {"nats": nats.pop(text)} if request.with_nats else {}
                 if request.with_features:
                     finished[text]["features"] = np.asarray(sums.pop(text) / counts[text], dtype=np.float32)
-        require_finite(finished, scorer)
+        for name, first in (("nats", 1 - len(before)), ("features", 0)):
+            values = [each[name][first:] for each in finished.values() if name in each]
+            if not all(np.isfinite(each).all() for each in values):  # they would vanish in a mean
+                raise FloatingPointError(f"{name} by {scorer.name} are not finite: its weights or precision are broken")
         yield finished
 
 
@@ -233,10 +225,10 @@ def run_scorer(
     scorer: ScoringModel, rows: Sequence[Sequence[int]], with_nats: bool, with_states: bool
 ) -> tuple[NDArray[np.float32], Any]:
     """One forward pass: nats (B, L − 1) of every token but the first, and states (B, L, width) of the last layer."""
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[*row, *[scorer.pad_id] * (width - len(row))] for row in rows]).to(scorer.device)
+    width, pad_id = max(len(row) for row in rows), scorer.tokenizer.eos_token_id or 0  # any token will do
+    ids = torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in rows]).to(scorer.model.device)
     is_text = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
-    inputs = {"input_ids": ids, "attention_mask": is_text.long().to(scorer.device)}
+    inputs = {"input_ids": ids, "attention_mask": is_text.long().to(scorer.model.device)}
     if not with_nats:
         states = scorer.model.base_model(**inputs).last_hidden_state
         return np.zeros((len(rows), 0), np.float32), states.float().cpu().numpy()
@@ -251,15 +243,3 @@ def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.stack(
         [F.cross_entropy(row[:-1].float(), each[1:], reduction="none") for row, each in zip(logits, ids)]
     )
-
-
-def require_finite(scores: dict[int, dict[str, Any]], scorer: ScoringModel) -> None:
-    """Refuse scores that are not finite; they would vanish in a mean."""
-    first = {"nats": 1 - len(scorer.special_ids[0]), "features": 0}
-    for name in first:
-        wrong = [number for number, each in scores.items() if not np.isfinite(each.get(name, [])[first[name] :]).all()]
-        if wrong:
-            raise FloatingPointError(
-                f"{scorer.name}: {name} are not finite in {len(wrong)} of {len(scores)} texts (text {min(wrong)} "
-                "first): its weights or its precision are broken"
-            )
