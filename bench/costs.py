@@ -1,17 +1,24 @@
-"""The tables of docs/cluster.md: what the paper's runs and two larger models take. Arithmetic; nothing is run."""
+"""Prints the tables of docs/cluster.md: the cost of the paper's runs and of two larger models, by arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from adlm.models.costs import Memory, flops_per_token, memory_estimate, parameter_count, parameters, peak_flops
+from adlm.models.costs import (
+    MemoryEstimate,
+    count_parameters,
+    count_parameters_by_part,
+    estimate_memory,
+    flops_per_token,
+    peak_flops,
+)
 from adlm.models.language_model import ModelConfig
-from adlm.models.presets import SIZES
+from adlm.models.presets import PRESETS
 
-# Measured: one figure. The rest is arithmetic on it or an assumption, named as such.
+# One value is measured; the others are assumptions or follow from it.
 MEASURED = 312_521  # tokens/s on one H200: ADLM small, length 1,024, batch 32 (bench/RECORDS.md)
-EFFICIENCY = {8: 0.95, 64: 0.90}  # of so many GPUs against one, assumed
-MFU = {8: 0.40, 64: 0.36}  # of the larger models, assumed; the measured figure is 0.38 of the data sheet's peak
+EFFICIENCY = {8: 0.95, 64: 0.90}  # of 8 and 64 GPUs compared with one, assumed
+MFU = {8: 0.40, 64: 0.36}  # of the larger models, assumed; the measured MFU is 0.38 of the data sheet's peak
 USABLE = 0.9  # of a card's memory: the estimate's error and what it leaves out
 CARDS = {"80 GB": 79, "141 GB": 139}  # GiB that a program can have of it
 GIB = 2**30
@@ -20,7 +27,7 @@ BATCH = 512  # rows of the paper's runs, over all GPUs
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the paper trains on; the anchors' share is that of tokens with English frequencies at this length."""
+    """A corpus of the paper, with the share of anchors among tokens of English frequencies at this length."""
 
     name: str
     vocab_size: int
@@ -32,7 +39,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Larger:
-    """A larger model, on paper."""
+    """A larger model that was not trained."""
 
     name: str
     config: ModelConfig
@@ -55,9 +62,9 @@ LARGER = (
 )
 
 
-def paper_model(corpus: Corpus, method: str) -> ModelConfig:
+def build_paper_config(corpus: Corpus, method: str) -> ModelConfig:
     """The paper's small model of a method: one stage has the anchor network's depth, a causal one no modulation."""
-    size, is_causal, two = SIZES["small"], method in ("ar", "a2r"), method in ("adlm", "a2r")
+    size, is_causal, two = PRESETS["small"], method in ("ar", "a2r"), method in ("adlm", "a2r")
     return ModelConfig(
         vocab_size=corpus.vocab_size,
         mask_id=corpus.mask_id,
@@ -78,12 +85,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def paper_table() -> str:
-    """GPU-hours of the paper's runs, from the one measured figure, scaled by FLOPs per token."""
-    speed = MEASURED * flops_per_token(paper_model(CORPORA[0], "adlm"), length=1024)  # FLOP/s
+    """GPU-hours of the paper's runs, from the one measurement, scaled by FLOPs per token."""
+    speed = MEASURED * flops_per_token(build_paper_config(CORPORA[0], "adlm"), length=1024)  # FLOP/s
     rows = []
     for corpus in CORPORA:
         for method in corpus.methods:
-            cost = flops_per_token(paper_model(corpus, method), length=corpus.length, anchor_share=corpus.anchor_share)
+            cost = flops_per_token(
+                build_paper_config(corpus, method), length=corpus.length, anchor_share=corpus.anchor_share
+            )
             is_measured = corpus is CORPORA[0] and method == "adlm"
             for steps in (500_000, 1_000_000) if method in ("ar", "a2r") else (1_000_000, 2_000_000):
                 tokens = steps * BATCH * corpus.length
@@ -106,16 +115,16 @@ def shape_table() -> str:
     """The larger models and their parameters."""
     rows = []
     for model in LARGER:
-        shape, count = model.config, parameters(model.config)
+        shape, count = model.config, count_parameters_by_part(model.config)
         layers = f"{shape.anchor_layers} + {shape.denoiser_layers}"
         sizes = [f"{n / 1e9:.2f}B" for n in (count.total, count.layers, count.embedding + count.heads)]
         rows.append([model.name, f"{shape.dim:,}", f"{shape.heads}", layers, f"{shape.length:,}", *sizes])
     return table(["model", "dim", "heads", "layers", "length", "parameters", "in layers", "embedding and heads"], rows)
 
 
-def memory_of(model: Larger, rows: int, shards: int, checkpoint: bool) -> Memory:
-    """Of a larger model on one GPU, in bf16 with AdamW and an average."""
-    return memory_estimate(
+def estimate_larger_memory(model: Larger, rows: int, shards: int, checkpoint: bool) -> MemoryEstimate:
+    """Estimate the memory of a larger model on one GPU, in bf16 with AdamW and an EMA."""
+    return estimate_memory(
         model.config,
         rows=rows,
         length=model.config.length,
@@ -135,9 +144,9 @@ def memory_table() -> str:
     for model in LARGER:
         for shards in EFFICIENCY:
             for checkpoint in (False, True):
-                one, two = (memory_of(model, n, shards, checkpoint) for n in (1, 2))
+                one, two = (estimate_larger_memory(model, n, shards, checkpoint) for n in (1, 2))
                 row = two.activations - one.activations
-                totals = {2**i: memory_of(model, 2**i, shards, checkpoint).total / GIB for i in range(10)}
+                totals = {2**i: estimate_larger_memory(model, 2**i, shards, checkpoint).total / GIB for i in range(10)}
                 cells = [f"{part / GIB:.1f}" for part in (one.total - one.head - row, row)]
                 for gib in CARDS.values():
                     fits = max((n for n in totals if totals[n] <= USABLE * gib), default=None)
@@ -157,7 +166,7 @@ def time_table() -> str:
             days = model.budget / speed / 86400
             rows.append(
                 [
-                    f"{model.name} ({parameter_count(model.config) / 1e9:.2f}B parameters)",
+                    f"{model.name} ({count_parameters(model.config) / 1e9:.2f}B parameters)",
                     f"{gpus}",
                     f"{cost / 1e9:.1f}",
                     f"{mfu:.0%}",

@@ -17,18 +17,18 @@ from adlm.models.language_model import LanguageModel
 from adlm.training.logging import read_metrics
 from adlm.training.loop import train
 from adlm.training.setup import build_model_config
-from bench.setting import commit, device_name, peak_gib, report, seconds_each, spread_of
-from bench.train_step import GAMMA, batches, stepper
+from bench.setting import compute_spread, get_commit, get_device_name, get_peak_gib, print_report, time_steps
+from bench.train_step import GAMMA, build_step, prefetch_batches
 
-WARM_UP = 20  # steps of the run that are not counted: compilation
+WARM_UP = 20  # steps that are not timed: torch compiles
 SIZES = {  # recipe, length, changes
     "small": ("owt-adlm", 1024, ["model.preset=small"]),
     "nano": ("cpu-nano", 64, []),
 }
 
 
-def bare(config_path: list[str], recipe: str, data: Path, device: str, repeats: int) -> list[float]:
-    """Seconds of each bare step: one batch of rows, its noise made while the device works, nothing told."""
+def time_bare_steps(config_path: list[str], recipe: str, data: Path, device: str, repeats: int) -> list[float]:
+    """Time each bare step: one batch of rows, corrupted while the device computes, nothing logged."""
     config = load_config(recipe, *config_path)
     opened = open_data(data)
     is_cuda = device.startswith("cuda")
@@ -37,9 +37,11 @@ def bare(config_path: list[str], recipe: str, data: Path, device: str, repeats: 
         model.compile_layers()
     x0 = opened.rows("train").fetch(range(config.batch))[0]
     gamma = torch.tensor(GAMMA, device=device)
-    next_batch = batches(x0, device, 64 if is_cuda else 1, mask_id=opened.mask_id)
-    step = stepper(model, lambda b: training_loss(model, b, anchor_weight=gamma, check=False).total, next_batch, device)
-    return seconds_each(step, WARM_UP, repeats, device)
+    next_batch = prefetch_batches(x0, device, 64 if is_cuda else 1, mask_id=opened.mask_id)
+    step = build_step(
+        model, lambda b: training_loss(model, b, anchor_weight=gamma, check=False).total, next_batch, device
+    )
+    return time_steps(step, WARM_UP, repeats, device)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -68,23 +70,23 @@ def main(args: argparse.Namespace) -> None:
             "log.show=false",
             "guard.spike=null",
         ]
-        times = bare([*changes, f"folder={place / 'none'}"], recipe, place / "data", device, args.repeats)
+        times = time_bare_steps([*changes, f"folder={place / 'none'}"], recipe, place / "data", device, args.repeats)
         run = train(recipe, *changes, folder=place / "run")
-        told = read_metrics(run.folder / "metrics.jsonl")
-    # From the first told step behind the first validation (until then things are compiled) to the last: everything
-    # in between, all validations but the first and the last.
-    steps = [record for record in told if "lr" in record and record["step"] > args.valid_every]
-    checks = [record["time"]["seconds"] for record in told if "val/nll" in record][1:]
+        logged = read_metrics(run.folder / "metrics.jsonl")
+    # From the first logged step after the first validation (until then torch compiles) to the last step, with all
+    # validations between them.
+    steps = [record for record in logged if "lr" in record and record["step"] > args.valid_every]
+    checks = [record["time"]["seconds"] for record in logged if "val/nll" in record][1:]
     first, last = steps[0], steps[-1]
     seconds = last["time"]["seconds"] - first["time"]["seconds"]
     tokens = last["tokens"] - first["tokens"]
-    step, half = spread_of(times)
+    step, half = compute_spread(times)
     bare_speed, loop_speed = args.batch * length / step, tokens / seconds
     without = tokens / (seconds - sum(checks[:-1]))
     stall = max(record["time"]["stall"] for record in steps)
     rows = [
         ["bare step", f"{bare_speed:,.0f}", "1", ""],
-        ["the loop", f"{without:,.0f}", f"{without / bare_speed:.3f}", f"waiting for rows at most {100 * stall:.2f}%"],
+        ["the loop", f"{without:,.0f}", f"{without / bare_speed:.3f}", f"waiting for data at most {100 * stall:.2f}%"],
         ["with its validation", f"{loop_speed:,.0f}", f"{loop_speed / bare_speed:.3f}", f"{checks[0]:.2f} s each"],
     ]
     record = {
@@ -98,17 +100,17 @@ def main(args: argparse.Namespace) -> None:
         "validation_s": checks,
         "validation_rows": args.valid_rows,
         "validation_every": args.valid_every,
-        "device": device_name(device),
-        "peak_gib": peak_gib(device),
+        "device": get_device_name(device),
+        "peak_gib": get_peak_gib(device),
         "batch": args.batch,
         "length": length,
         "steps": args.steps,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "commit": commit(),
+        "commit": get_commit(),
     }
-    title = f"A run of {args.steps} steps, batch {args.batch} × {length}, {device_name(device)}"
-    report(title, ["", "tokens/s", "of the step", ""], rows, record)
+    title = f"A run of {args.steps} steps, batch {args.batch} × {length}, {get_device_name(device)}"
+    print_report(title, ["", "tokens/s", "of the step", ""], rows, record)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The plain formula: every logit of every position, as the method is written down. What ours is compared with.
+"""The baseline of the benchmarks: the paper's formulas with every logit of every position.
 
 Same layers, weights, dtype, threads and compile setting; both heads at all positions; Linear(V -> dim) on the logits;
 log_softmax and gather; full sort for the nucleus; a float64 draw over (B, L, V).
@@ -15,7 +15,7 @@ from adlm.models.language_model import LanguageModel
 
 
 def plain_logits(model: LanguageModel, xt: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Anchor logits and final logits, (B, L, V) each."""
+    """Compute anchor logits and final logits, (B, L, V) each."""
     cos, sin = model.rotary(xt.device)
     rotary = cos[: xt.shape[1]], sin[: xt.shape[1]]
     x, anchor_logits = model.embed(xt), None
@@ -29,7 +29,7 @@ def plain_logits(model: LanguageModel, xt: Tensor) -> tuple[Tensor | None, Tenso
 
 
 def subs(logits: Tensor, xt: Tensor, mask_id: int) -> Tensor:
-    """Log-probabilities with the mask ruled out and visible tokens certain of themselves."""
+    """Compute log-probabilities (SUBS): no mask, and visible tokens with probability 1."""
     logits = logits.float().index_fill(-1, torch.tensor(mask_id, device=xt.device), -torch.inf)
     itself = torch.full_like(logits, -torch.inf).scatter_(-1, xt[..., None], 0.0)
     return torch.where((xt == mask_id)[..., None], logits.log_softmax(-1), itself)
@@ -38,7 +38,7 @@ def subs(logits: Tensor, xt: Tensor, mask_id: int) -> Tensor:
 def plain_loss(
     model: LanguageModel, batch: NoisyBatch, weight: Tensor, is_anchor: Tensor, anchor_weight: float | Tensor
 ) -> Tensor:
-    """ANELBO by the formula."""
+    """Compute the ANELBO (Eq. 6)."""
     mask_id = model.config.mask_id
     assert mask_id is not None
     anchor_logits, logits = plain_logits(model, batch.xt)
@@ -51,7 +51,7 @@ def plain_loss(
 
 
 def plain_law(model: LanguageModel, xt: Tensor, transition: Transition, top_p: float) -> Tensor:
-    """The law (B, L, V) of every position after one sampling step, with the usual nucleus by a full sort."""
+    """Compute the distribution (B, L, V) after one sampling step, with the usual nucleus by a full sort."""
     mask_id = model.config.mask_id
     assert mask_id is not None
     _, logits = plain_logits(model, xt)
@@ -69,6 +69,6 @@ def plain_law(model: LanguageModel, xt: Tensor, transition: Transition, top_p: f
 
 
 def plain_step(model: LanguageModel, xt: Tensor, transition: Transition, top_p: float) -> Tensor:
-    """One sampling step: exponential noise in float64 for every logit."""
+    """Take one sampling step: exponential noise in float64 for every logit."""
     law = plain_law(model, xt, transition, top_p).double()
     return (law / torch.empty_like(law).exponential_()).argmax(-1)

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from adlm.data.prepare import cores, prepare
-from adlm.data.sources import excerpt, open_source
+from adlm.data.prepare import count_cores, prepare
+from adlm.data.sources import load_excerpt, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from bench.setting import commit, device_name, report
+from bench.setting import get_commit, get_device_name, print_report
 
 
 def main() -> None:
@@ -29,13 +29,13 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=20, help="megabytes of text")
     parser.add_argument("--tokenizer", default="gpt2")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--workers", type=int, default=cores())
+    parser.add_argument("--workers", type=int, default=count_cores())
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read when the library first uses its threads
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
-    documents = some_documents(args.text, int(args.mb * 1e6))
+    documents = choose_documents(args.text, int(args.mb * 1e6))
     size = sum(len(document.encode()) for document in documents)
     tokenizer = load_tokenizer(args.tokenizer)
     tokens = 0
@@ -44,9 +44,9 @@ def main() -> None:
         file = Path(place) / "text.txt.gz"
         file.write_bytes(gzip.compress("\n<|endoftext|>\n".join(documents).encode(), 6))
         for number in range(args.repeats):  # in turn: what else the machine does falls on both alike
-            bare_runs.append(seconds_of(lambda: bare(tokenizer, documents)))
+            bare_runs.append(time_call(lambda: bare(tokenizer, documents)))
             out = Path(place) / f"out-{number}"
-            our_runs.append(seconds_of(lambda out=out: ours(file, out, args)))  # type: ignore[misc]
+            our_runs.append(time_call(lambda out=out: ours(file, out, args)))  # type: ignore[misc]
             manifest = ours(file, out, args)  # finished already: read again
             tokens = sum(split["tokens"] for split in manifest["splits"].values())
 
@@ -68,25 +68,25 @@ def main() -> None:
         "documents": len(documents),
         "tokenizer": args.tokenizer,
         "workers": args.workers,
-        "device": device_name("cpu"),
-        "commit": commit(),
+        "device": get_device_name("cpu"),
+        "commit": get_commit(),
     }
-    report(title, ["", "seconds", "CPU seconds", "MB/s", "tokens/s"], table, record)
+    print_report(title, ["", "seconds", "CPU seconds", "MB/s", "tokens/s"], table, record)
 
 
-def some_documents(text: str | None, most: int) -> list[str]:
-    """Documents of so many bytes in all; the last one may be cut."""
-    found: list[str] = []
-    size, chapters = 0, [] if text else excerpt().split("\nCHAPTER ")
-    while size < most:
+def choose_documents(text: str | None, max_bytes: int) -> list[str]:
+    """Choose documents with `max_bytes` in all; the last one may be cut."""
+    documents: list[str] = []
+    size, chapters = 0, [] if text else load_excerpt().split("\nCHAPTER ")
+    while size < max_bytes:
         for document in (document for document, _ in open_source(text).read()) if text else iter(chapters):
-            found.append(document[: most - size])
-            size += len(found[-1].encode())
-            if size >= most:
+            documents.append(document[: max_bytes - size])
+            size += len(documents[-1].encode())
+            if size >= max_bytes:
                 break
         if text:
             break
-    return found
+    return documents
 
 
 def bare(tokenizer: Tokenizer, documents: list[str]) -> object:
@@ -97,8 +97,8 @@ def ours(file: Path, out: Path, args: argparse.Namespace) -> dict:
     return prepare(file, out, tokenizer=args.tokenizer, length=args.length, workers=args.workers)
 
 
-def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
-    """By the clock, and of the processors, processes that were started included."""
+def time_call(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the wall-clock and CPU seconds of a call, including its child processes."""
     began, used = time.perf_counter(), cpu_seconds()
     result = work()
     taken = round(time.perf_counter() - began, 3), round(cpu_seconds() - used, 3)

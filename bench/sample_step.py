@@ -1,4 +1,4 @@
-"""One sampling step (loop plan in its middle, half of the positions hidden, p = 0.9, every row evaluated):
+"""One sampling step (middle of the loop plan, half of the positions masked, p = 0.9, every row evaluated):
 the plain formula against ours, in one run."""
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ import argparse
 import torch
 
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.denoise import State, step_plan
+from adlm.diffusion.denoise import SamplerState, reverse_step
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.generate import compile_for_sampling
 from bench.plain import plain_step
 from bench.setting import (
     MASK,
-    arguments,
-    build,
-    commit,
-    device_name,
-    peak_gib,
-    report,
-    seconds_each,
-    size_of,
-    spread_of,
-    zipf_tokens,
+    build_model,
+    build_parser,
+    choose_size,
+    compute_spread,
+    draw_zipf_tokens,
+    get_commit,
+    get_device_name,
+    get_peak_gib,
+    print_report,
+    time_steps,
 )
 
 TOP_P = 0.9
@@ -32,9 +32,9 @@ TOP_P = 0.9
 
 @torch.no_grad()
 def main(args: argparse.Namespace) -> None:
-    size, device = size_of(args), args.device
+    size, device = choose_size(args), args.device
     is_cuda = device.startswith("cuda")
-    model = build(size, args.bridge, dropout=0.0).eval()
+    model = build_model(size, args.bridge, dropout=0.0).eval()
     fast = compile_for_sampling(model, device)
     model = model.to(device, torch.bfloat16 if is_cuda else torch.float32)
     if is_cuda:
@@ -44,36 +44,36 @@ def main(args: argparse.Namespace) -> None:
     transition = plan[len(plan) // 2]
     rows, records = [], []
     for batch_size in args.batch or ([1, 8, 32] if is_cuda else [1]):
-        x0 = zipf_tokens(batch_size, length, seed=1).to(device)
-        rng = CounterRng.of(0, batch_size)
+        x0 = draw_zipf_tokens(batch_size, length, seed=1).to(device)
+        rng = CounterRng.from_seed(0, batch_size)
         half = rng.uniform(0, length, Purpose.MASK).argsort(-1) < length // 2
         xt = torch.where(half.to(device), MASK, x0)
-        everywhere, how = torch.ones_like(half), SamplingParams(top_p=TOP_P)
-        state = State(xt.clone(), half, everywhere, fast.predict, fast.logits_at, MASK, rng, how)
+        everywhere, sampling = torch.ones_like(half), SamplingParams(top_p=TOP_P)
+        state = SamplerState(xt.clone(), half, everywhere, fast.predict, fast.logits_at, MASK, rng, sampling)
 
-        def ours(state: State = state, xt: torch.Tensor = xt, half: torch.Tensor = half) -> None:
-            """A step of the sampling loop, from the same half-hidden tokens each time."""
+        def ours(state: SamplerState = state, xt: torch.Tensor = xt, half: torch.Tensor = half) -> None:
+            """Take a step of the sampling loop, from the same half-masked tokens each time."""
             state.xt.copy_(xt)
             state.is_hidden = half
-            step_plan(state, transition, state.how)
+            reverse_step(state, transition, state.sampling)
 
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         repeats = args.repeats or 50
-        our_times = seconds_each(ours, 10 if is_cuda else 2, repeats, device)
-        our_peak = peak_gib(device)
+        our_times = time_steps(ours, 10 if is_cuda else 2, repeats, device)
+        our_peak = get_peak_gib(device)
         nfe = int(state.nfe.min())
         assert nfe == state.step, "every row must be evaluated in every step"
-        mid, half_range = spread_of(our_times)
+        mid, half_range = compute_spread(our_times)
         plain_mid, plain_half, plain_peak = float("nan"), 0.0, None
         if not args.no_plain:
             if is_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             plain_repeats = args.repeats or (20 if is_cuda else 5)
-            times = seconds_each(lambda xt=xt: plain_step(model, xt, transition, TOP_P), 1, plain_repeats, device)  # type: ignore[misc]
-            plain_mid, plain_half = spread_of(times)
-            plain_peak = peak_gib(device)
+            times = time_steps(lambda xt=xt: plain_step(model, xt, transition, TOP_P), 1, plain_repeats, device)  # type: ignore[misc]
+            plain_mid, plain_half = compute_spread(times)
+            plain_peak = get_peak_gib(device)
         ratio = plain_mid / mid
         rows.append(
             [
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
     record = {
         "bench": "sample_step",
         "ratio": first["ratio"],
-        "device": device_name(device),
+        "device": get_device_name(device),
         "ms_per_step": first["ms_per_step"],
         "batches": records,
         "size": size,
@@ -105,14 +105,14 @@ def main(args: argparse.Namespace) -> None:
         "bridge": args.bridge,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "commit": commit(),
+        "commit": get_commit(),
     }
-    title = f"Sampling step, {size}, length {length}, {device_name(device)}"
-    report(title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record)
+    title = f"Sampling step, {size}, length {length}, {get_device_name(device)}"
+    print_report(title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record)
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--batch", type=int, nargs="+", help="default: 1 on a CPU, 1 8 32 on a GPU")
+    parser = build_parser(__doc__ or "")
+    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes [default: 1 on a CPU, 1 8 32 on a GPU]")
     parser.add_argument("--repeats", type=int)
     main(parser.parse_args())

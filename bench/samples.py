@@ -1,4 +1,4 @@
-"""Whole samples a second with the paper's sampler (loop, p = 0.9), rows that reveal nothing left out of a step."""
+"""Samples per second with the paper's sampler (loop, p = 0.9); a step skips the rows that it does not change."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import torch
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.plans import remask_loop
 from adlm.generate import compile_for_sampling, stream_tokens
-from bench.setting import MASK, SIZES, arguments, build, commit, device_name, report, size_of
+from bench.setting import MASK, SIZES, build_model, build_parser, choose_size, get_commit, get_device_name, print_report
 
 
 def main(args: argparse.Namespace) -> None:
-    size, device = size_of(args), args.device
+    size, device = choose_size(args), args.device
     length = SIZES[size][1]
-    predictor, how = compile_for_sampling(build(size, args.bridge, dropout=0.0), device), SamplingParams(top_p=0.9)
+    predictor, sampling = (
+        compile_for_sampling(build_model(size, args.bridge, dropout=0.0), device),
+        SamplingParams(top_p=0.9),
+    )
     xt = torch.full((args.batch, length), MASK)
-    for _ in stream_tokens(predictor, xt, remask_loop(64), seed=0, how=how):
-        pass  # warm-up: compiles, and meets the batch sizes that occur
+    for _ in stream_tokens(predictor, xt, remask_loop(64), seed=0, sampling=sampling):
+        pass  # warm-up: compiles for the batch sizes that occur
     start = time.perf_counter()
-    (last,) = deque(stream_tokens(predictor, xt, remask_loop(args.steps), seed=1, how=how), maxlen=1)
+    (last,) = deque(stream_tokens(predictor, xt, remask_loop(args.steps), seed=1, sampling=sampling), maxlen=1)
     tokens = last.tokens.cpu()
     seconds = time.perf_counter() - start
     assert not (tokens == MASK).any()
     evaluated = float(last.nfe.float().mean()) / args.steps
     record = {
         "bench": "samples",
-        "device": device_name(device),
+        "device": get_device_name(device),
         "samples_per_s": round(args.batch / seconds, 4),
         "ms_per_step": round(1e3 * seconds / args.steps, 3),
         "rows_evaluated": round(evaluated, 4),
@@ -39,18 +42,18 @@ def main(args: argparse.Namespace) -> None:
         "size": size,
         "length": length,
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": get_commit(),
     }
     row = [
         str(args.steps), str(args.batch), f"{seconds:.1f}", f"{1e3 * seconds / args.steps:.2f}",
         f"{100 * evaluated:.0f}%", f"{record['hours_for_5000']}",
     ]  # fmt: skip
     columns = ["steps", "batch", "seconds", "ms per step", "row-steps evaluated", "hours for 5,000 samples"]
-    report(f"Samples, {size}, length {length}, {device_name(device)}", columns, [row], record)
+    print_report(f"Samples, {size}, length {length}, {get_device_name(device)}", columns, [row], record)
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__ or "")
+    parser = build_parser(__doc__ or "")
     parser.add_argument("--steps", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)
     main(parser.parse_args())

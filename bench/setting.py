@@ -1,4 +1,4 @@
-"""What both benchmarks share: sizes, random weights, Zipf tokens, timing, the table and its JSON line."""
+"""Shared by the benchmarks: sizes, random weights, Zipf tokens, timing, the table and its JSON line."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ SIZES = {  # name -> (changes to the paper's preset, length)
 }
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
+def build_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=SIZES, help="laptop: dim 256, 4+2 layers, length 512; small: the paper's")
     parser.add_argument("--bridge", default="factored", choices=("factored", "direct"))
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--no-plain", action="store_true", help="time ours alone")
+    parser.add_argument("--no-plain", action="store_true", help="do not time the plain formula")
     return parser
 
 
-def size_of(args: argparse.Namespace) -> str:
+def choose_size(args: argparse.Namespace) -> str:
     if args.threads or args.device.startswith("cuda"):
-        torch.set_num_threads(args.threads or 2)  # beside a GPU the host does many small things, best undivided
+        torch.set_num_threads(
+            args.threads or 2
+        )  # with a GPU, the host runs many small operations, which more threads slow down
     return args.size or ("small" if args.device.startswith("cuda") else "laptop")
 
 
-def build(size: str, bridge: str, dropout: float, seed: int = 0) -> LanguageModel:
-    """The model with random numbers where training starts at zero, so that no part of the step is idle."""
+def build_model(size: str, bridge: str, dropout: float, seed: int = 0) -> LanguageModel:
+    """Build a model with random weights where training starts from zeros, so that no part of the step is trivial."""
     changes, length = SIZES[size]
     config = build_config(
         "adlm", "small", vocab_size=VOCAB, mask_id=MASK, length=length, bridge=bridge, dropout=dropout, **changes
@@ -55,14 +57,13 @@ def build(size: str, bridge: str, dropout: float, seed: int = 0) -> LanguageMode
             if "modulation" in name:
                 parameter.normal_(std=0.2, generator=rng)
             elif name.endswith("head.weight"):
-                parameter.normal_(
-                    std=3.8 / config.dim**0.5, generator=rng
-                )  # entropy near 3 nats: a nucleus of some hundred tokens
+                # Entropy near 3 nats: a nucleus of some hundred tokens.
+                parameter.normal_(std=3.8 / config.dim**0.5, generator=rng)
     return model
 
 
-def zipf_tokens(rows: int, length: int, seed: int) -> Tensor:
-    """Tokens whose frequencies fall as (rank + 2.7)^-1.15.
+def draw_zipf_tokens(rows: int, length: int, seed: int) -> Tensor:
+    """Draw tokens whose frequencies fall as (rank + 2.7)^-1.15.
 
     The share of tokens that occur at most five times in a row is then near that of English in GPT-2's vocabulary: 0.67
     at length 512 and 0.59 at 1,024, where books have 0.64 and 0.55, Wikipedia 0.69 and 0.61, articles 0.68 and 0.57.
@@ -72,9 +73,9 @@ def zipf_tokens(rows: int, length: int, seed: int) -> Tensor:
     return torch.multinomial(weights, rows * length, replacement=True, generator=rng).view(rows, length)
 
 
-def seconds_each(step: Callable[[], object], warm_up: int, repeats: int, device: str) -> list[float]:
-    """Seconds of each of `repeats` calls in a row. On a GPU: between the ends of consecutive steps, without waiting
-    in between, as a training or sampling loop runs."""
+def time_steps(step: Callable[[], object], warm_up: int, repeats: int, device: str) -> list[float]:
+    """Return the seconds of each of `repeats` calls; on a GPU the time between the ends of consecutive steps, without
+    waiting in between, as in a training or sampling loop."""
     for _ in range(warm_up):
         step()
     if not device.startswith("cuda"):
@@ -92,29 +93,29 @@ def seconds_each(step: Callable[[], object], warm_up: int, repeats: int, device:
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def peak_gib(device: str) -> float | None:
+def get_peak_gib(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else None
 
 
-def spread_of(times: list[float]) -> tuple[float, float]:
-    """Median and half the range between the quartiles."""
+def compute_spread(times: list[float]) -> tuple[float, float]:
+    """Return the median and half the interquartile range."""
     if len(times) < 4:
         return statistics.median(times), (max(times) - min(times)) / 2
     low, middle, high = statistics.quantiles(times, n=4)
     return middle, (high - low) / 2
 
 
-def device_name(device: str) -> str:
+def get_device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
 
 
-def commit() -> str:
+def get_commit() -> str:
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 
-def report(title: str, columns: list[str], rows: list[list[str]], record: dict[str, object]) -> None:
-    """A table for people, then one line for programs."""
+def print_report(title: str, columns: list[str], rows: list[list[str]], record: dict[str, object]) -> None:
+    """Print a table, then the record as one line of JSON."""
     table = Table(title=title)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")

@@ -16,31 +16,31 @@ from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight
 from adlm.models.language_model import LanguageModel
 from adlm.training.ema import EMA
-from adlm.training.optim import build_optimizers, update
+from adlm.training.optim import build_optimizers, step_optimizers
 from bench.plain import plain_loss
 from bench.setting import (
     MASK,
-    arguments,
-    build,
-    commit,
-    device_name,
-    peak_gib,
-    report,
-    seconds_each,
-    size_of,
-    spread_of,
-    zipf_tokens,
+    build_model,
+    build_parser,
+    choose_size,
+    compute_spread,
+    draw_zipf_tokens,
+    get_commit,
+    get_device_name,
+    get_peak_gib,
+    print_report,
+    time_steps,
 )
 
 GAMMA = 3e-3
 RULE = rare_in_sequence(5)
 
 
-def batches(
+def prefetch_batches(
     x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE, mask_id: int = MASK
 ) -> Callable[[], NoisyBatch]:
-    """The noise of step after step, made on the host while the device works on the step before."""
-    rng, steps = CounterRng.of(0, len(x0)), count()
+    """Return a function that returns the noisy batch of the next step, corrupted on the host one step ahead."""
+    rng, steps = CounterRng.from_seed(0, len(x0)), count()
 
     def prepare() -> NoisyBatch:
         batch = corrupt(x0, ForwardProcess(mask_id, anchor_rule=rule, multiple=multiple), rng, next(steps))
@@ -56,24 +56,24 @@ def batches(
     return next_batch
 
 
-def stepper(
-    model: LanguageModel, loss_of: Callable[[NoisyBatch], Tensor], next_batch: Callable[[], NoisyBatch], device: str
+def build_step(
+    model: LanguageModel, loss_fn: Callable[[NoisyBatch], Tensor], next_batch: Callable[[], NoisyBatch], device: str
 ) -> Callable[[], Tensor]:
     optimizers, ema = build_optimizers(model), EMA(model)
 
     def step() -> Tensor:
         batch = next_batch()
         with torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda")):
-            loss = loss_of(batch)
+            loss = loss_fn(batch)
         loss.backward()
-        update(model, optimizers, 1.0, ema)
+        step_optimizers(model, optimizers, 1.0, ema)
         return loss.detach()
 
     return step
 
 
 def main(args: argparse.Namespace) -> None:
-    size, device = size_of(args), args.device
+    size, device = choose_size(args), args.device
     is_cuda = device.startswith("cuda")
     batch_size = args.batch or (32 if is_cuda else 2)
     repeats = args.repeats or (30 if is_cuda else 9)
@@ -83,10 +83,10 @@ def main(args: argparse.Namespace) -> None:
     timed: dict[str, list[float]] = {}
     memory: dict[str, float | None] = {}
     for name in ("ours",) if args.no_plain else ("plain", "ours"):
-        model = build(size, args.bridge, dropout=0.1).to(device).train()
+        model = build_model(size, args.bridge, dropout=0.1).to(device).train()
         if is_cuda:
             model.compile_layers()
-        x0 = zipf_tokens(batch_size, model.config.length, seed=1)
+        x0 = draw_zipf_tokens(batch_size, model.config.length, seed=1)
 
         def plain(batch: NoisyBatch, model: LanguageModel = model) -> Tensor:
             weight = loss_weight(LogLinear(), batch.t)
@@ -95,18 +95,18 @@ def main(args: argparse.Namespace) -> None:
         def ours(batch: NoisyBatch, model: LanguageModel = model) -> Tensor:
             return training_loss(model, batch, anchor_weight=gamma, check=False).total
 
-        # Plain finds the anchors in its own step, so its batches come without.
-        next_batch = batches(x0, device, 1024 if is_cuda else 1, None if name == "plain" else RULE)
-        step = stepper(model, plain if name == "plain" else ours, next_batch, device)
+        # The plain step finds the anchors itself, so its batches have none.
+        next_batch = prefetch_batches(x0, device, 1024 if is_cuda else 1, None if name == "plain" else RULE)
+        step = build_step(model, plain if name == "plain" else ours, next_batch, device)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        timed[name] = seconds_each(step, 8 if is_cuda else 1, repeats, device)
-        memory[name] = peak_gib(device)
+        timed[name] = time_steps(step, 8 if is_cuda else 1, repeats, device)
+        memory[name] = get_peak_gib(device)
         del model, step, next_batch
         if is_cuda:
             torch.cuda.empty_cache()
     tokens = batch_size * x0.shape[1]
-    middle = {name: spread_of(times) for name, times in timed.items()}
+    middle = {name: compute_spread(times) for name, times in timed.items()}
     rows = [
         [
             name,
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
     record = {
         "bench": "train_step",
         "ratio": round(middle["plain"][0] / middle["ours"][0], 3) if "plain" in middle else None,
-        "device": device_name(device),
+        "device": get_device_name(device),
         "tokens_per_s": round(tokens / middle["ours"][0]),
         "ms_per_step": {name: round(1e3 * mid, 3) for name, (mid, _) in middle.items()},
         "spread_ms": {name: round(1e3 * half, 3) for name, (_, half) in middle.items()},
@@ -131,14 +131,14 @@ def main(args: argparse.Namespace) -> None:
         "bridge": args.bridge,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "commit": commit(),
+        "commit": get_commit(),
     }
-    title = f"Training step, {size}, batch {batch_size} × {x0.shape[1]}, {device_name(device)}"
-    report(title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record)
+    title = f"Training step, {size}, batch {batch_size} × {x0.shape[1]}, {get_device_name(device)}"
+    print_report(title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record)
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--batch", type=int, help="default: 2 on a CPU, 32 on a GPU")
+    parser = build_parser(__doc__ or "")
+    parser.add_argument("--batch", type=int, help="rows [default: 2 on a CPU, 32 on a GPU]")
     parser.add_argument("--repeats", type=int)
     main(parser.parse_args())

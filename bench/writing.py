@@ -1,4 +1,4 @@
-"""Seconds of a text from the bundled model (or another), by sampler, through the call that users make."""
+"""Seconds per text of a model, by sampler, through LM.generate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 import torch
 
 from adlm.text.lm import load
-from bench.setting import commit, device_name, report, spread_of
+from bench.setting import compute_spread, get_commit, get_device_name, print_report
 
 SAMPLERS = ("remask_loop", "ancestral", "confidence", "entropy_bounded", "first_hitting")
 
@@ -20,10 +20,10 @@ def main(args: argparse.Namespace) -> None:
     length = min(args.length, lm.row_format.longest)
     rows, samplers = [], {}
     for name in args.samplers:
-        how = {"steps": args.steps} if name in ("remask_loop", "ancestral", "confidence") else {}
-        lm.generate(length=length, sampler=name, seed=0, **how)  # warm-up
-        runs = [lm.generate(length=length, sampler=name, seed=seed, **how) for seed in range(args.repeats)]
-        seconds, spread = spread_of([run.seconds for run in runs])
+        settings = {"steps": args.steps} if name in ("remask_loop", "ancestral", "confidence") else {}
+        lm.generate(length=length, sampler=name, seed=0, **settings)  # warm-up
+        runs = [lm.generate(length=length, sampler=name, seed=seed, **settings) for seed in range(args.repeats)]
+        seconds, spread = compute_spread([run.seconds for run in runs])
         nfe = statistics.mean(run.nfe for run in runs)
         each = 1e3 * seconds / nfe
         samplers[name] = {"seconds": round(seconds, 3), "nfe": round(nfe, 1), "ms_per_nfe": round(each, 2)}
@@ -31,22 +31,22 @@ def main(args: argparse.Namespace) -> None:
     record = {
         "bench": "writing",
         "model": lm.name,
-        "device": device_name(str(lm.device)),
+        "device": get_device_name(str(lm.device)),
         "threads": torch.get_num_threads(),
         "length": length,
         "steps": args.steps,
         "repeats": args.repeats,
         "samplers": samplers,
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": get_commit(),
     }
     title = f"One text of {length} tokens, {lm.name}, {torch.get_num_threads()} threads, {record['device']}"
-    report(title, ["sampler", "seconds", "evaluations", "ms per evaluation"], rows, record)
+    print_report(title, ["sampler", "seconds", "evaluations", "ms per evaluation"], rows, record)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a bundled name or a folder; the bundled one unless told")
+    parser.add_argument("--model", help="a bundled name or a folder [default: the bundled model]")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--length", type=int, default=128)

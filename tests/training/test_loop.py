@@ -208,7 +208,7 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
     assert [rate(step, "wsd", decay_share=0.5) for step in (51, 52, 100)] == pytest.approx([1, 0.98, 0.02])
     assert get_lr_multiplier(1, 10, OptimizerSettings(warmup=0)) == 1.0
     with pytest.raises(ValueError, match="constant, cosine, wsd"):
-        rate(1, "step")
+        rate(11, "step")
 
 
 def test_muon_has_the_layers_matrices_and_adamw_the_rest() -> None:
