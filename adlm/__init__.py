@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # read by type checkers, and by `parts`: the one place that s
     from adlm.diffusion.plans import Plan
     from adlm.diffusion.rng import CounterRng
     from adlm.diffusion.schedules import Cosine, LogLinear, NoiseSchedule
-    from adlm.evaluate.likelihood import Bound, held_out_bound
+    from adlm.likelihood import NllEstimate, estimate_nll
     from adlm.generate import Predictor, compile_for_sampling, stream_tokens
     from adlm.interop.reference import from_state_dict
     from adlm.methods import build_anchor_rule, build_config, build_sampler, build_schedule, training_loss
@@ -44,7 +44,6 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "LM",
-    "Bound",
     "Config",
     "Cosine",
     "CounterRng",
@@ -57,6 +56,7 @@ __all__ = [
     "LogLinear",
     "Loss",
     "ModelConfig",
+    "NllEstimate",
     "NoiseSchedule",
     "NoisyBatch",
     "Order",
@@ -79,9 +79,9 @@ __all__ = [
     "compile_for_sampling",
     "corrupt",
     "denoise",
+    "estimate_nll",
     "every_token",
     "from_state_dict",
-    "held_out_bound",
     "load",
     "load_config",
     "load_tokenizer",

@@ -12,8 +12,7 @@ from typing import Any
 
 from adlm.data.corpora import find_corpus
 from adlm.data.prepare import PrepareProgress
-from adlm.data.sources import open_source
-from adlm.data.splits import detect_split
+from adlm.data.sources import detect_split, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.evaluate.data import EvalDataset, RowLayout, load_eval_data
 from adlm.evaluate.perplexity import (

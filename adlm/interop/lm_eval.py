@@ -1,8 +1,7 @@
-"""EleutherAI's harness (lm-eval) asks, a model of ours answers: `--model adlm`.
+"""Models for EleutherAI's evaluation harness (lm-eval): `--model adlm`.
 
-A log-likelihood is exact for a causal model and minus the bound for a masked one: below the truth, but for the error of
-its draws. What is given stays visible, only what is asked for is hidden. The answers depend on the request and the seed
-alone.
+A log-likelihood is exact for a causal model and minus the bound for a masked one: a lower bound, up to the error of its
+draws. The context stays visible, only the continuation is masked. Results depend on the request and the seed alone.
 
 lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.13 do not look there: for them
 `python -m adlm.interop.lm_eval` (or the command `adlm-lm-eval`) is their command line with the model registered.
@@ -24,52 +23,50 @@ import torch
 
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.masking import corrupt, select, shift_tokens
 from adlm.diffusion.orders import confidence
-from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.schedules import LogLinear
-from adlm.methods import METHODS, training_loss
-from adlm.text.generation import GenerationRequest, choose_sampler, require_whole
+from adlm.likelihood import estimate_token_nats
+from adlm.methods import METHODS
+from adlm.text.generation import GenerationRequest, check_whole_numbers, choose_sampler
 from adlm.text.lm import LM, denoise_rows, load
-from adlm.text.templates import TEXT, Hole, Layout, cut, parsed
+from adlm.text.templates import TEXT, Hole, Layout, parse_template, tokenize_piece
 
 NAME, GROUP = "adlm", "lm_eval.models"
-AUTO = 16  # requests at a time where lm-eval says `auto`
-GENERATED = 256  # tokens, unless the task says: the harness's own default
-KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
+AUTO_BATCH = 16  # requests at a time for lm-eval's batch size `auto`
+MAX_GEN_TOKS = 256  # tokens to generate where the task does not set them: the harness's own default
+GENERATION_KWARGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A row of tokens, and which of them are asked for; the others are given."""
+class ScoredRow:
+    """A row of tokens, and which of them are scored; the others are given."""
 
     ids: tuple[int, ...]
-    is_asked: tuple[bool, ...]
+    is_scored: tuple[bool, ...]
 
 
-def windows(total: int, start: int, room: int) -> Iterator[tuple[int, int, int]]:
-    """Tokens `start` to `total` as windows (begin, end, first asked) of at most `room` tokens; each is asked for once.
+def split_windows(total: int, start: int, room: int) -> Iterator[tuple[int, int, int]]:
+    """Tokens `start` to `total` as windows (begin, end, first scored) of at most `room` tokens; each is scored once.
 
-    A window begins with at least one token that went before, the last one with as many as there is room for.
+    A window begins with at least one token of context, the last one with as much context as there is room for.
     """
     if room < 2:
-        raise ValueError(f"windows of {room} tokens have no room for what went before: this model's rows are too short")
-    begin, asked = max(0, start - 1), start
+        raise ValueError(f"windows of {room} tokens have no room for context: this model's rows are too short")
+    begin, scored = max(0, start - 1), start
     if total - begin <= room:
         yield max(0, total - room), total, start
         return
-    while asked < total:
+    while scored < total:
         end = min(begin + room, total)
-        yield (max(0, total - room) if end == total else begin), end, asked
-        begin, asked = end - 1, end
+        yield (max(0, total - room) if end == total else begin), end, scored
+        begin, scored = end - 1, end
 
 
-def asked_rows(lm: LM, context: str, continuation: str) -> list[Asked]:
-    """The rows that ask for a continuation after its context: several where both do not fit into one.
+def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
+    """The rows that score a continuation after its context: several where both do not fit into one.
 
-    Both are cut into tokens together. A token that ends after the context belongs to the continuation, and so do blanks
-    at the context's end, as everywhere in the harness.
+    Both are tokenized together. A token that ends after the context belongs to the continuation, and so do blanks at
+    the context's end, as everywhere in the harness.
     """
     encoding = lm.tokenizer.bpe.encode(context + continuation, add_special_tokens=False)
     ids = tuple(encoding.ids)
@@ -77,94 +74,75 @@ def asked_rows(lm: LM, context: str, continuation: str) -> list[Asked]:
     first = () if lm.tokenizer.bos_id is None else (lm.tokenizer.bos_id,)
     last = (lm.tokenizer.eos_id,) if lm.row_format.is_framed and lm.tokenizer.eos_id is not None else ()
     rows = []
-    for begin, end, asked in windows(len(ids), start, lm.row_format.longest) if start < len(ids) else ():
-        is_asked = [False] * len(first) + [i >= asked for i in range(begin, end)] + [False] * len(last)
+    for begin, end, scored in split_windows(len(ids), start, lm.row_format.longest) if start < len(ids) else ():
+        is_scored = [False] * len(first) + [i >= scored for i in range(begin, end)] + [False] * len(last)
         if lm.row_format.is_causal:
-            is_asked[0] = False  # nothing stands before it
-        rows.append(Asked((*first, *ids[begin:end], *last), tuple(is_asked)))
+            is_scored[0] = False  # nothing predicts the first token
+        rows.append(ScoredRow((*first, *ids[begin:end], *last), tuple(is_scored)))
     return rows
 
 
-@torch.no_grad()
-def nats_of(lm: LM, rows: Sequence[Asked], *, draws: int, seed: int, batch: int) -> list[float]:
-    """Nats of what each row asks for: exact, or the bound's mean over `draws` noises with times spread evenly."""
-    model, is_causal = lm.model.to(lm.device), lm.row_format.is_causal
-    draws = 1 if is_causal else draws
-    # Rows of like length together; a row's noise is its draw's, so the order changes nothing.
+def estimate_nats(lm: LM, rows: Sequence[ScoredRow], *, draws: int, seed: int, batch: int) -> list[float]:
+    """Nats of the scored tokens of each row: exact, or the bound's mean over `draws` noises."""
+    # Rows of similar length together; the noise of a row does not depend on the order.
     order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), i))
-    numbers = [(row, draw) for row in order if any(rows[row].is_asked) for draw in range(draws)]
-    nats = [[0.0] * draws for _ in rows]
-    for start in range(0, len(numbers), batch):
-        part = numbers[start : start + batch]
-        lengths = torch.tensor([len(rows[row].ids) for row, _ in part])
-        widest = int(lengths.max())
-        x0 = torch.tensor([[*rows[row].ids, *[0] * (widest - len(rows[row].ids))] for row, _ in part])
-        asked = torch.tensor([[*rows[r].is_asked, *[False] * (widest - len(rows[r].is_asked))] for r, _ in part])
-        valid = torch.arange(widest) < lengths[:, None]
-        if is_causal:
-            noised = replace(shift_tokens(x0, valid=valid), hidden=select(asked[:, 1:], torch.ones(len(part))))
-        else:
-            assert model.config.mask_id is not None
-            draw = torch.tensor([number for _, number in part])
-            noised = corrupt(
-                x0,
-                LogLinear(),
-                CounterRng.of(seed, draw),
-                0,
-                mask_id=model.config.mask_id,
-                index=draw,
-                total=draws,
-                valid=valid,
-                is_fixed=~asked,
-            )
-        loss = training_loss(model, noised.to(lm.device), score_entropy=METHODS[lm.method].score_entropy)
-        for (row, number), value in zip(part, loss.row_nll.double().tolist(), strict=True):
-            nats[row][number] = value
-    return [math.fsum(each) / draws for each in nats]
+    nats = estimate_token_nats(
+        lm.model.to(lm.device),
+        [rows[i].ids for i in order],
+        [rows[i].is_scored for i in order],
+        draws=draws,
+        seed=seed,
+        batch=batch,
+        score_entropy=METHODS[lm.method].score_entropy,
+    )
+    means = dict(zip(order, (math.fsum(each) / len(each) for each in nats.tolist()), strict=True))
+    return [means[i] for i in range(len(rows))]
 
 
-def is_greedy(lm: LM, rows: Sequence[Asked], batch: int) -> list[bool]:
-    """Whether each row's asked tokens are what decoding by the likeliest token writes there.
+def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
+    """Whether greedy decoding generates the scored tokens of each row.
 
-    A causal model decodes from left to right, a masked one a token a step, the surest first.
+    A causal model decodes from left to right, a masked one a token a step, the most confident first.
     """
     mask = lm.tokenizer.mask_id
     sampler = None if lm.row_format.is_causal else replace(confidence(1), steps=None)
-    found = []
+    is_greedy = []
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         layouts = [
             Layout(
                 lm.tokenizer,
                 (),
-                tuple(mask if asked else token for token, asked in zip(row.ids, row.is_asked, strict=True)),
-                tuple(not asked for asked in row.is_asked),
+                tuple(mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True)),
+                tuple(not scored for scored in row.is_scored),
                 (TEXT,) * len(row.ids),
                 may_end=False,
             )
             for row in part
         ]
-        job = GenerationRequest(layouts, 1, sampler, SamplingParams(temperature=0), 0, None, batch, {})
-        *_, frame = denoise_rows(lm.predictor, job, job.rows)
-        found += [tuple(ids[: len(row.ids)]) == row.ids for row, ids in zip(part, frame.tokens.tolist(), strict=True)]
-    return found
+        request = GenerationRequest(layouts, 1, sampler, SamplingParams(temperature=0), 0, None, batch, {})
+        *_, frame = denoise_rows(lm.predictor, request, request.rows)
+        is_greedy += [
+            tuple(ids[: len(row.ids)]) == row.ids for row, ids in zip(part, frame.tokens.tolist(), strict=True)
+        ]
+    return is_greedy
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """How a text is to go on."""
+class ContinuationRequest:
+    """A context to continue, and how."""
 
     context: str
-    tokens: int  # to be written
-    length: int  # the context's and these
+    tokens: int  # to generate
+    length: int  # of the context and these
     until: tuple[str, ...]
     temperature: float
     top_p: float
     top_k: int | None
 
 
-class Answers:
-    """What the harness asks of a model; with its class beside (`AdlmLM`), a model of the harness.
+class HarnessModel:
+    """A model for the harness; `AdlmLM` also inherits from the harness's own class.
 
     `--model_args pretrained=NAME_OR_FOLDER,draws=64,sampler=NAME,steps=N,seed=0,device=cpu` and a sampler's own
     options, such as eta=0.02.
@@ -178,117 +156,104 @@ class Answers:
         steps: int | None = None,
         seed: int = 0,
         device: str = "auto",
-        max_gen_toks: int = GENERATED,
+        max_gen_toks: int = MAX_GEN_TOKS,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.lm = load(str(pretrained), device=device)
-        require_whole(1, draws=draws, steps=steps, max_gen_toks=max_gen_toks)
-        require_whole(0, seed=seed)
-        self.requests = AUTO if str(batch_size).startswith("auto") else int(batch_size)
-        require_whole(1, batch_size=self.requests)
+        check_whole_numbers(1, draws=draws, steps=steps, max_gen_toks=max_gen_toks)
+        check_whole_numbers(0, seed=seed)
+        self.batch = AUTO_BATCH if str(batch_size).startswith("auto") else int(batch_size)
+        check_whole_numbers(1, batch_size=self.batch)
         self.draws, self.seed, self.max_gen_toks = 1 if self.lm.row_format.is_causal else draws, seed, max_gen_toks
         self.sampler, self.steps, self.options = sampler, steps, options
         choose_sampler(sampler, steps, options, is_causal=self.lm.row_format.is_causal, fills=False, hidden=1)
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Answers:
-        """What model_args say goes before the command line's; its device is cuda:0 unless told, with or without one."""
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> HarnessModel:
+        """Build the model; model_args override the command line, whose device is cuda:0 by default."""
         given = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if given.get("device") == "cuda:0" and not torch.cuda.is_available():
-            log.warning("this torch sees no CUDA device, which is lm-eval's default: the CPU computes")
+            log.warning("this torch sees no CUDA device, which is lm-eval's default: using the CPU")
             given["device"] = "cpu"
         return cls(**given | arg_dict)
 
     @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Answers:
-        """The same from `name=value,name=value`."""
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> HarnessModel:
+        """Build the model from `name=value,name=value`."""
         from lm_eval.utils import simple_parse_args_string
 
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside its results."""
+        """The settings that the harness saves with its results."""
         kind = "exact" if self.lm.row_format.is_causal else "upper bound on the nll, mean over draws"
-        return {
-            "adlm": {
-                "model": self.lm.name,
-                "method": self.lm.method,
-                "step": self.lm.step,
-                "likelihood": kind,
-                "draws": self.draws,
-                "seed": self.seed,
-                "sampler": self.sampler,
-                "steps": self.steps,
-                **self.options,
-                "length": self.lm.row_format.row,
-                "device": str(self.lm.device),
-            }
-        }
+        info = {"model": self.lm.name, "method": self.lm.method, "step": self.lm.step, "likelihood": kind}
+        info |= {"draws": self.draws, "seed": self.seed, "sampler": self.sampler, "steps": self.steps, **self.options}
+        return {"adlm": info | {"length": self.lm.row_format.row, "device": str(self.lm.device)}}
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation after its context, and whether greedy decoding writes it."""
-        asked = [asked_rows(self.lm, *request.args) for request in requests]
-        found = []
-        for rows in _parts(asked, self.requests, "log-likelihoods", disable_tqdm):
-            nats = self._sums(rows)
-            flat = [row for each in rows for row in each]
-            greedy = iter(is_greedy(self.lm, flat, self.requests))
-            found += [(-value, all(list(islice(greedy, len(each))))) for value, each in zip(nats, rows, strict=True)]
-        return found
+        """The log-likelihood of each continuation after its context, and whether greedy decoding generates it."""
+        every = [build_rows(self.lm, *request.args) for request in requests]
+        results = []
+        for part in _track_batches(every, self.batch, "log-likelihoods", disable_tqdm):
+            is_greedy = iter(check_greedy(self.lm, [row for rows in part for row in rows], self.batch))
+            nats = self._sum_nats(part)
+            results += [(-value, all(list(islice(is_greedy, len(rows))))) for value, rows in zip(nats, part)]
+        return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, window by window where it is longer than the model's rows."""
-        asked = [asked_rows(self.lm, "", request.args[0]) for request in requests]
-        parts = _parts(asked, self.requests, "whole texts", disable_tqdm)
-        return [-value for rows in parts for value in self._sums(rows)]
+        every = [build_rows(self.lm, "", request.args[0]) for request in requests]
+        parts = _track_batches(every, self.batch, "whole texts", disable_tqdm)
+        return [-value for part in parts for value in self._sum_nats(part)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What each context is continued by, up to the first of its `until`; a repeated request gets another text."""
-        places: dict[Wanted, list[int]] = defaultdict(list)
+        """The continuation of each context up to the first of its `until`; a repeated request gets another text."""
+        places: dict[ContinuationRequest, list[int]] = defaultdict(list)
         for place, request in enumerate(requests):
-            places[self._wanted(*request.args)].append(place)
-        groups: dict[tuple[Any, ...], list[Wanted]] = defaultdict(list)  # texts that can share a job
-        for each, where in places.items():
-            groups[each.length, each.tokens, each.temperature, each.top_p, each.top_k, len(where)].append(each)
+            places[self._parse_request(*request.args)].append(place)
+        groups: dict[tuple[Any, ...], list[ContinuationRequest]] = defaultdict(list)  # generated together
+        for each, repeats in places.items():
+            groups[each.length, each.tokens, each.temperature, each.top_p, each.top_k, len(repeats)].append(each)
         texts = [""] * len(requests)
-        size = self.requests
-        parts = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
-        for part in _shown(parts, "texts", disable_tqdm):
-            written = iter(self._write(part, n=len(places[part[0]])))
+        parts = [group[i : i + self.batch] for group in groups.values() for i in range(0, len(group), self.batch)]
+        for part in _track(parts, "texts", disable_tqdm):
+            generated = iter(self._generate(part, n=len(places[part[0]])))
             for each in part:
                 for place in places[each]:
-                    texts[place] = until_first(next(written), each.until)
+                    texts[place] = truncate_at(next(generated), each.until)
         return texts
 
-    def _sums(self, asked: Sequence[Sequence[Asked]]) -> list[float]:
+    def _sum_nats(self, part: Sequence[Sequence[ScoredRow]]) -> list[float]:
         """Nats of each request, over its rows."""
-        rows = [row for each in asked for row in each]
-        batch = self.requests * self.draws
-        nats = iter(nats_of(self.lm, rows, draws=self.draws, seed=self.seed, batch=batch))
-        return [math.fsum(next(nats) for _ in each) for each in asked]
+        rows, batch = [row for each in part for row in each], self.batch * self.draws
+        nats = iter(estimate_nats(self.lm, rows, draws=self.draws, seed=self.seed, batch=batch))
+        return [math.fsum(next(nats) for _ in each) for each in part]
 
-    def _wanted(self, context: str, how: dict[str, Any]) -> Wanted:
-        if unknown := [name for name in how if name not in KNOWN]:
-            raise ValueError(f"generation_kwargs {', '.join(unknown)}: an adlm model takes {', '.join(KNOWN)}")
-        until = how.get("until") or ()
+    def _parse_request(self, context: str, kwargs: dict[str, Any]) -> ContinuationRequest:
+        if unknown := [name for name in kwargs if name not in GENERATION_KWARGS]:
+            known = ", ".join(GENERATION_KWARGS)
+            raise ValueError(f"generation_kwargs {', '.join(unknown)}: an adlm model takes {known}")
+        until = kwargs.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
-        temperature = float(how.get("temperature") or 0.0) if how.get("do_sample", True) else 0.0
-        tokens = int(how.get("max_gen_toks") or self.max_gen_toks)
-        kept, tokens = fitted(self.lm, context, tokens)
-        length = context_tokens(self.lm, kept) + tokens
-        return Wanted(kept, tokens, length, until, temperature, float(how.get("top_p") or 1.0), how.get("top_k"))
+        temperature = float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample", True) else 0.0
+        context, tokens = fit_context(self.lm, context, int(kwargs.get("max_gen_toks") or self.max_gen_toks))
+        length, top_p = count_context_tokens(self.lm, context) + tokens, float(kwargs.get("top_p") or 1.0)
+        return ContinuationRequest(context, tokens, length, until, temperature, top_p, kwargs.get("top_k"))
 
-    def _write(self, part: Sequence[Wanted], n: int) -> list[str]:
-        """`n` texts for each, without their contexts."""
+    def _generate(self, part: Sequence[ContinuationRequest], n: int) -> list[str]:
+        """`n` texts for each request, without their contexts."""
         first, sampler, steps = part[0], self.sampler, self.steps
         if not self.lm.row_format.is_causal:
             sampler = sampler or ("confidence" if first.temperature == 0 else None)
             if sampler in ("confidence", "margin") and steps is None:
                 steps = first.tokens
-        job = self.lm.build_request(
+        request = self.lm.build_request(
             [each.context for each in part],
             length=first.length,
             n=n,
@@ -298,79 +263,78 @@ class Answers:
             top_p=first.top_p,
             top_k=first.top_k,
             seed=self.seed,
-            batch=self.requests,
+            batch=self.batch,
             **self.options,
         )
-        return [row.pieces[-1][0] for row in self.lm.generate_rows(job)]
+        return [row.pieces[-1][0] for row in self.lm.generate_rows(request)]
 
 
-def fitted(lm: LM, context: str, tokens: int) -> tuple[str, int]:
-    """The context's end and the tokens to be written, both as many as fit into a row; a context keeps half at most."""
-    longest = lm.row_format.longest
-    taken = context_tokens(lm, context)
+def fit_context(lm: LM, context: str, tokens: int) -> tuple[str, int]:
+    """The end of the context and the tokens to generate, as many as fit into a row; at most half is context."""
+    longest, taken = lm.row_format.longest, count_context_tokens(lm, context)
     if taken + tokens <= longest:
         return context, tokens
-    written = min(tokens, max(longest - taken, longest // 2))
-    pieces = cut(lm.tokenizer, context)[1]
-    kept, keep = context, min(len(pieces), longest - written)
-    while context_tokens(lm, kept) + written > longest:  # an end of a text may be cut into more tokens
+    generated = min(tokens, max(longest - taken, longest // 2))
+    pieces = tokenize_piece(lm.tokenizer, context)[1]
+    kept, keep = context, min(len(pieces), longest - generated)
+    while count_context_tokens(lm, kept) + generated > longest:  # the end of a text may have more tokens by itself
         kept, keep = "".join(pieces[len(pieces) - keep :]) if keep else "", keep - 1
     log.warning(
-        "a context of %d tokens and %d to be written do not fit into a row of %d: its last %d tokens and %d are",
-        taken, tokens, longest, context_tokens(lm, kept), written,
+        "a context of %d tokens and %d to generate do not fit into a row of %d: truncated to its last %d and %d",
+        taken, tokens, longest, count_context_tokens(lm, kept), generated,
     )  # fmt: skip
-    return kept, written
+    return kept, generated
 
 
-def context_tokens(lm: LM, context: str) -> int:
-    """Tokens of a context that goes on; a blank at its end is the next word's."""
-    return sum(span.end - span.start for span in lm.row_format.lay(parsed((context, Hole.of(1)))).spans) - 1
+def count_context_tokens(lm: LM, context: str) -> int:
+    """Tokens of a context that is continued; a blank at its end belongs to the next word."""
+    layout = lm.row_format.build_layout(parse_template((context, Hole.of_length(1))))
+    return sum(span.end - span.start for span in layout.spans) - 1
 
 
-def until_first(text: str, until: Sequence[str]) -> str:
-    """The text up to where one of `until` begins first."""
+def truncate_at(text: str, until: Sequence[str]) -> str:
+    """The text up to the first occurrence of any of `until`."""
     ends = [place for stop in until if stop and (place := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
-def _parts(asked: list[Any], size: int, title: str, is_quiet: bool) -> Iterator[list[Any]]:
-    """So many requests at a time, with a progress bar."""
-    return _shown([asked[i : i + size] for i in range(0, len(asked), size)], title, is_quiet)
+def _track_batches(items: list[Any], size: int, title: str, is_quiet: bool) -> Iterator[list[Any]]:
+    return _track([items[i : i + size] for i in range(0, len(items), size)], title, is_quiet)
 
 
-def _shown(parts: list[Any], title: str, is_quiet: bool) -> Iterator[Any]:
+def _track(parts: list[Any], title: str, is_quiet: bool) -> Iterator[Any]:
+    """The parts with a progress bar on stderr: lm-eval prints its results to stdout."""
     from rich.console import Console
     from rich.progress import track
 
-    # lm-eval prints its results to stdout: what is said on the way goes to stderr.
     return iter(track(parts, description=title, console=Console(stderr=True), disable=is_quiet))
 
 
 @cache
-def harness_class() -> type[Any]:
-    """The class that lm-eval makes a model of: `Answers` as one of its own."""
+def load_harness_class() -> type[Any]:
+    """The class that lm-eval instantiates: `HarnessModel` as one of its own."""
     try:
         from lm_eval.api.model import LM as Harness
     except ImportError as error:
         raise ImportError(f"lm-eval is not installed ({error}): pip install 'adlm[eval]'") from error
-    return type("AdlmLM", (Answers, Harness), {"__module__": __name__, "__doc__": Answers.__doc__})
+    return type("AdlmLM", (HarnessModel, Harness), {"__module__": __name__, "__doc__": HarnessModel.__doc__})
 
 
 def __getattr__(name: str) -> Any:
-    if name == "AdlmLM":  # made when asked for: this file is read where lm-eval is not installed, too
-        return harness_class()
+    if name == "AdlmLM":  # built on access: this file is also imported where lm-eval is not installed
+        return load_harness_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:
-    """Make `--model adlm` known to lm-eval, where it did not look for entry points itself."""
-    harness_class()  # says what is missing
-    import lm_eval.models  # noqa: F401 (its own models first: with any there, it does not look for them again)
+    """Register `--model adlm` with lm-eval, where it did not read the entry points itself."""
+    load_harness_class()  # raises where lm-eval is missing
+    import lm_eval.models  # noqa: F401 (its own models first: once any is registered, it does not register them)
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
     if NAME not in MODEL_REGISTRY:
-        found = [entry for entry in entry_points(group=GROUP) if entry.name == NAME]
-        register_model(NAME)(found[0].load() if found else harness_class())
+        entries = [entry for entry in entry_points(group=GROUP) if entry.name == NAME]
+        register_model(NAME)(entries[0].load() if entries else load_harness_class())
 
 
 def main() -> None:
@@ -382,6 +346,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from adlm.interop.lm_eval import main as imported  # one copy of this file, not two
+    from adlm.interop.lm_eval import main as imported  # one copy of this module, not two
 
     imported()

@@ -15,7 +15,7 @@ import torch
 
 from adlm import LM
 from adlm.interop import lm_eval as ours
-from adlm.interop.lm_eval import asked_rows, until_first, windows
+from adlm.interop.lm_eval import build_rows, truncate_at, split_windows
 from tests.cli.terminal import env_of, trained
 from tests.text.models import lm, rigged
 from tests.text.test_scoring import exact_nelbo
@@ -84,10 +84,10 @@ class Request:
 def answers(model: LM | str, **how: Any) -> Any:
     """The harness's class around a model of the tests."""
     if isinstance(model, str):
-        return ours.harness_class()(pretrained=model, device="cpu", **how)
+        return ours.load_harness_class()(pretrained=model, device="cpu", **how)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours, "load", lambda name, device: model)
-        return ours.harness_class()(**how)
+        return ours.load_harness_class()(**how)
 
 
 def asked(pairs: Any = PAIRS) -> list[Request]:
@@ -103,7 +103,7 @@ def values(found: list[tuple[float, bool]]) -> list[float]:
 def test_every_token_is_asked_for_once_with_what_went_before(total: int, room: int) -> None:
     for start in range(total):
         seen: list[int] = []
-        for begin, end, first in windows(total, start, room):
+        for begin, end, first in split_windows(total, start, room):
             assert 0 <= begin <= first < end <= total and end - begin <= room
             assert begin < first or first == 0
             seen += range(first, end)
@@ -113,7 +113,7 @@ def test_every_token_is_asked_for_once_with_what_went_before(total: int, room: i
 
 def test_rows_without_room_are_refused() -> None:
     with pytest.raises(ValueError, match="rows are too short"):
-        list(windows(3, 0, 1))
+        list(split_windows(3, 0, 1))
 
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
@@ -133,7 +133,7 @@ def test_a_causal_models_answer_is_the_sum_of_its_log_probabilities(method: str,
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_a_text_piece_by_piece_is_the_whole_text(method: str) -> None:
-    """The chain rule, with rolling windows as the whole; the text is cut where tokens end."""
+    """The chain rule, with rolling split_windows as the whole; the text is cut where tokens end."""
     model = answers(lm(method))
     pieces = ["the", " cat", " sat", " on the", " mat"]
     chain = [("".join(pieces[:i]), piece) for i, piece in enumerate(pieces)]
@@ -162,8 +162,8 @@ def test_a_bound_is_below_the_likelihood_it_bounds() -> None:
     model = lm("adlm", rows="wrapped")
     for context, continuation in [("the ca", "t"), ("the c", "at")]:
         ((value, _),) = answers(model, draws=8192).loglikelihood([Request(context, continuation)], disable_tqdm=True)
-        (row,) = asked_rows(model, context, continuation)
-        places = [i for i, each in enumerate(row.is_asked) if each]
+        (row,) = build_rows(model, context, continuation)
+        places = [i for i, each in enumerate(row.is_scored) if each]
         assert len(places) == len(continuation)
         each = [log_probability(model, row.ids, order) for order in (places, places[::-1])]
         truth = math.log(sum(math.exp(value) for value in each) / 2)
@@ -229,7 +229,7 @@ def test_texts_end_before_the_first_stop_and_depend_on_their_request_alone(metho
 
 
 def test_a_text_stops_where_a_stop_begins() -> None:
-    assert until_first("one. two; three", [";", ". "]) == "one" and until_first("one", [".", ""]) == "one"
+    assert truncate_at("one. two; three", [";", ". "]) == "one" and truncate_at("one", [".", ""]) == "one"
 
 
 def test_a_context_that_does_not_fit_keeps_its_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -260,7 +260,7 @@ def test_mistakes_in_model_args_are_told(how: dict[str, Any], said: str) -> None
 
 
 def test_what_model_args_say_goes_before_the_command_lines_default() -> None:
-    made = ours.harness_class()
+    made = ours.load_harness_class()
     from_text = made.create_from_arg_string(f"pretrained={trained()},draws=2,device=cpu", {"device": "cuda:0"})
     assert from_text.draws == 2 and str(from_text.lm.device) == "cpu"
     if not torch.cuda.is_available():  # cuda:0 is what lm-eval says where nobody said anything
@@ -293,7 +293,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_the_entry_point_is_this_class() -> None:
     (found,) = (entry for entry in entry_points(group=ours.GROUP) if entry.name == ours.NAME)
-    assert found.load() is ours.harness_class()
+    assert found.load() is ours.load_harness_class()
     with pytest.raises(AttributeError, match="no attribute 'Adlm'"):
         _ = ours.Adlm
 
