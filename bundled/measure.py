@@ -26,7 +26,6 @@ from torch import Tensor
 import adlm
 from adlm.data.batches import TensorRows
 from adlm.data.tokenizers import Tokenizer
-from adlm.evaluate.ngrams import count_bigrams, held_out_nll, per_token
 from adlm.evaluate.sample_metrics import (
     Tokens,
     compute_entropies,
@@ -38,6 +37,7 @@ from adlm.evaluate.sample_metrics import (
 from adlm.generate import pick_device
 from adlm.likelihood import NllEstimate, estimate_nll
 from adlm.models.costs import count_parameters
+from bundled.ngrams import count_bigrams, estimate_heldout_nll, estimate_per_token
 
 ORDERS = (1, 2, 3, 4)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -73,9 +73,9 @@ def measure(asked: argparse.Namespace, bar: Progress) -> dict[str, Any]:
     task = bar.add_task("count pairs", total=len(train))
     table = count_bigrams(train, data.vocab_size, on_rows=lambda done, _: bar.update(task, completed=done))
     baselines = {
-        "bigram, ends free": held_out_nll(table.nll, held, ends_free=True),
-        "bigram": held_out_nll(table.nll, held),
-        "unigram": held_out_nll(table.unigram_nll, held),
+        "bigram, ends free": estimate_heldout_nll(table.nll, held, ends_free=True),
+        "bigram": estimate_heldout_nll(table.nll, held),
+        "unigram": estimate_heldout_nll(table.unigram_nll, held),
     }
 
     models: list[dict[str, Any]] = []
@@ -103,7 +103,7 @@ def measure(asked: argparse.Namespace, bar: Progress) -> dict[str, Any]:
         )
         first = sums if first is None else first
         if torch.equal(first[1], sums[1]):  # a causal model is asked for fewer tokens
-            apart = per_token((sums[0] - first[0]).numpy(), sums[1].numpy())
+            apart = estimate_per_token((sums[0] - first[0]).numpy(), sums[1].numpy())
             models[-1]["bound"]["above_first_model"] = {"nll": apart.nll, "stderr": apart.stderr}
 
     chosen = {key: value for key, value in vars(asked).items() if key not in ("data", "out", "models")}

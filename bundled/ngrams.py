@@ -1,7 +1,6 @@
-"""What a bound must beat: a bigram model counted from the train rows, and what it gives held-out rows.
+"""Unigram and bigram baselines: counted from training rows, scored on held-out rows.
 
-Interpolated Kneser–Ney, its discounts from how often the counts themselves occur: nothing is tuned, so nothing that is
-scored can have been tuned on.
+Interpolated Kneser–Ney with discounts estimated from the counts of counts: nothing is tuned.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from adlm.data.batches import RowDataset, is_valid
 from adlm.likelihood import NllEstimate, summarize_rows
 
 Ids = NDArray[np.int64]
-Told = Callable[[int, int], None]  # rows done, rows in all
-PIECE = 2**22  # tokens at a time
+RowProgress = Callable[[int, int], None]  # rows done, rows in all
+TOKENS_PER_CHUNK = 2**22
 
 
 @dataclass(frozen=True, eq=False)
 class Bigram:
-    """How often tokens and pairs of neighbours in a row were counted, as a model of the next token.
+    """How often tokens and pairs of neighbors in a row were counted, as a model of the next token.
 
     P(w | v) = max(c(v, w) − D, 0) / c(v) + (what was discounted) · P₁(w). D depends on c(v, w) being 1, 2 or more (Chen
     and Goodman's modified Kneser–Ney); P₁(w) is proportional to one more than the number of different tokens that were
@@ -89,10 +88,10 @@ class Bigram:
         return -np.log(self.unigram[rows])
 
 
-def count_bigrams(rows: RowDataset, vocab_size: int, *, on_rows: Told | None = None) -> Bigram:
-    """Count tokens and pairs of neighbours in rows, padding left out; `on_rows` is told how far it is."""
+def count_bigrams(rows: RowDataset, vocab_size: int, *, on_rows: RowProgress | None = None) -> Bigram:
+    """Count tokens and pairs of neighbors in rows, padding left out; `on_rows` is told how far it is."""
     tokens, pairs, counts = (np.zeros(size, dtype=np.int64) for size in (vocab_size, 0, 0))
-    for row, valid in _pieces(rows, on_rows):
+    for row, valid in _read_chunks(rows, on_rows):
         if row[valid].max() >= vocab_size or row[valid].min() < 0:
             raise ValueError(
                 f"the rows hold tokens from {row[valid].min()} to {row[valid].max()}, where the vocabulary has "
@@ -108,8 +107,8 @@ def count_bigrams(rows: RowDataset, vocab_size: int, *, on_rows: Told | None = N
     return Bigram(vocab_size, tokens, pairs, counts)
 
 
-def held_out_nll(
-    nll: Callable[[Ids], NDArray[Any]], rows: RowDataset, *, ends_free: bool = False, on_rows: Told | None = None
+def estimate_heldout_nll(
+    nll: Callable[[Ids], NDArray[Any]], rows: RowDataset, *, ends_free: bool = False, on_rows: RowProgress | None = None
 ) -> NllEstimate:
     """Nats per token over the tokens that a masked model's bound counts: all but padding, the first of a row too.
 
@@ -120,7 +119,7 @@ def held_out_nll(
     if len(rows) < 2:
         raise ValueError(f"a standard error needs at least 2 rows, got {len(rows)}")
     nats, tokens = [], []
-    for row, valid in _pieces(rows, on_rows):
+    for row, valid in _read_chunks(rows, on_rows):
         each = np.where(valid, nll(row), 0)
         lengths = valid.sum(1)
         if ends_free:
@@ -128,21 +127,21 @@ def held_out_nll(
             each[np.arange(len(row)), lengths - 1] = 0
         nats.append(each.sum(1))
         tokens.append(lengths)
-    return per_token(np.concatenate(nats), np.concatenate(tokens))
+    return estimate_per_token(np.concatenate(nats), np.concatenate(tokens))
 
 
-def per_token(nats: NDArray[np.float64], tokens: NDArray[Any]) -> NllEstimate:
+def estimate_per_token(nats: NDArray[np.float64], tokens: NDArray[Any]) -> NllEstimate:
     """The figure of rows by each one's nats and tokens."""
     return summarize_rows(torch.from_numpy(nats), torch.from_numpy(tokens))
 
 
-def _pieces(rows: RowDataset, on_rows: Told | None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
+def _read_chunks(rows: RowDataset, on_rows: RowProgress | None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
     """The rows (n, L), a few at a time, and which of their tokens are no padding."""
     if len(rows) == 0:
         raise ValueError("there are no rows to count or to score")
     length = rows.fetch([0])[0].shape[1]
     done = 0
-    for index in torch.arange(len(rows)).split(max(1, PIECE // length)):
+    for index in torch.arange(len(rows)).split(max(1, TOKENS_PER_CHUNK // length)):
         tokens, lengths = rows.fetch(index)
         valid = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else is_valid(lengths, length)
         yield tokens.numpy(), valid.numpy()

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from adlm.data.batches import TensorRows
 from adlm.data.shards import open_data
-from adlm.evaluate import ngrams
-from adlm.evaluate.likelihood import held_out_bound, unigram_nll
-from adlm.evaluate.ngrams import Bigram, count_bigrams, held_out_nll, per_token
+from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel
+from bundled import ngrams
+from bundled.ngrams import Bigram, count_bigrams, estimate_heldout_nll, estimate_per_token
 from tests.training.runs import data
 
 VOCAB = 7  # of which 5 and 6 never occur, and 4 only at the end of a row
@@ -51,12 +51,12 @@ def test_everything_is_counted_and_padding_is_not() -> None:
 
 def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, seen = count_bigrams(rows(), VOCAB), []
-    bound = held_out_nll(whole.nll, rows(1))
-    monkeypatch.setattr(ngrams, "PIECE", 30)
+    bound = estimate_heldout_nll(whole.nll, rows(1))
+    monkeypatch.setattr(ngrams, "TOKENS_PER_CHUNK", 30)
     parts = count_bigrams(rows(), VOCAB, on_rows=lambda done, total: seen.append((done, total)))
     for name in ("tokens", "pairs", "counts"):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
-    assert held_out_nll(whole.nll, rows(1)) == pytest.approx(bound)
+    assert estimate_heldout_nll(whole.nll, rows(1)) == pytest.approx(bound)
     assert len(seen) > 10 and seen[-1] == (40, 40)
 
 
@@ -106,12 +106,12 @@ def test_the_first_token_is_the_unigrams_and_ends_can_be_free() -> None:
     assert nats[:, 0] == pytest.approx(-np.log(model.unigram[tokens[:, 0]]))
     assert nats[:, 1:] == pytest.approx(-np.log(table(model)[tokens[:, :-1], tokens[:, 1:]]))
     valid = np.arange(tokens.shape[1]) < lengths[:, None]
-    bound = held_out_nll(model.nll, held)
+    bound = estimate_heldout_nll(model.nll, held)
     assert bound.tokens == lengths.sum()
     assert bound.nll == pytest.approx(nats[valid].mean())
     inner = valid & (np.arange(tokens.shape[1]) < lengths[:, None] - 1)
     inner[:, 0] = False
-    free = held_out_nll(model.nll, held, ends_free=True)
+    free = estimate_heldout_nll(model.nll, held, ends_free=True)
     assert free.tokens == bound.tokens
     assert free.nll == pytest.approx(nats[inner].sum() / lengths.sum())
 
@@ -121,17 +121,17 @@ def test_the_same_tokens_count_as_in_the_bound() -> None:
     masked = LanguageModel(build_config("mdlm", "nano", vocab_size=VOCAB, mask_id=5, **shape))
     model, held = count_bigrams(rows(), VOCAB), rows(1)
     kept: list[Tensor] = []
-    bound = held_out_bound(masked, held, total=lambda sums: kept.append(sums) or sums)
-    assert held_out_nll(model.nll, held).tokens == bound.tokens
-    assert per_token(*kept[0].numpy()) == pytest.approx(bound)  # the same error, too
+    bound = estimate_nll(masked, held, total=lambda sums: kept.append(sums) or sums)
+    assert estimate_heldout_nll(model.nll, held).tokens == bound.tokens
+    assert estimate_per_token(*kept[0].numpy()) == pytest.approx(bound)  # the same error, too
     valid = torch.arange(9) < held.lengths[:, None]
     expected = unigram_nll(torch.from_numpy(model.tokens), held.tokens, valid)
-    assert held_out_nll(model.unigram_nll, held).nll == pytest.approx(expected)
+    assert estimate_heldout_nll(model.unigram_nll, held).nll == pytest.approx(expected)
 
 
 def test_the_error_is_the_spread_over_sets_of_rows() -> None:
     model = count_bigrams(rows(), VOCAB)
-    bounds = [held_out_nll(model.nll, rows(seed)) for seed in range(1, 101)]
+    bounds = [estimate_heldout_nll(model.nll, rows(seed)) for seed in range(1, 101)]
     spread = np.std([bound.nll for bound in bounds], ddof=1)
     assert np.mean([bound.stderr for bound in bounds]) == pytest.approx(spread, rel=0.25)
 
@@ -142,7 +142,7 @@ def test_it_beats_the_unigram_on_real_text(form: str) -> None:
     model = count_bigrams(prepared.rows("train"), prepared.vocab_size)
     assert np.array_equal(model.tokens, prepared.counts().numpy())
     held = prepared.rows("valid")
-    bigram, unigram = held_out_nll(model.nll, held), held_out_nll(model.unigram_nll, held)
+    bigram, unigram = estimate_heldout_nll(model.nll, held), estimate_heldout_nll(model.unigram_nll, held)
     assert bigram.tokens == unigram.tokens
     assert bigram.nll < unigram.nll - 5 * unigram.stderr < math.log(prepared.vocab_size)
 
@@ -157,4 +157,4 @@ def test_errors_teach() -> None:
         count_bigrams(TensorRows(torch.tensor([[1], [2]])), VOCAB)
     model = count_bigrams(rows(), VOCAB)
     with pytest.raises(ValueError, match="at least 2 rows, got 1"):
-        held_out_nll(model.nll, TensorRows(torch.tensor([[1, 2]])))
+        estimate_heldout_nll(model.nll, TensorRows(torch.tensor([[1, 2]])))
