@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.categorical import Limits, SamplingParams
-from adlm.diffusion.denoise import Frame, OnRows, denoise
+from adlm.diffusion.categorical import SamplingParams, TokenLimits
+from adlm.diffusion.denoise import Frame, denoise
 from adlm.diffusion.next_token import continue_tokens
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
@@ -45,7 +45,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-class Graph:
+class CudaGraph:
     """A CUDA graph of a function for one set of shapes. Its output is overwritten by the next call."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: Inputs, pool: Any) -> None:
@@ -74,8 +74,8 @@ class Graph:
 class Predictor:
     """A model as the samplers see it: folded, on its device, on a GPU compiled into graphs of few batch sizes.
 
-    With a `fixed_batch` the network always sees that many rows, padded or in turns: then on a GPU, too, whose kernels
-    round differently at different sizes, a row's text does not depend on its batch.
+    With `fixed_batch` every evaluation has exactly that many rows (more are split, fewer padded), so that even on a
+    GPU, whose kernels round differently at different sizes, a row's text does not depend on its batch.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Predictor:
         broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
         if broken:
             raise ValueError(
-                f"{len(broken)} parameters are not finite, {broken[0]} among them: this model has diverged"
+                f"{len(broken)} parameters are not finite, for example {broken[0]}: training of this model has "
+                "diverged; use an earlier checkpoint"
             )
         self.model = model.fold().to(device, dtype or (torch.bfloat16 if is_cuda else torch.float32))
         self.config, self.device, self.fixed_batch, self.max_batch = model.config, device, fixed_batch, 1
@@ -107,26 +108,19 @@ class Predictor:
         if self.model.positions is None:
             self.model.rotary(self.head[0].device)  # before compiling, which would compute the angles in every layer
         self.is_compiled = is_cuda and is_compiled
-        self.final = torch.compile(self._final) if self.is_compiled else self._final
-        self.graphs: dict[tuple[int, ...], Graph] = {}
-        self.pool = torch.cuda.graph_pool_handle() if self.is_compiled else None
-        self.on_rows: OnRows | None = None  # hears which rows of a batch `predict` is asked for next
-
-    def _final(self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None) -> Tensor:
-        return self.model(tokens, noise_level, valid=valid).final
+        if self.is_compiled:
+            self.compiled = torch.compile(lambda tokens, level, valid: self.model(tokens, level, valid=valid).final)
+            self.graphs: dict[tuple[int, ...], CudaGraph] = {}
+            self.pool = torch.cuda.graph_pool_handle()
 
     def predict(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
-        """Features (n, L, dim) of n rows; on a GPU they are good until the next call."""
-        level = noise_level.to(self.device) if self.config.time_conditioning else None
-        most = self.fixed_batch or tokens.shape[0]
-        if tokens.shape[0] <= most:
-            return self._predict(tokens, level, valid)
-        parts = [[None] * len(tokens) if x is None else x.split(most) for x in (tokens, level, valid)]
-        return torch.cat([self._predict(*part).clone() for part in zip(*parts, strict=False)])
-
-    def _predict(self, tokens: Tensor, level: Tensor | None, valid: Tensor | None) -> Tensor:
+        """Return features (n, L, dim) of n rows; on a GPU they are valid until the next call."""
         rows = size = tokens.shape[0]
-        if self.fixed_batch:
+        if self.fixed_batch is not None and rows > self.fixed_batch:
+            parts = [[None] * rows if x is None else x.split(self.fixed_batch) for x in (tokens, noise_level, valid)]
+            return torch.cat([self.predict(*part).clone() for part in zip(*parts, strict=False)])
+        level = noise_level.to(self.device) if self.config.time_conditioning else None
+        if self.fixed_batch is not None:
             size = self.fixed_batch
         elif self.is_compiled:  # eight sizes up to the largest batch
             self.max_batch = max(self.max_batch, rows)
@@ -137,14 +131,15 @@ class Predictor:
             tokens = tokens[repeat]
             level, valid = (None if x is None else x[repeat] for x in (level, valid))
         if not self.is_compiled:
-            return self.final(tokens, level, valid)[:rows]
+            features: Tensor = self.model(tokens, level, valid=valid).final
+            return features[:rows]
         shape = (*tokens.shape, valid is not None)
         if shape not in self.graphs:
-            self.graphs[shape] = Graph(self.final, (tokens, level, valid), self.pool)
+            self.graphs[shape] = CudaGraph(self.compiled, (tokens, level, valid), self.pool)
         return self.graphs[shape]((tokens, level, valid))[:rows]
 
     def logits_at(self, features: Tensor) -> Tensor:
-        """Logits (N, V), on a GPU a few more; the mask token and what lies beyond the vocabulary are impossible."""
+        """Return logits (N, V), on a GPU padded; the mask token and the padding are impossible."""
         return F.linear(features, *self.head)
 
 
@@ -156,14 +151,13 @@ def compile_for_sampling(
     fixed_batch: int | None = None,
     is_compiled: bool = True,
 ) -> Predictor:
-    """Make a model ready to sample: make it once, use it for many calls (a GPU: bfloat16 unless told).
+    """Prepare a model for sampling, by default in bfloat16 on a GPU: make it once, use it for many calls.
 
     On a GPU it is compiled, which takes a while and pays when many texts are sampled.
     """
     return Predictor(model, device, dtype, fixed_batch=fixed_batch, is_compiled=is_compiled)
 
 
-@torch.no_grad()
 def stream_tokens(
     predictor: Predictor,
     xt: Tensor,
@@ -171,15 +165,15 @@ def stream_tokens(
     *,
     seed: int,
     rows: Tensor | None = None,
-    how: SamplingParams | None = None,
+    sampling: SamplingParams | None = None,
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
-    limits: Limits | None = None,
+    limits: TokenLimits | None = None,
     block: int | None = None,
 ) -> Iterator[Frame]:
-    """Fill the mask tokens of xt (B, L) and yield frames; a causal model needs no sampler and goes left to right.
+    """Fill the mask tokens of xt (B, L) and return the frames; a causal model has no sampler and goes left to right.
 
-    `rows` are the numbers that the rows are known by: a row's text depends on the seed and its number alone.
+    `rows` are the rows' own numbers: a row's text depends on the seed and its number alone.
     """
     config, xt = predictor.config, xt.to(predictor.device)
     if xt.shape[1] > config.length:
@@ -189,53 +183,51 @@ def stream_tokens(
     if isinstance(sampler, str):
         raise ValueError(f"sampler is a name, {sampler!r}: make it with adlm.build_sampler({sampler!r}, ...) first")
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
-    rng = CounterRng.of(seed, xt.shape[0] if rows is None else rows)
+    rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
     is_fixed = None if is_fixed is None else is_fixed.to(xt.device)
     valid = None if valid is None else valid.to(xt.device)
     if limits is not None:  # a head may be wider than the vocabulary
         extra = predictor.head[1].numel() - limits.banned.shape[1]
-        limits = Limits(limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(xt.device))
+        limits = TokenLimits(limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(xt.device))
     if config.is_causal:
         if sampler is not None or block is not None:
             raise ValueError("a causal model samples from left to right: leave sampler and block out")
         if is_fixed is None:
-            raise ValueError("is_fixed must say which tokens are given: a causal model has no mask token to tell")
-        is_fixed = is_fixed if valid is None else is_fixed | ~valid  # padding is no one's to write
-        model = predictor.model
-        cache = model.new_cache(xt.shape[0], xt.shape[1])
-        yield from continue_tokens(
-            xt,
-            lambda tokens: model(tokens, cache=cache).final[:, -1],
-            predictor.logits_at,
-            is_fixed=is_fixed,
-            rng=rng,
-            how=how,
-            limits=limits,
+            raise ValueError(
+                "is_fixed is None: a causal model has no mask token, so it must say which tokens are given"
+            )
+        is_fixed = is_fixed if valid is None else is_fixed | ~valid  # padding is never generated
+        model, cache = predictor.model, predictor.model.new_cache(*xt.shape)
+
+        def predict_next(tokens: Tensor) -> Tensor:
+            features: Tensor = model(tokens, cache=cache).final[:, -1]
+            return features
+
+        return continue_tokens(
+            xt, predict_next, predictor.logits_at, is_fixed=is_fixed, rng=rng, sampling=sampling, limits=limits
         )
-        return
     if sampler is None:
-        raise ValueError("a masked model needs a sampler: adlm.build_sampler makes one by name")
+        raise ValueError("sampler is None: a masked model needs one; adlm.build_sampler makes it by name")
     assert config.mask_id is not None
-    yield from denoise(
+    return denoise(
         xt,
         sampler,
         predictor.predict,
         predictor.logits_at,
         mask_id=config.mask_id,
         rng=rng,
-        how=how,
+        sampling=sampling,
         is_fixed=is_fixed,
         valid=valid,
         limits=limits,
         block=block,
-        on_rows=predictor.on_rows,
     )
 
 
 def blank_rows(
     config: ModelConfig, tokenizer: Tokenizer, rows: int, length: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows to be written, (rows, length), and what of them is given: nothing but, for a causal model, the beginning."""
+    """Make rows (rows, length) to fill, and which positions are given: none or, for a causal model, the BOS token."""
     length = length or config.length
     if not 1 <= length <= config.length:
         raise ValueError(f"length must be between 1 and this model's {config.length}, got {length}")
@@ -257,9 +249,9 @@ def generate_texts(
     rows: int = 1,
     seed: int = 0,
     length: int | None = None,
-    how: SamplingParams | None = None,
+    sampling: SamplingParams | None = None,
 ) -> list[str]:
-    """Texts from nothing, one a row; special tokens are left out of them."""
+    """Generate texts without a prompt, one a row; special tokens are left out of them."""
     xt, is_fixed = blank_rows(predictor.config, tokenizer, rows, length)
-    *_, frame = stream_tokens(predictor, xt, sampler, seed=seed, how=how, is_fixed=is_fixed)
+    *_, frame = stream_tokens(predictor, xt, sampler, seed=seed, sampling=sampling, is_fixed=is_fixed)
     return [tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]

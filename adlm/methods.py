@@ -11,7 +11,7 @@ from adlm.diffusion import anchors, orders, plans, schedules
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.models.language_model import ModelConfig
-from adlm.models.presets import SIZES
+from adlm.models.presets import PRESETS
 
 Named = TypeVar("Named")
 
@@ -45,7 +45,7 @@ ANCHOR_RULES: dict[str, Callable[..., anchors.AnchorRule]] = {
     "rare_in_sequence": anchors.rare_in_sequence,
     "rare_in_corpus": anchors.rare_in_corpus,
     "tf_idf": anchors.tf_idf,
-    "listed": anchors.listed,
+    "listed": anchors.listed_tokens,
     "random": anchors.random_positions,
     "every": anchors.every_token,
 }
@@ -79,7 +79,7 @@ ALIASES = {  # what users of the lineage and of its neighbours type
 }
 
 
-def named(table: Mapping[str, Named], name: str, what: str) -> Named:
+def look_up(table: Mapping[str, Named], name: str, what: str) -> Named:
     """Look a name up; an unknown one is answered with the known ones."""
     found = table.get(name, table.get(ALIASES.get(name, "")))
     if found is None:
@@ -103,7 +103,7 @@ def build_anchor_rule(name: str, **options: Any) -> anchors.AnchorRule:
 
 
 def _build(table: Mapping[str, Callable[..., Named]], name: str, what: str, options: dict[str, Any]) -> Named:
-    factory = named(table, name, what)
+    factory = look_up(table, name, what)
     known = inspect.signature(factory).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
@@ -116,7 +116,7 @@ def _build(table: Mapping[str, Callable[..., Named]], name: str, what: str, opti
 
 def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | None, **changes: Any) -> ModelConfig:
     """The model of a method in a preset's size: one stage has the anchor network's depth, as in the paper."""
-    shape, size = named(METHODS, method, "method"), asdict(named(SIZES, preset, "preset"))
+    shape, size = look_up(METHODS, method, "method"), asdict(look_up(PRESETS, preset, "preset"))
     if not shape.two_stages:
         size |= {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}
     if shape.is_causal:

@@ -1,4 +1,4 @@
-"""What a text on its way looks like, as plain data: terminal, page and picture draw the same stills."""
+"""A text at every step of sampling, as plain data: terminal, player and GIF draw the same frames."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TokenState:
 
     text: str  # what the token adds to the text: nothing while hidden; a character of several tokens is its last one's
     state: str
-    guesses: tuple[tuple[str, float], ...] = ()  # the anchor network's, likeliest first (one stage: the network's)
-    is_anchor: bool = False  # rare in the text as it is guessed to be: a word that carries it
+    guesses: tuple[tuple[str, float], ...] = ()  # of the anchor network (one stage: of the network), likeliest first
+    is_anchor: bool = False  # rare in the text as it is guessed to be
 
     @property
     def is_masked(self) -> bool:
@@ -24,28 +24,37 @@ class TokenState:
 
 @dataclass(frozen=True)
 class TrajectoryFrame:
-    """One text after one step; the cells' texts together are the text."""
+    """One text after one step."""
 
     step: int  # 0: before the first
     nfe: int  # network evaluations so far
-    cells: tuple[TokenState, ...]
+    tokens: tuple[TokenState, ...]
 
     @property
     def text(self) -> str:
-        return "".join(cell.text for cell in self.cells)
+        return "".join(token.text for token in self.tokens)
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One text from its masks to its end."""
+    """One text from all masks to its end; a notebook shows it as a player."""
 
     title: str
-    text: str  # the sample; the last still's text
-    stills: tuple[TrajectoryFrame, ...]
+    text: str  # the sample, which is the last frame's text
+    frames: tuple[TrajectoryFrame, ...]
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
-    guesser: str = "anchor network"  # whose guesses the cells hold
+    guesser: str = "anchor network"  # which network the tokens' guesses come from
 
     @property
     def nfe(self) -> int:
-        return self.stills[-1].nfe
+        return self.frames[-1].nfe
+
+    def _repr_html_(self) -> str:
+        """Render the player in an iframe, so that its styles and scripts stay apart from the notebook's."""
+        from html import escape
+
+        from adlm.view.player import render_player  # here, because the view is built on this module
+
+        page = escape(render_player([self]))
+        return f'<iframe srcdoc="{page}" width="100%" height="480" style="border: 0"></iframe>'

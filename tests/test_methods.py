@@ -18,19 +18,19 @@ from adlm.methods import (
     build_config,
     build_sampler,
     build_schedule,
-    named,
+    look_up,
 )
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.presets import SIZES
+from adlm.models.presets import PRESETS
 
-TABLES = {"sampler": SAMPLERS, "schedule": SCHEDULES, "rule": ANCHOR_RULES, "method": METHODS, "preset": SIZES}
+TABLES = {"sampler": SAMPLERS, "schedule": SCHEDULES, "rule": ANCHOR_RULES, "method": METHODS, "preset": PRESETS}
 NEEDS_NO_STEPS = {"first_hitting", "entropy_bounded"}
 
 
 @pytest.mark.parametrize("what", TABLES)
 def test_unknown_names_are_answered_with_the_known_ones(what):
     with pytest.raises(ValueError, match=f"unknown {what} 'nonsense'") as error:
-        named(TABLES[what], "nonsense", what)
+        look_up(TABLES[what], "nonsense", what)
     assert all(name in str(error.value) for name in TABLES[what])
 
 
@@ -38,14 +38,14 @@ def test_unknown_names_are_answered_with_the_known_ones(what):
 def test_the_lineages_names_mean_ours(alias):
     ours = ALIASES[alias]
     table = SAMPLERS if ours in SAMPLERS else SCHEDULES
-    assert named(table, alias, "name") is table[ours]
+    assert look_up(table, alias, "name") is table[ours]
     assert alias not in table
 
 
 def test_an_alias_of_one_table_is_no_name_in_another():
-    assert named(METHODS, "mdlm", "method") is METHODS["mdlm"]
+    assert look_up(METHODS, "mdlm", "method") is METHODS["mdlm"]
     with pytest.raises(ValueError, match="unknown method 'remdm-cap'"):
-        named(METHODS, "remdm-cap", "method")
+        look_up(METHODS, "remdm-cap", "method")
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -90,11 +90,11 @@ def test_plans_can_be_printed():
     assert table.startswith("remask_cap: 3 steps")
 
 
-@pytest.mark.parametrize("preset", SIZES)
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_config_for_every_corner(method, preset):
     """One stage has the anchor network's depth; causal models have no modulation; the rest is the preset's."""
-    shape, size = METHODS[method], SIZES[preset]
+    shape, size = METHODS[method], PRESETS[preset]
     config = build_config(method, preset, vocab_size=100, mask_id=99)
     assert isinstance(config, ModelConfig)
     assert config.is_causal == shape.is_causal == (method in ("ar", "a2r"))
@@ -125,7 +125,7 @@ def test_schedules_and_rules_have_names():
 
 def test_a_batch_must_fit_its_model():
     x0 = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))
-    noisy = corrupt(x0, ForwardProcess(11), CounterRng.of(0, 2), 0)
+    noisy = corrupt(x0, ForwardProcess(11), CounterRng.from_seed(0, 2), 0)
     size = {"vocab_size": 12, "mask_id": 11, "dim": 8, "heads": 2, "length": 6}
     masked, causal = (LanguageModel(build_config(name, "nano", **size)) for name in ("mdlm", "ar"))
     for model, batch in ((masked, shift_tokens(x0)), (causal, noisy)):
@@ -134,7 +134,7 @@ def test_a_batch_must_fit_its_model():
     with pytest.raises(ValueError, match="no anchor term"):
         training_loss(masked, noisy, score_entropy=True, anchor_weight=0.1)
     with pytest.raises(ValueError, match="no token of this batch counts"):
-        corrupt(x0, ForwardProcess(11), CounterRng.of(0, 2), 0, valid=torch.zeros_like(x0).bool())
+        corrupt(x0, ForwardProcess(11), CounterRng.from_seed(0, 2), 0, valid=torch.zeros_like(x0).bool())
 
 
 def test_changes_win_over_the_preset():

@@ -12,10 +12,10 @@ from adlm.diffusion.rng import LOW, Purpose, philox, uniform_pair
 # (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
 AnchorRule = Callable[[Tensor, Tensor | None], Tensor]
 
-SCOPES = ("all", "masked", "visible")
+ANCHOR_SCOPES = ("all", "masked", "visible")
 
 
-def counts_in_row(tokens: Tensor, valid: Tensor | None = None) -> Tensor:
+def count_in_row(tokens: Tensor, valid: Tensor | None = None) -> Tensor:
     """How often each position's token occurs in its own row."""
     counted = (tokens if valid is None else torch.where(valid, tokens, -1)).contiguous()
     ordered = counted.sort(-1).values.contiguous()
@@ -27,74 +27,74 @@ def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = 
     if (max_count is None) == (max_fraction is None):
         raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row): one of them")
     if max_fraction is not None:
-        _share("max_fraction", max_fraction)
+        _check_fraction("max_fraction", max_fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
-        counts = counts_in_row(tokens, valid)
+        counts = count_in_row(tokens, valid)
         if max_fraction is not None:
-            return _only(counts <= max_fraction * _lengths(tokens, valid), valid)
-        return _only(counts <= (max_count or 0), valid)
+            return _zero_padding(counts <= max_fraction * _row_lengths(tokens, valid), valid)
+        return _zero_padding(counts <= (max_count or 0), valid)
 
     return rule
 
 
 def rare_in_corpus(counts: Tensor, max_fraction: float) -> AnchorRule:
     """Tokens that make up at most `max_fraction` of a corpus with these `counts` (V,)."""
-    _share("max_fraction", max_fraction)
-    return _by_table(counts <= max_fraction * counts.sum())
+    _check_fraction("max_fraction", max_fraction)
+    return _rule_from_table(counts <= max_fraction * counts.sum())
 
 
 def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> AnchorRule:
     """The positions of a row with the highest tf-idf: `document_counts` (V,) says how many documents hold a token."""
-    _share("top_fraction", top_fraction)
+    _check_fraction("top_fraction", top_fraction)
     idf = torch.log((1 + documents) / (1 + document_counts.double())) + 1
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
-        score = counts_in_row(tokens, valid) * idf.to(tokens.device)[tokens]
+        score = count_in_row(tokens, valid) * idf.to(tokens.device)[tokens]
         if valid is not None:
             score = score.masked_fill(~valid, -1)
-        keep = (top_fraction * _lengths(tokens, valid)).round().long()
+        keep = (top_fraction * _row_lengths(tokens, valid)).round().long()
         # Equal scores are broken by position, so that every row has exactly its share.
         rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return _only(rank < keep, valid)
+        return _zero_padding(rank < keep, valid)
 
     return rule
 
 
-def listed(ids: Sequence[int], vocab_size: int) -> AnchorRule:
+def listed_tokens(ids: Sequence[int], vocab_size: int) -> AnchorRule:
     """Tokens of a given list."""
     wrong = [i for i in ids if not 0 <= i < vocab_size]
     if wrong:
         raise ValueError(f"anchor ids {wrong[:5]} are outside the vocabulary of {vocab_size}")
     table = torch.zeros(vocab_size, dtype=torch.bool)
     table[list(ids)] = True
-    return _by_table(table)
+    return _rule_from_table(table)
 
 
 def random_positions(fraction: float, seed: int) -> AnchorRule:
     """A share of all positions, drawn once for each row of tokens (a control: anchors without importance)."""
-    _share("fraction", fraction)
+    _check_fraction("fraction", fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
         zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
         # The row is known by its text: the sum of a hash of every (token, position) that is not padding.
         high, low, _, _ = philox((tokens & LOW, position, zero, zero + Purpose.ANCHOR), (zero, zero))
-        row = _only((high << 32) | low, valid).sum(-1, keepdim=True)
-        return _only(uniform_pair(zero + seed, row, zero, position, Purpose.ANCHOR)[0] < fraction, valid)
+        row = _zero_padding((high << 32) | low, valid).sum(-1, keepdim=True)
+        return _zero_padding(uniform_pair(zero + seed, row, zero, position, Purpose.ANCHOR)[0] < fraction, valid)
 
     return rule
 
 
 def every_token() -> AnchorRule:
     """All positions."""
-    return lambda tokens, valid: _only(torch.ones_like(tokens, dtype=torch.bool), valid)
+    return lambda tokens, valid: _zero_padding(torch.ones_like(tokens, dtype=torch.bool), valid)
 
 
-def in_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
+def apply_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
     """The anchors that carry loss: all of them (the code), the hidden ones (the text), the visible ones."""
-    if scope not in SCOPES:
-        raise ValueError(f"anchor_scope {scope!r} is not one of {', '.join(SCOPES)}")
+    if scope not in ANCHOR_SCOPES:
+        raise ValueError(f"anchor_scope {scope!r} is not one of {', '.join(ANCHOR_SCOPES)}")
     if scope == "all":
         return is_anchor
     return is_anchor & (is_hidden if scope == "masked" else ~is_hidden)
@@ -105,20 +105,20 @@ def anchor_weight(step: int, steps: int, peak: float = 3e-3) -> float:
     return min(peak, step / steps)
 
 
-def _by_table(table: Tensor) -> AnchorRule:
-    return lambda tokens, valid: _only(table.to(tokens.device)[tokens], valid)
+def _rule_from_table(table: Tensor) -> AnchorRule:
+    return lambda tokens, valid: _zero_padding(table.to(tokens.device)[tokens], valid)
 
 
-def _share(name: str, value: float) -> None:
+def _check_fraction(name: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is a share and must be between 0 and 1, got {value}")
 
 
-def _lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:
+def _row_lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:
     """How many tokens each row has (B, 1)."""
     return (torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid).sum(-1, keepdim=True)
 
 
-def _only(values: Tensor, valid: Tensor | None) -> Tensor:
+def _zero_padding(values: Tensor, valid: Tensor | None) -> Tensor:
     """False, or 0, at padding."""
     return values if valid is None else values * valid

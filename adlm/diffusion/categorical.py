@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NUCLEI = ("usual", "lineage")
-PARTIAL = (1024, 8192)  # a nucleus is looked for among this many tokens, then among more, then among all
+NUCLEUS_RULES = ("usual", "lineage")
+CANDIDATE_SIZES = (1024, 8192)  # a nucleus is looked for among this many tokens, then among more, then among all
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1 (keep everything), got {self.top_p}")
         if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
             raise ValueError(f"top_k must be a whole number from 1, or None to keep everything, got {self.top_k}")
-        if self.nucleus not in NUCLEI:
-            raise ValueError(f"nucleus {self.nucleus!r} is not one of {', '.join(NUCLEI)}")
+        if self.nucleus not in NUCLEUS_RULES:
+            raise ValueError(f"nucleus {self.nucleus!r} is not one of {', '.join(NUCLEUS_RULES)}")
 
 
 @dataclass(frozen=True)
-class Limits:
+class TokenLimits:
     """Which tokens may not stand where: every position has a kind, every kind its banned tokens."""
 
     kind: Tensor  # (B, L), int64, on the host
@@ -48,76 +48,76 @@ class Limits:
         if bool(self.banned.all(-1).any()):
             raise ValueError(f"kind {int(self.banned.all(-1).nonzero()[0])} bans every token: nothing could be drawn")
 
-    def applied(self, logits: Tensor, index: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, index: Tensor) -> Tensor:
         """Logits (N, V) of places (N,) in the flattened batch, with what is banned there made impossible."""
         banned = self.banned[self.kind.flatten()[index].to(self.banned.device)]
         return logits.masked_fill(banned, -torch.inf)
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """Tokens (N,) and the probability (N,) that each had when it was drawn."""
 
     tokens: Tensor
     probs: Tensor
 
 
-def draw(logits: Tensor, u: Tensor, how: SamplingParams) -> Drawn:
+def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
     """One token from each row of logits (N, V) by inverting the distribution function at u (N,) in float64."""
-    if how.temperature == 0:
+    if params.temperature == 0:
         tokens = logits.argmax(-1)
-        return Drawn(tokens, torch.ones_like(tokens, dtype=torch.float64))
-    logits = _cooled(logits, how.temperature)
+        return DrawnTokens(tokens, torch.ones_like(tokens, dtype=torch.float64))
+    logits = _apply_temperature(logits, params.temperature)
     vocab = logits.shape[-1]
-    if how.top_p == 1 and (how.top_k is None or how.top_k >= vocab):
+    if params.top_p == 1 and (params.top_k is None or params.top_k >= vocab):
         probs = logits.double().softmax(-1)
         return _invert(probs, u)
-    if logits.is_cuda and how.top_k is None and how.nucleus == "usual":
+    if logits.is_cuda and params.top_k is None and params.nucleus == "usual":
         from adlm.diffusion.kernels import draw_nucleus
 
-        return Drawn(*draw_nucleus(logits, u, how.top_p))
-    sizes = sorted({min(max(size, how.top_k or 0), vocab) for size in (*PARTIAL, vocab)})
-    probs, ids, is_whole = candidates(logits, how, sizes[0])
+        return DrawnTokens(*draw_nucleus(logits, u, params.top_p))
+    sizes = sorted({min(max(size, params.top_k or 0), vocab) for size in (*CANDIDATE_SIZES, vocab)})
+    probs, ids, is_whole = find_candidates(logits, params, sizes[0])
     tokens, chance = _pick(probs, ids, u)
     for size in sizes[1:]:
         if bool(is_whole.all()):
             break
         rest = (~is_whole).nonzero()[:, 0]  # flat rows, whose nucleus is wider than the selection
-        probs, ids, is_whole[rest] = candidates(logits[rest], how, size)
+        probs, ids, is_whole[rest] = find_candidates(logits[rest], params, size)
         tokens[rest], chance[rest] = _pick(probs, ids, u[rest])
-    return Drawn(tokens, chance)
+    return DrawnTokens(tokens, chance)
 
 
-def candidates(logits: Tensor, how: SamplingParams, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def find_candidates(logits: Tensor, params: SamplingParams, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `size` likeliest tokens of each row: what top-k and top-p leave of their probabilities, ids, and whether
     the nucleus ends among them (else a larger size is needed)."""
     values, ids = logits.topk(size, -1)
-    if how.top_k is not None and how.top_k < size:
-        values, ids = values[:, : how.top_k], ids[:, : how.top_k]
-    whole = values if how.top_k is not None else logits
+    if params.top_k is not None and params.top_k < size:
+        values, ids = values[:, : params.top_k], ids[:, : params.top_k]
+    whole = values if params.top_k is not None else logits
     highest = values[:, :1]  # taken off first, or float32 would lose the tail of large logits
     mass = (whole.float() - highest).exp_().sum(-1, keepdim=True, dtype=torch.float64)
     probs = (values.double() - highest).exp() / mass
     keep = torch.ones_like(values, dtype=torch.bool)
-    if how.top_p < 1:
+    if params.top_p < 1:
         total = probs.cumsum(-1)
-        keep = total - probs < how.top_p if how.nucleus == "usual" else total <= how.top_p
+        keep = total - probs < params.top_p if params.nucleus == "usual" else total <= params.top_p
         keep[:, 0] = True
-        if how.nucleus == "usual":  # equally likely tokens share their fate, whatever order a sort puts them in
+        if params.nucleus == "usual":  # equally likely tokens share their fate, whatever order a sort puts them in
             keep = values >= torch.where(keep, values, torch.inf).amin(-1, keepdim=True)
     is_whole = ~keep[:, -1] if values.shape[1] < whole.shape[1] else torch.ones_like(keep[:, 0])
     probs = torch.where(keep, probs, 0)
     return probs / probs.sum(-1, keepdim=True), ids, is_whole
 
 
-def distribution(logits: Tensor, how: SamplingParams) -> Tensor:
+def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """What `draw` draws from: probabilities (N, V) in float64, for inspection and tests."""
-    if how.temperature == 0:
+    if params.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    probs, ids, _ = candidates(_cooled(logits, how.temperature), how, logits.shape[-1])
+    probs, ids, _ = find_candidates(_apply_temperature(logits, params.temperature), params, logits.shape[-1])
     return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, ids, probs)
 
 
-def _cooled(logits: Tensor, temperature: float) -> Tensor:
+def _apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Logits at a temperature, less their largest: however low it is, nothing overflows."""
     if temperature == 1:
         return logits
@@ -125,19 +125,19 @@ def _cooled(logits: Tensor, temperature: float) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True)) / temperature
 
 
-def _invert(probs: Tensor, u: Tensor) -> Drawn:
+def _invert(probs: Tensor, u: Tensor) -> DrawnTokens:
     total = probs.cumsum(-1)
     # The last sum stands in for 1, so that rounding can never ask for more than there is.
     index = torch.searchsorted(total, (u.double() * total[:, -1])[:, None], right=True)[:, 0]
     last = probs.shape[-1] - 1
     index = index.clamp_(max=last)
-    return Drawn(index, probs.gather(-1, index[:, None])[:, 0])
+    return DrawnTokens(index, probs.gather(-1, index[:, None])[:, 0])
 
 
-def _pick(probs: Tensor, ids: Tensor, u: Tensor) -> Drawn:
+def _pick(probs: Tensor, ids: Tensor, u: Tensor) -> DrawnTokens:
     """A draw among candidates, in the order of the vocabulary: in that of their chances, rounding would swap two that
     are about as likely, and a row's text would depend on its batch."""
     width = max(1, int((probs > 0).sum(-1).max()))  # what is kept stands first
     ids, order = ids[:, :width].sort(-1)
     place, chance = _invert(probs.gather(-1, order), u)
-    return Drawn(ids.gather(-1, place[:, None])[:, 0], chance)
+    return DrawnTokens(ids.gather(-1, place[:, None])[:, 0], chance)

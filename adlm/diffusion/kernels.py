@@ -61,7 +61,9 @@ def _loss_and_slope(logits, target, weight, loss, offset, stride, vocab, HAS_OFF
         tl.store(line + start + lane, slope * scale, mask=start + lane < vocab)
 
 
-def loss_and_slope(logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
+def compute_loss_and_grad(
+    logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Each row's loss and weight · d loss / d logits, which overwrites the logits (see `selected.loss_and_slope`)."""
     rows, vocab = logits.shape
     loss = torch.empty(rows, device=logits.device, dtype=torch.float32)

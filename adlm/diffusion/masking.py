@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from adlm.diffusion.anchors import AnchorRule, in_scope
+from adlm.diffusion.anchors import AnchorRule, apply_scope
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import (
     LogLinear,
@@ -22,7 +22,7 @@ from adlm.diffusion.schedules import (
 MIN_TIME = 1e-3
 
 
-def stratified_times(u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME) -> Tensor:
+def stratify_times(u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME) -> Tensor:
     """t_i = (u_i + i) / n mod 1, scaled to [eps, 1): one time in each n-th of the unit interval.
 
     `index` and `total` place these rows in a larger batch that is spread over processes.
@@ -130,10 +130,10 @@ def corrupt(
         )
     u = rng.uniform(step, 1, Purpose.TIME)[:, 0]
     if process.steps is None:
-        t = stratified_times(u, index, total).float()
+        t = stratify_times(u, index, total).float()
         weight = loss_weight(schedule, t)
     else:
-        t = discrete_time(stratified_times(u, index, total, eps=0.0), process.steps).float()
+        t = discrete_time(stratify_times(u, index, total, eps=0.0), process.steps).float()
         weight = discrete_loss_weight(schedule, t, process.steps)
     u = rng.uniform(step, x0.shape[1], Purpose.MASK)
     unmaskable = is_fixed
@@ -155,7 +155,7 @@ def collect_batch(
     is_fixed: Tensor | None = None,
 ) -> NoisyBatch:
     """Make a batch of text whose hidden tokens are known: find the positions and weights of its losses."""
-    is_hidden = xt == process.mask_id
+    is_hidden: Tensor = xt == process.mask_id  # type: ignore[assignment]
     counted = torch.ones_like(is_hidden) if valid is None else valid
     if is_fixed is not None:
         counted = counted & ~is_fixed
@@ -163,7 +163,7 @@ def collect_batch(
     read = None if process.attend_padding else valid
     anchors = None
     if process.anchor_rule is not None:
-        is_anchor = in_scope(process.anchor_rule(x0, read), is_hidden, process.anchor_scope)
+        is_anchor = apply_scope(process.anchor_rule(x0, read), is_hidden, process.anchor_scope)
         anchors = select(is_anchor & counted, weight, process.multiple)
     return NoisyBatch(
         x0=x0,

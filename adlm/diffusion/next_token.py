@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from adlm.diffusion.categorical import Limits, SamplingParams, draw
+from adlm.diffusion.categorical import SamplingParams, TokenLimits, draw
 from adlm.diffusion.denoise import Frame, LogitsAt
 from adlm.diffusion.rng import CounterRng, Purpose
 
@@ -22,16 +22,16 @@ def continue_tokens(
     *,
     is_fixed: Tensor,
     rng: CounterRng,
-    how: SamplingParams | None = None,
-    limits: Limits | None = None,
+    sampling: SamplingParams | None = None,
+    limits: TokenLimits | None = None,
 ) -> Iterator[Frame]:
-    """Fill what is not fixed in xt (B, L), left to right; fixed tokens are read, never altered. Yields a frame a token.
+    """Fill what is not fixed in xt (B, L) from left to right and yield a frame a token.
 
-    A hole between fixed tokens is filled from its left side only: a causal model cannot see the right.
+    Fixed tokens are read, never altered; one after a hole does not influence what is drawn before it.
     """
     if not bool(is_fixed[:, 0].all()):
         raise ValueError("a causal model continues text: position 0 of every row must be given (the BOS token, say)")
-    xt, how = xt.to(torch.int64).clone(), how or SamplingParams()
+    xt, sampling = xt.to(torch.int64).clone(), sampling or SamplingParams()
     batch, length = xt.shape
     is_fixed = is_fixed.cpu()
     is_masked = ~is_fixed
@@ -39,13 +39,14 @@ def continue_tokens(
     given = int(is_fixed.long().cumprod(-1).sum(-1).min())  # the prefix that all rows have is read at once
     read = 0
     for position in range(given, length):
-        features = predict_next(xt[:, read:position])
+        with torch.no_grad():
+            features = predict_next(xt[:, read:position])
         read = position
         u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0].to(xt.device)
         logits = logits_at(features)
         if limits is not None:
-            logits = limits.applied(logits, torch.arange(batch) * length + position)
-        drawn = draw(logits, u, how).tokens
+            logits = limits.apply(logits, torch.arange(batch) * length + position)
+        drawn = draw(logits, u, sampling).tokens
         is_new = ~is_fixed[:, position]
         nfe += is_new  # as if the row were alone: its neighbours' prompts may be shorter
         xt[:, position] = torch.where(is_new.to(xt.device), drawn, xt[:, position])

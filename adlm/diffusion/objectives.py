@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adlm.diffusion.masking import NoisyBatch, Selection
-from adlm.diffusion.selected import Selected, selected_loss
+from adlm.diffusion.selected import SelectedLoss, selected_loss
 
 
 class ModelFeatures(Protocol):
@@ -143,7 +143,7 @@ def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mas
 next_token_loss = diffusion_loss
 
 
-def token_nll(selected: Selected, selection: Selection, shape: torch.Size) -> Tensor:
+def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -> Tensor:
     """Each token's weighted loss (B, L), zero where nothing was selected."""
     weighted = torch.where(selection.weight > 0, selected.each * selection.weight, 0.0)
     flat = torch.zeros(shape.numel(), device=weighted.device, dtype=weighted.dtype)

@@ -61,7 +61,7 @@ class CounterRng:
     rows: Tensor  # (B,), int64
 
     @staticmethod
-    def of(seed: int, rows: int | Tensor) -> CounterRng:
+    def from_seed(seed: int, rows: int | Tensor) -> CounterRng:
         """`rows` is a count (rows 0, 1, …) or the rows' own numbers."""
         numbers = torch.arange(rows) if isinstance(rows, int) else rows.cpu()
         if not 0 <= seed < 2**63:

@@ -11,18 +11,20 @@ from torch.autograd.function import once_differentiable
 
 from adlm.diffusion.masking import Selection
 
-CHUNK = {"cuda": 24576, "cpu": 256}  # rows of logits that exist at a time
+MAX_LOGIT_ROWS = {"cuda": 24576, "cpu": 256}  # rows of logits that exist at a time
 ALIGN = 64  # rows of a GPU's half-precision product start on a boundary, or it runs at half speed
 
 
-class Selected(NamedTuple):
+class SelectedLoss(NamedTuple):
     """Σ weight · loss (differentiable) and each position's own unweighted loss (not)."""
 
     total: Tensor  # ()
     each: Tensor  # (N,)
 
 
-def loss_and_slope(logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
+def compute_loss_and_grad(
+    logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Each row's loss and weight · d loss / d logits, which overwrites the logits.
 
     Cross-entropy: lse - z_target. With an `offset` c the score entropy: exp(lse - c) - z_target + c - 1, which is
@@ -31,7 +33,7 @@ def loss_and_slope(logits: Tensor, target: Tensor, weight: Tensor, offset: Tenso
     if logits.is_cuda:
         from adlm.diffusion import kernels
 
-        return kernels.loss_and_slope(logits, target, weight, offset)
+        return kernels.compute_loss_and_grad(logits, target, weight, offset)
     highest = logits.amax(-1, keepdim=True)
     picked = logits.gather(1, target[:, None])[:, 0]
     mass = logits.sub_(highest).exp_().sum(-1)
@@ -46,7 +48,7 @@ def loss_and_slope(logits: Tensor, target: Tensor, weight: Tensor, offset: Tenso
     return loss, logits
 
 
-def _logits(x: Tensor, matrix: Tensor, shift: Tensor, buffer: Tensor) -> Tensor:
+def _compute_logits(x: Tensor, matrix: Tensor, shift: Tensor, buffer: Tensor) -> Tensor:
     """x W' + b (n, V) in a piece of the buffer. On a CPU it lies there transposed: the product is faster by half, and
     takes the bias along."""
     rows, vocab = x.shape[0], matrix.shape[0]
@@ -55,7 +57,7 @@ def _logits(x: Tensor, matrix: Tensor, shift: Tensor, buffer: Tensor) -> Tensor:
     return torch.addmm(shift[:, None], matrix, x.t(), out=buffer[: rows * vocab].view(vocab, rows)).t()
 
 
-def _sum(so_far: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+def _add_product(so_far: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     """so_far + left @ right; half-precision products are added up in full."""
     if so_far is None:
         return left @ right
@@ -64,7 +66,7 @@ def _sum(so_far: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) 
     return so_far.to(wide).add_(left @ right)
 
 
-class _SelectedLoss(torch.autograd.Function):
+class _SelectedLossFunction(torch.autograd.Function):
     """Gradients are made in the forward, chunk by chunk, because the logits are there only then."""
 
     @staticmethod
@@ -90,15 +92,15 @@ class _SelectedLoss(torch.autograd.Function):
         buffer = x.new_empty(min(chunk, x.shape[0]) * matrix.shape[0])  # one for all chunks
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = _logits(x[part], matrix, shift, buffer)
+            logits = _compute_logits(x[part], matrix, shift, buffer)
             if not x.is_cuda:  # half precision is for GPUs, whose kernel computes in float32 and stores in half
                 logits = logits.to(wide)
-            each[part], slope = loss_and_slope(logits, target[part], weight[part], offset)
+            each[part], slope = compute_loss_and_grad(logits, target[part], weight[part], offset)
             slope = slope.to(x.dtype)
             if grad_x is not None:
                 torch.mm(slope, matrix, out=grad_x[part])
             if wants_matrix:
-                grad_matrix = _sum(grad_matrix, slope.t(), x[part], wide)
+                grad_matrix = _add_product(grad_matrix, slope.t(), x[part], wide)
             if wants_bias:
                 column = slope.sum(0, dtype=wide)
                 grad_bias = column if grad_bias is None else grad_bias.add_(column)
@@ -136,7 +138,7 @@ def selected_loss(
     without: int | None = None,
     offset: float | None = None,
     chunk: int | None = None,
-) -> Selected:
+) -> SelectedLoss:
     """Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L).
 
     `without` is a token that the head may not name (the mask, for a denoiser).
@@ -152,13 +154,13 @@ def selected_loss(
         bias = bias.index_fill(0, torch.tensor(without, device=bias.device), -torch.inf)
     shift = None if offset is None else torch.tensor(offset, device=x.device)
     with torch.autocast(x.device.type, enabled=False):
-        total, each = _SelectedLoss.apply(
+        total, each = _SelectedLossFunction.apply(
             x,
             matrix,
             bias,
             targets.reshape(-1)[selection.index],
             selection.weight,
             shift,
-            chunk or CHUNK[x.device.type],
+            chunk or MAX_LOGIT_ROWS[x.device.type],
         )
-    return Selected(total, each)
+    return SelectedLoss(total, each)

@@ -9,19 +9,19 @@ from adlm.models.language_model import ModelConfig
 from adlm.models.transformer import NoiseEmbedding
 
 HIDDEN_SHARE = 0.5  # of the positions of a masked model, on average over t (log-linear schedule)
-CHUNK = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
+MAX_LOGIT_ROWS = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
 OPTIMIZERS = ("adamw", "muon")
 
 # Numbers a layer keeps per token and unit of dim for its backward: x, norm 1, qkv (3), rotated q and k (2), attention,
 # x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks; dropout comes on top.
-KEPT_BY_LAYER = 18
+SAVED_PER_LAYER = 18
 # A CPU process holds more than it asked for: glibc keeps what was freed between the pieces still in use. Measured peaks
 # of real steps are 1.8 times the count above for the activations; CUDA's allocator needs no such factor.
-HELD_BY_PROCESS = {True: 1.0, False: 1.8}
+ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.8}
 
 # Dense half-precision peaks with float32 accumulation, TFLOP/s by the vendors' data sheets; the first match counts.
 # `$`: of these there are lesser ones whose names go on (Laptop, D).
-PEAKS = (
+PEAK_TFLOPS = (
     (r"GB200", 2500),
     (r"B200", 2250),
     (r"H200 NVL|H100 NVL", 835),
@@ -48,7 +48,7 @@ PEAKS = (
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCounts:
     """How many numbers a model learns, by part; a tied head counts once, as embedding."""
 
     layers: int  # both stages with their norms, modulations and noise embeddings
@@ -62,7 +62,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on one device at the peak of a training step, an estimate."""
 
     weights: int
@@ -77,11 +77,11 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.average + self.activations + self.head
 
 
-def parameters(config: ModelConfig) -> Parameters:
+def count_parameters_by_part(config: ModelConfig) -> ParameterCounts:
     """The parameters of `LanguageModel(config)` by part, without building it."""
     dim, vocab, cond = config.dim, config.vocab_size, config.cond_dim
     norm = dim * (2 if config.norm_bias else 1)
-    layer = layer_matrices(config) + 2 * norm + 5 * dim + (4 * dim if config.attention_bias else 0)
+    layer = count_layer_weights(config) + 2 * norm + 5 * dim + (4 * dim if config.attention_bias else 0)
     stack = norm
     if cond is not None:
         layer += (cond + 1) * 6 * dim
@@ -92,7 +92,7 @@ def parameters(config: ModelConfig) -> Parameters:
     if config.anchor_layers:
         heads += (dim + 1) * vocab
         bridge = ((dim if config.bridge == "direct" else vocab) + 1) * dim
-    return Parameters(
+    return ParameterCounts(
         layers=(config.anchor_layers + config.denoiser_layers) * layer + stages * stack,
         embedding=(vocab + (config.length if config.positions == "learned" else 0)) * dim,
         heads=heads,
@@ -100,12 +100,12 @@ def parameters(config: ModelConfig) -> Parameters:
     )
 
 
-def parameter_count(config: ModelConfig) -> int:
+def count_parameters(config: ModelConfig) -> int:
     """All parameters of `LanguageModel(config)`."""
-    return parameters(config).total
+    return count_parameters_by_part(config).total
 
 
-def layer_matrices(config: ModelConfig) -> int:
+def count_layer_weights(config: ModelConfig) -> int:
     """Numbers in the four matrices of a layer: qkv, out, up, down."""
     return 12 * config.dim**2
 
@@ -120,7 +120,7 @@ def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0
     """
     dim, vocab = config.dim, config.vocab_size
     attention = (2 if config.is_causal else 4) * length * dim
-    forward = float((config.anchor_layers + config.denoiser_layers) * (2 * layer_matrices(config) + attention))
+    forward = float((config.anchor_layers + config.denoiser_layers) * (2 * count_layer_weights(config) + attention))
     forward += (1.0 if config.is_causal else HIDDEN_SHARE) * 2 * vocab * dim
     if config.anchor_layers:
         forward += anchor_share * 2 * vocab * dim
@@ -132,13 +132,13 @@ def peak_flops(device_name: str) -> float | None:
     """The dense half-precision peak of a GPU by its name, FLOP/s; None for one that is not in the table."""
     if "MIG" in device_name.split():
         return None  # a slice of a GPU
-    for pattern, tera in PEAKS:
+    for pattern, tera in PEAK_TFLOPS:
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", device_name):
             return tera * 1e12
     return None
 
 
-def memory_estimate(
+def estimate_memory(
     config: ModelConfig,
     *,
     rows: int,
@@ -150,7 +150,7 @@ def memory_estimate(
     checkpoint_activations: bool = False,
     is_cuda: bool,
     anchor_share: float = 0.6,
-) -> Memory:
+) -> MemoryEstimate:
     """Bytes at the peak of a training step of `rows` × `length` tokens on one of `shards` devices: an estimate.
 
     Weights, gradients, optimizer states and average are float32 and divided by `shards`; of sharded ones, embedding,
@@ -164,11 +164,11 @@ def memory_estimate(
         raise ValueError(f"bytes_per_activation is 2 (bf16) or 4 (float32), got {bytes_per_activation}")
     if min(rows, length, shards) < 1:
         raise ValueError(f"rows, length and shards are at least 1, got {rows}, {length}, {shards}")
-    parts, layers = parameters(config), config.anchor_layers + config.denoiser_layers
-    matrices, full = layer_matrices(config), 4 * parts.total // shards
+    parts, layers = count_parameters_by_part(config), config.anchor_layers + config.denoiser_layers
+    matrices, full = count_layer_weights(config), 4 * parts.total // shards
     states = 2 * parts.total - (layers * matrices if optimizer == "muon" else 0)
     all_gather = 4 * (parts.total - parts.layers + 2 * parts.layers // layers) if shards > 1 else 0
-    return Memory(
+    return MemoryEstimate(
         weights=full + all_gather,
         gradients=full + all_gather,
         optimizer=4 * states // shards,
@@ -183,18 +183,18 @@ def activation_bytes(config: ModelConfig, tokens: int, width: int, checkpoint: b
     layers, stages = config.anchor_layers + config.denoiser_layers, 2 if config.anchor_layers else 1
     # Two dropouts keep a byte per number in compiled layers, a number in eager ones.
     dropout = (2 if is_cuda else 2 * width) if config.dropout else 0
-    layer = (KEPT_BY_LAYER * width + dropout) * config.dim
+    layer = (SAVED_PER_LAYER * width + dropout) * config.dim
     kept = layers * width * config.dim + layer if checkpoint else layers * layer
     outside = 3 * stages * width * config.dim  # a stage's input, its last norm and that norm's input
     if config.anchor_layers and config.bridge == "softmax":
         outside += (width + 4) * config.vocab_size
     copies = 0
     if width == 2:
-        copies = 2 * layer_matrices(config)
+        copies = 2 * count_layer_weights(config)
     elif config.cond_dim is not None and not config.time_conditioning:
         copies = 4 * 5 * config.dim**2  # gates multiply the two matrices that come out of a layer's halves
     copies *= 1 if checkpoint else layers
-    return int(HELD_BY_PROCESS[is_cuda] * (tokens * (kept + outside) + copies))
+    return int(ALLOCATOR_OVERHEAD[is_cuda] * (tokens * (kept + outside) + copies))
 
 
 def head_bytes(config: ModelConfig, tokens: int, width: int, anchor_share: float, is_cuda: bool) -> int:
@@ -202,7 +202,7 @@ def head_bytes(config: ModelConfig, tokens: int, width: int, anchor_share: float
     shares = [1.0 if config.is_causal else HIDDEN_SHARE] + ([anchor_share] if config.anchor_layers else [])
     positions = [int(share * tokens) for share in shares]
     matrix = config.vocab_size * config.dim
-    chunk = width * config.vocab_size * min(CHUNK[is_cuda], max(positions))
+    chunk = width * config.vocab_size * min(MAX_LOGIT_ROWS[is_cuda], max(positions))
     copy = 2 * matrix if width == 2 else 0
-    ready = sum(2 * n * config.dim * width + (width if n <= CHUNK[is_cuda] else 4) * matrix for n in positions)
+    ready = sum(2 * n * config.dim * width + (width if n <= MAX_LOGIT_ROWS[is_cuda] else 4) * matrix for n in positions)
     return chunk + copy + ready

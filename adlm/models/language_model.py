@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adlm.models.cache import KVCache
-from adlm.models.transformer import Layer, Norm, Rotary, Stack, causal_mask, gated_weights, modulations, rotary_table
+from adlm.models.transformer import Layer, Norm, Rotary, Stack, causal_mask, gate_weights, compute_modulations, rotary_table
 
 BRIDGES = ("factored", "direct", "softmax")
 POSITIONS = ("rotary", "learned")
@@ -256,7 +256,7 @@ class LanguageModel(nn.Module):
 
     def fold(self) -> LanguageModel:
         """The inference form: bridge product and constant modulations folded into the matrices; equal to rounding."""
-        return folded(self)
+        return fold_model(self)
 
 
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:
@@ -284,14 +284,14 @@ def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
 
 
 @torch.no_grad()
-def folded(model: LanguageModel) -> LanguageModel:
+def fold_model(model: LanguageModel) -> LanguageModel:
     """A copy whose matrices hold what does not depend on the tokens: fewer products, the same function."""
     config, state = model.config, dict(model.state_dict())
     if config.cond_dim is not None and not config.time_conditioning:
         config = replace(config, cond_dim=None, norm_bias=True)
         for name, stage in (("anchor", model.anchor), ("denoiser", model.denoiser)):
             if stage is not None:
-                state |= {f"{name}.{key}": value for key, value in folded_stack(stage).items()}
+                state |= {f"{name}.{key}": value for key, value in fold_stack(stage).items()}
     if config.anchor_layers and config.bridge == "factored":
         config = replace(config, bridge="direct")
         state["bridge.weight"], state["bridge.bias"] = model.bridge_product()
@@ -305,7 +305,7 @@ def folded(model: LanguageModel) -> LanguageModel:
     return copy.requires_grad_(False).eval()
 
 
-def folded_stack(stack: Stack) -> dict[str, Tensor]:
+def fold_stack(stack: Stack) -> dict[str, Tensor]:
     """The stack's parameters with the modulation of noise level zero folded in, under the unmodulated names."""
     state: dict[str, Tensor] = {}
 
@@ -315,14 +315,14 @@ def folded_stack(stack: Stack) -> dict[str, Tensor]:
         state[f"{name}.bias"] = torch.zeros_like(weight) if bias is None else bias
 
     cond = stack.condition_on(None, stack.norm.weight.device)
-    put_norm("norm", stack.norm, *modulations(stack.modulation, cond, 2))
+    put_norm("norm", stack.norm, *compute_modulations(stack.modulation, cond, 2))
     for i, layer in enumerate(stack.layers):
         assert isinstance(layer, Layer)
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulations(layer.modulation, cond, 6)
+        shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(layer.modulation, cond, 6)
         put_norm(f"layers.{i}.norm1", layer.norm1, shift1, scale1)
         put_norm(f"layers.{i}.norm2", layer.norm2, shift2, scale2)
         for name, linear, gate in (("out", layer.out, gate1), ("down", layer.down, gate2)):
-            weight, bias = gated_weights(linear, gate)
+            weight, bias = gate_weights(linear, gate)
             state[f"layers.{i}.{name}.weight"] = weight
             if bias is not None:
                 state[f"layers.{i}.{name}.bias"] = bias

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SCALE = ".scale"
-MOST = 127
+INT8_MAX = 127
 
 
 def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -18,14 +18,14 @@ def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if weight.dim() != 2:
             stored[name] = weight.float().contiguous()
             continue
-        scale = weight.float().abs().amax(1) / MOST
+        scale = weight.float().abs().amax(1) / INT8_MAX
         scale = torch.where(scale == 0, 1.0, scale)  # a row of zeros
         stored[name] = (weight.float() / scale[:, None]).round().to(torch.int8).contiguous()
         stored[name + SCALE] = scale
     return stored
 
 
-def dequantized(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dequantize(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights that `quantize` stored, in float32; what is not int8 passes as it is."""
     weights: dict[str, Tensor] = {}
     for name, weight in stored.items():

@@ -87,21 +87,21 @@ class Norm(nn.Module):
         return (F.layer_norm(x.float(), (dim,)) * weight + bias).to(x.dtype)
 
 
-def gated_weights(linear: nn.Linear, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def gate_weights(linear: nn.Linear, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of gate · linear(x) for a gate that is the same at every position."""
     if gate is None:
         return linear.weight, linear.bias
     return gate[:, None] * linear.weight, None if linear.bias is None else gate * linear.bias
 
 
-def gated(linear: nn.Linear, x: Tensor, gate: Tensor | None) -> Tensor:
+def apply_gate(linear: nn.Linear, x: Tensor, gate: Tensor | None) -> Tensor:
     """gate · linear(x). A constant gate multiplies the matrix, not the (B, L, dim) result: the same product."""
     if gate is not None and gate.dim() > 1:
         return gate * linear(x)
-    return F.linear(x, *gated_weights(linear, gate))
+    return F.linear(x, *gate_weights(linear, gate))
 
 
-def modulations(linear: nn.Linear | None, cond: Tensor | None, parts: int) -> list[Tensor | None]:
+def compute_modulations(linear: nn.Linear | None, cond: Tensor | None, parts: int) -> list[Tensor | None]:
     """The adaLN vectors: (dim,) each when one condition serves all rows, (B, 1, dim) when rows differ."""
     if linear is None or cond is None:
         return [None] * parts
@@ -143,7 +143,7 @@ class Layer(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         batch, length, dim = x.shape
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulations(self.modulation, cond, 6)
+        shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(self.modulation, cond, 6)
         qkv = self.qkv(self.norm1(x, shift1, scale1)).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = qkv.unbind(2)
         if rotary is not None:
@@ -158,9 +158,9 @@ class Layer(nn.Module):
             is_causal = is_causal and length > 1 and attend is None
         y = attention(q, k, v, is_causal=is_causal, attend=attend)
         y = y.transpose(1, 2).reshape(batch, length, dim)
-        x = x + F.dropout(gated(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
+        x = x + F.dropout(apply_gate(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
         y = linear_gelu(self.norm2(x, shift2, scale2), self.up)
-        return x + F.dropout(gated(self.down, y, gate2), self.dropout, self.training).to(x.dtype)
+        return x + F.dropout(apply_gate(self.down, y, gate2), self.dropout, self.training).to(x.dtype)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -218,4 +218,4 @@ class Stack(nn.Module):
         cond = self.condition_on(noise_level, x.device)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotary, cond, attend, None if caches is None else caches[i])
-        return self.norm(x, *modulations(self.modulation, cond, 2))
+        return self.norm(x, *compute_modulations(self.modulation, cond, 2))

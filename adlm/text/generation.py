@@ -12,10 +12,10 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
-from adlm.methods import SAMPLERS, build_sampler, named
-from adlm.text.templates import Hole, Layout, Pieces, Template, cut, holes_of, lay_out, parsed, with_lengths
+from adlm.methods import SAMPLERS, build_sampler, look_up
+from adlm.text.templates import Hole, Layout, Pieces, Template, tokenize_piece, find_holes, build_layout, parse_template, set_hole_lengths
 
-STEPS = 128  # of a plan, unless told
+DEFAULT_STEPS = 128  # of a plan, unless told
 SETTINGS = ("length", "n", "sampler", "temperature", "top_p", "top_k", "seed", "block", "batch")
 Templates = Template | Sequence[Template]
 Fit = Callable[[Pieces, int], Pieces]  # pieces and the tokens there is room for -> pieces with holes of one length
@@ -68,23 +68,23 @@ class RowFormat:
 
     def lay(self, pieces: Pieces) -> Layout:
         """Pieces as a row."""
-        return lay_out(pieces, self.tokenizer, ends=self.is_framed, may_end=not self.is_framed)
+        return build_layout(pieces, self.tokenizer, ends=self.is_framed, may_end=not self.is_framed)
 
     def given(self, text: str) -> Layout:
         """A whole text as a row."""
         if not isinstance(text, str):
             raise ValueError(f"a text is a string; got {text!r}: give one, or a list of them")
-        tokens, least = len(cut(self.tokenizer, text)[0]), 1
+        tokens, least = len(tokenize_piece(self.tokenizer, text)[0]), 1
         why = ""
         if self.is_causal and self.tokenizer.bos_id is None:  # the first token is not asked for
             least, why = 2, " (this tokenizer has no token that begins one)"
         if tokens < least:
             raise ValueError(
-                f"the text {shortened(text)} has {tokens} tokens, and a score takes at least {least}: "
+                f"the text {shorten(text)} has {tokens} tokens, and a score takes at least {least}: "
                 f"give more text{why}"
             )
         layout = self.lay((text,))
-        self._require_room(len(layout), f"the text {shortened(text)}")
+        self._require_room(len(layout), f"the text {shorten(text)}")
         return layout
 
     def asked(self, layout: Layout) -> tuple[int, int]:
@@ -104,26 +104,26 @@ class RowFormat:
                 f"length must be a whole number between 1 and {self.longest}, got {length}: this model's rows have "
                 f"{self.row} tokens, {self.row - self.longest} of which begin or end a text"
             )
-        pieces = parsed((prompt, Hole.of(1)))
+        pieces = parse_template((prompt, Hole.of_length(1)))
         taken = sum(span.end - span.start for span in self.lay(pieces).spans) - 1
         if taken >= length:
             larger = f"make length larger (at most {self.longest}) or " if taken < self.longest else ""
             raise ValueError(
-                f"the prompt {shortened(prompt)} has {taken} tokens and the text is to have {length} in all, the "
+                f"the prompt {shorten(prompt)} has {taken} tokens and the text is to have {length} in all, the "
                 f"prompt's among them: {larger}make the prompt shorter"
             )
         if self.is_causal and taken == 0 and self.tokenizer.bos_id is None:
             raise ValueError(
-                f"the prompt {shortened(prompt)} has no tokens, and this causal model's tokenizer has none that "
+                f"the prompt {shorten(prompt)} has no tokens, and this causal model's tokenizer has none that "
                 "begins a text: give a prompt to continue"
             )
-        return self.lay(parsed((prompt, Hole.of(length - taken))))
+        return self.lay(parse_template((prompt, Hole.of_length(length - taken))))
 
     def filling(self, template: Template, fit: Fit) -> Layout:
         """A row with holes, all of one length now."""
-        pieces = parsed(template)
-        shown = shortened("".join(str(piece) for piece in pieces))
-        if not holes_of(pieces):
+        pieces = parse_template(template)
+        shown = shorten("".join(str(piece) for piece in pieces))
+        if not find_holes(pieces):
             raise ValueError(
                 f"the template {shown} has no hole: write ___ where something is to be filled in, "
                 "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
@@ -133,14 +133,14 @@ class RowFormat:
                 f"the template {shown} has text after a hole, and a causal model sees only what is before it: "
                 "fill in with a masked model (adlm, mdlm), or continue with generate(prompt=…)"
             )
-        holes = holes_of(pieces)
+        holes = find_holes(pieces)
         # Counted before it is laid out: a hole may be asked for that no memory holds.
-        given = len(self.lay(with_lengths(pieces, [1] * len(holes)))) - len(holes)
+        given = len(self.lay(set_hole_lengths(pieces, [1] * len(holes)))) - len(holes)
         least = given + sum(hole.least for hole in holes)
         self._require_room(least, f"the template {shown} with its holes as short as can be")
         room = self.row - given
         if self.is_causal:  # nothing stands after its hole: the text ends where it writes an end
-            return self.lay(with_lengths(pieces, [min(holes[0].most, room)]))
+            return self.lay(set_hole_lengths(pieces, [min(holes[0].most, room)]))
         return self.lay(fit(pieces, room))
 
     def _require_room(self, tokens: int, what: str) -> None:
@@ -163,7 +163,7 @@ def choose_sampler(
     name = name or ("confidence" if fills else "remask_loop")
     if not isinstance(name, str):
         raise ValueError(f"sampler must be a name, one of {', '.join(SAMPLERS)}; got a {type(name).__name__}")
-    factory = named(SAMPLERS, name, "sampler")
+    factory = look_up(SAMPLERS, name, "sampler")
     own = inspect.signature(factory).parameters
     if unknown := [option for option in options if option not in own]:
         raise ValueError(
@@ -171,13 +171,13 @@ def choose_sampler(
             f"all have {', '.join(SETTINGS)}"
         )
     if "steps" in own and steps is None:
-        steps = hidden if factory in (SAMPLERS["confidence"], SAMPLERS["margin"]) else STEPS
+        steps = hidden if factory in (SAMPLERS["confidence"], SAMPLERS["margin"]) else DEFAULT_STEPS
     if steps is not None:
         options = {"steps": steps, **options}
     return build_sampler(name, **options), {"sampler": name, **options}
 
 
-def batch_of(template: Templates) -> list[Template]:
+def as_templates(template: Templates) -> list[Template]:
     """One template or a list of them: a list that has a Hole in it is one."""
     if isinstance(template, str):
         return [template]
@@ -188,13 +188,13 @@ def batch_of(template: Templates) -> list[Template]:
     return list(cast(Sequence[Template], template))
 
 
-def require_whole(least: int, **values: int | None) -> None:
+def check_whole_numbers(least: int, **values: int | None) -> None:
     """Every number that is given is a whole one, and not less than `least`."""
     for name, value in values.items():
         if value is not None and (not isinstance(value, Integral) or value < least):
             raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A text in an error: its beginning, quoted."""
     return repr(text if len(text) <= 60 else text[:57] + "…")

@@ -9,13 +9,13 @@ import torch
 
 from adlm.diffusion.plans import EPS
 from adlm.generate import Predictor
-from adlm.text.templates import Hole, Layout, Pieces, holes_of, with_lengths
+from adlm.text.templates import Hole, Layout, Pieces, find_holes, set_hole_lengths
 
-NEIGHBOURS = 4  # given tokens on each side of a hole that are asked
-ROWS = 64  # evaluated at a time
+MAX_NEIGHBORS = 4  # given tokens on each side of a hole that are asked
+MAX_ROWS = 64  # evaluated at a time
 # Before anything is read, a hole of n tokens is n ** -RARER as likely as one of one. Without it holes come out too
 # long: what stands far apart says little about each other, so all long holes fit about equally well (docs/LOG.md).
-RARER = 2.0
+LENGTH_PENALTY = 2.0
 
 
 def choose_hole_lengths(
@@ -27,17 +27,17 @@ def choose_hole_lengths(
     hole (the same tokens for every length, so lengths compare) and −RARER · log length. At most `room` tokens may
     stand in all holes together.
     """
-    holes = holes_of(pieces)
+    holes = find_holes(pieces)
     lengths = [hole.least for hole in holes]
     for number, hole in enumerate(holes):
         most = min(hole.most, room - sum(lengths) + lengths[number])
         if most > hole.least:
-            lengths[number] = likeliest_length(predictor(), pieces, lay, lengths, number, Hole(hole.least, most))
-    return with_lengths(pieces, lengths)
+            lengths[number] = choose_hole_length(predictor(), pieces, lay, lengths, number, Hole(hole.least, most))
+    return set_hole_lengths(pieces, lengths)
 
 
 @torch.no_grad()
-def likeliest_length(
+def choose_hole_length(
     predictor: Predictor,
     pieces: Pieces,
     lay: Callable[[Pieces], Layout],
@@ -49,17 +49,17 @@ def likeliest_length(
     rows: list[list[int]] = []
     asked: list[tuple[int, int, int]] = []  # length, place and token of each row's question
     for length in range(hole.least, hole.most + 1):
-        layout = lay(with_lengths(pieces, [length if i == number else n for i, n in enumerate(lengths)]))
-        for place in neighbours(layout, number):
+        layout = lay(set_hole_lengths(pieces, [length if i == number else n for i, n in enumerate(lengths)]))
+        for place in find_neighbors(layout, number):
             row = list(layout.ids)
             asked.append((length, place, row[place]))
             row[place] = layout.tokenizer.mask_id
             rows.append(row)
     if not asked:  # nothing is given: every length is as good as another
         return hole.most
-    scores = {length: -RARER * math.log(length) for length in range(hole.least, hole.most + 1)}
-    for start in range(0, len(rows), ROWS):
-        part, questions = rows[start : start + ROWS], asked[start : start + ROWS]
+    scores = {length: -LENGTH_PENALTY * math.log(length) for length in range(hole.least, hole.most + 1)}
+    for start in range(0, len(rows), MAX_ROWS):
+        part, questions = rows[start : start + MAX_ROWS], asked[start : start + MAX_ROWS]
         widest = max(len(row) for row in part)
         tokens = torch.tensor([row + [0] * (widest - len(row)) for row in part])
         valid = torch.arange(widest) < torch.tensor([len(row) for row in part])[:, None]
@@ -74,7 +74,7 @@ def likeliest_length(
     return max(scores, key=lambda length: (scores[length], -length))
 
 
-def neighbours(layout: Layout, number: int) -> list[int]:
+def find_neighbors(layout: Layout, number: int) -> list[int]:
     """The places of given text next to hole `number`, on both sides as far as the next hole."""
     holes = [i for i, span in enumerate(layout.spans) if span.texts is None]
     at = holes[number]
@@ -82,7 +82,7 @@ def neighbours(layout: Layout, number: int) -> list[int]:
     right = layout.spans[at + 1] if at + 1 < len(layout.spans) and layout.spans[at + 1].texts is not None else None
     places: list[int] = []
     if left is not None:
-        places += range(max(left.start, left.end - NEIGHBOURS), left.end)
+        places += range(max(left.start, left.end - MAX_NEIGHBORS), left.end)
     if right is not None:
-        places += range(right.start, min(right.end, right.start + NEIGHBOURS))
+        places += range(right.start, min(right.end, right.start + MAX_NEIGHBORS))
     return places

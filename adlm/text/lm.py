@@ -20,17 +20,17 @@ from torch import Tensor
 
 from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
-from adlm.diffusion.categorical import Limits, SamplingParams
+from adlm.diffusion.categorical import TokenLimits, SamplingParams
 from adlm.diffusion.denoise import Frame
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
-from adlm.text.generation import GenerationRequest, RowFormat, Templates, batch_of, choose_sampler, require_whole
+from adlm.text.generation import GenerationRequest, RowFormat, Templates, as_templates, choose_sampler, check_whole_numbers
 from adlm.text.hole_length import choose_hole_lengths
 from adlm.text.scoring import Score, score_rows
-from adlm.text.stream import StreamStep, guessed
-from adlm.text.templates import Layout, Template, banned_tokens, classes_of
+from adlm.text.stream import StreamStep, predict_guesses
+from adlm.text.templates import Layout, Template, banned_tokens, classify_tokens
 from adlm.trajectory import Trajectory, TrajectoryFrame
 
-BATCH = 16  # rows at a time, unless told
+DEFAULT_BATCH = 16  # rows at a time, unless told
 Prompts = str | Sequence[str]
 
 
@@ -102,7 +102,7 @@ class LM:
     def predictor(self) -> Predictor:
         """The model ready to sample."""
         return compile_for_sampling(
-            self.model, self.device, fixed_batch=BATCH if self.deterministic else None, is_compiled=False
+            self.model, self.device, fixed_batch=DEFAULT_BATCH if self.deterministic else None, is_compiled=False
         )
 
     def generate(self, prompt: Prompts = "", *, length: int | None = None, n: int = 1, **how: Any) -> GenerationOutput:
@@ -131,10 +131,10 @@ class LM:
         """One text from its masks to its end, for `adlm.write_player` and `adlm.write_gif`."""
         job = self.build_request(prompt, template=template, **how)
         began = time.perf_counter()
-        stills = [shot.still() for shot in self.stream_request(job, guesses)]
-        return self.recording(stills, job, title=title, seconds=time.perf_counter() - began)
+        stills = [shot.trajectory_frame() for shot in self.stream_request(job, guesses)]
+        return self.build_trajectory(stills, job, title=title, seconds=time.perf_counter() - began)
 
-    def recording(
+    def build_trajectory(
         self, stills: Sequence[TrajectoryFrame], job: GenerationRequest, *, title: str = "", seconds: float = 0.0
     ) -> Trajectory:
         """The stills of a job's first text as a recording."""
@@ -144,8 +144,8 @@ class LM:
 
     def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
         """How likely each text is: nats per token (of a masked model an upper bound), its error, bits per byte."""
-        require_whole(1, draws=draws, batch=batch)
-        require_whole(0, seed=seed)
+        check_whole_numbers(1, draws=draws, batch=batch)
+        check_whole_numbers(0, seed=seed)
         layouts = [self.row_format.given(text) for text in as_list(texts)]
         if not layouts:
             raise ValueError("there is no text to score: give one, or a list of them")
@@ -167,12 +167,12 @@ class LM:
         top_k: int | None = None,
         seed: int = 0,
         block: int | None = None,
-        batch: int = BATCH,
+        batch: int = DEFAULT_BATCH,
         **options: Any,
     ) -> GenerationRequest:
         """A request, checked: what is wrong with it is said before anything runs."""
-        require_whole(1, n=n, batch=batch, steps=steps, block=block)
-        require_whole(0, seed=seed)
+        check_whole_numbers(1, n=n, batch=batch, steps=steps, block=block)
+        check_whole_numbers(0, seed=seed)
         how = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
         is_causal, fills = self.row_format.is_causal, template is not None
         if is_causal and block is not None:
@@ -185,7 +185,7 @@ class LM:
             raise ValueError("a template says where everything stands: leave prompt and length out")
         else:
             fit = partial(choose_hole_lengths, lambda: self.predictor, lay=self.row_format.lay)
-            layouts = [self.row_format.filling(one, fit) for one in batch_of(template)]
+            layouts = [self.row_format.filling(one, fit) for one in as_templates(template)]
         if not layouts:
             raise ValueError("there is nothing to write: give a prompt (it may be empty) or a template, or a list")
         hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
@@ -197,13 +197,13 @@ class LM:
 
     def stream_request(self, job: GenerationRequest, guesses: int = 0) -> Iterator[StreamStep]:
         """A job's texts step by step, all in one batch; step 0 is before the first."""
-        known = int((~classes_of(self.tokenizer).special).sum())
+        known = int((~classify_tokens(self.tokenizer).special).sum())
         if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
             raise ValueError(f"guesses must be a whole number between 0 and {known}, this model's words; got {guesses}")
         layouts = tuple(layout for layout, _ in job.rows)
         asked = guesses if not self.row_format.is_causal else 0
         return (
-            StreamStep(frame.step, frame, layouts, guessed(self.predictor, frame, layouts, asked) if asked else None)
+            StreamStep(frame.step, frame, layouts, predict_guesses(self.predictor, frame, layouts, asked) if asked else None)
             for frame in denoise_rows(self.predictor, job, job.rows, with_start=True)
         )
 
@@ -238,7 +238,7 @@ def denoise_rows(
     is_fixed = stack([layout.is_fixed for layout in layouts], 1).bool()
     banned = banned_tokens(layouts[0].tokenizer)
     extra = predictor.config.vocab_size - banned.shape[1]  # a causal model may have no mask, others ids to spare
-    limits = Limits(stack([layout.kinds for layout in layouts], 0), F.pad(banned, (0, extra), value=True))
+    limits = TokenLimits(stack([layout.kinds for layout in layouts], 0), F.pad(banned, (0, extra), value=True))
     valid = torch.arange(widest) < torch.tensor([len(layout) for layout in layouts])[:, None]
     if with_start:
         yield Frame(0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64))
@@ -248,7 +248,7 @@ def denoise_rows(
         job.sampler,
         seed=job.seed,
         rows=torch.tensor([number for _, number in rows]),
-        how=job.how,
+        sampling=job.how,
         is_fixed=is_fixed,
         valid=None if bool(valid.all()) else valid,
         limits=limits,

@@ -72,7 +72,7 @@ def score_rows(
             noised = corrupt(
                 x0,
                 ForwardProcess(config.mask_id),
-                CounterRng.of(seed, draw),
+                CounterRng.from_seed(seed, draw),
                 0,
                 index=draw,
                 total=draws,

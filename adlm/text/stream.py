@@ -15,10 +15,10 @@ from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.denoise import Frame
 from adlm.diffusion.plans import EPS
 from adlm.generate import Predictor
-from adlm.text.templates import WORD, Layout, classes_of
+from adlm.text.templates import WORD, Layout, classify_tokens
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, TrajectoryFrame
 
-AT_ONCE = 1024  # positions whose logits exist at a time
+MAX_POSITIONS = 1024  # positions whose logits exist at a time
 MAX_COUNT = 5  # the paper's tau: a token that occurs more often in its text is no anchor
 
 
@@ -32,7 +32,7 @@ class Guesses:
 
     def at(self, layout: Layout, row: int, place: int) -> tuple[tuple[str, float], ...]:
         """The guesses at one place as text, with their probabilities; a blank that is given there is left out."""
-        names = [name_of(layout.tokenizer, token) for token in self.tokens[row, place].tolist()]
+        names = [decode_token(layout.tokenizer, token) for token in self.tokens[row, place].tolist()]
         if layout.kinds[place] == WORD:
             names = [name.removeprefix(" ") for name in names]
         return tuple(zip(names, self.probs[row, place].tolist(), strict=True))
@@ -61,7 +61,7 @@ class StreamStep:
         found: list[int] = self.frame.nfe.tolist()
         return found
 
-    def still(self, row: int = 0) -> TrajectoryFrame:
+    def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
         """One of the texts, as terminal, page and picture draw it."""
         layout, frame = self.layouts[row], self.frame
         masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
@@ -81,13 +81,13 @@ class StreamStep:
 
 
 @lru_cache(maxsize=65536)
-def name_of(tokenizer: Tokenizer, token: int) -> str:
+def decode_token(tokenizer: Tokenizer, token: int) -> str:
     """A token by itself, as text."""
     return tokenizer.decode([token])
 
 
 @torch.no_grad()
-def guessed(predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count: int) -> Guesses:
+def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count: int) -> Guesses:
     """The anchor network's guesses at a frame (one stage: the network's): one more evaluation, left out of the nfe."""
     model, tokens = predictor.model, frame.tokens
     lengths = torch.tensor([len(layout) for layout in layouts])
@@ -101,11 +101,11 @@ def guessed(predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count
     found, head = features.final, model.head
     if features.anchor is not None and model.anchor_head is not None:
         found, head = features.anchor, model.anchor_head
-    special = classes_of(layouts[0].tokenizer).special
+    special = classify_tokens(layouts[0].tokenizer).special
     special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(tokens.device)
     best = [
         head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
-        for part in found.flatten(0, 1).split(AT_ONCE)
+        for part in found.flatten(0, 1).split(MAX_POSITIONS)
     ]
     probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
     likeliest = torch.where(frame.is_masked.to(tokens.device), ids[..., 0], tokens)

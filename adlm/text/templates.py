@@ -24,7 +24,7 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer
 
 HOLE = re.compile(r"_{3,}(?:\{ *(\d+) *(?:, *(\d+) *)?\})?")
-MOST = 12  # tokens of a hole whose length is to be found
+MAX_HOLE_TOKENS = 12  # tokens of a hole whose length is to be found
 BLOCK = "░"
 TEXT, WORD, ENDED = range(3)  # kinds of places: text; the first token of a word; text, or the end of it
 CONTEXT = 4  # tokens before another that decide how it is spelled, with or without a blank
@@ -36,7 +36,7 @@ class Hole:
     """A place for at least `least` and at most `most` tokens."""
 
     least: int = 1
-    most: int = MOST
+    most: int = MAX_HOLE_TOKENS
 
     def __post_init__(self) -> None:
         if not (isinstance(self.least, Integral) and isinstance(self.most, Integral)):
@@ -50,7 +50,7 @@ class Hole:
             )
 
     @classmethod
-    def of(cls, length: int) -> Hole:
+    def of_length(cls, length: int) -> Hole:
         """A hole of exactly so many tokens."""
         return cls(length, length)
 
@@ -62,12 +62,12 @@ Pieces = tuple[str | Hole, ...]
 Template = str | Sequence[str | Hole]
 
 
-def parsed(template: Template) -> Pieces:
+def parse_template(template: Template) -> Pieces:
     """The pieces of a template; neighbouring strings are one."""
     if not isinstance(template, Sequence):
         raise ValueError(f"a template is a string, or a list of strings and Holes; got {template!r}")
     joined: list[str | Hole] = []
-    for piece in _parsed(template) if isinstance(template, str) else template:
+    for piece in _split_template(template) if isinstance(template, str) else template:
         if not isinstance(piece, str | Hole):
             raise ValueError(f"a template is a string, or a list of strings and Holes; it holds {piece!r}")
         if isinstance(piece, Hole):
@@ -79,7 +79,7 @@ def parsed(template: Template) -> Pieces:
     return tuple(joined)
 
 
-def _parsed(template: str) -> Iterator[str | Hole]:
+def _split_template(template: str) -> Iterator[str | Hole]:
     end = 0
     for match in HOLE.finditer(template):
         yield template[end : match.start()]
@@ -89,18 +89,18 @@ def _parsed(template: str) -> Iterator[str | Hole]:
     yield template[end:]
 
 
-def holes_of(pieces: Pieces) -> list[Hole]:
+def find_holes(pieces: Pieces) -> list[Hole]:
     """The holes, in order."""
     return [piece for piece in pieces if isinstance(piece, Hole)]
 
 
-def with_lengths(pieces: Pieces, lengths: Sequence[int]) -> Pieces:
+def set_hole_lengths(pieces: Pieces, lengths: Sequence[int]) -> Pieces:
     """The pieces with each hole of the length given for it."""
     left = iter(lengths)
-    return tuple(Hole.of(next(left)) if isinstance(piece, Hole) else piece for piece in pieces)
+    return tuple(Hole.of_length(next(left)) if isinstance(piece, Hole) else piece for piece in pieces)
 
 
-class Classes(NamedTuple):
+class TokenClasses(NamedTuple):
     """What a vocabulary's tokens are, each (V,)."""
 
     special: Tensor  # no text: marks, the mask, ids without a token
@@ -109,14 +109,14 @@ class Classes(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def classes_of(tokenizer: Tokenizer) -> Classes:
+def classify_tokens(tokenizer: Tokenizer) -> TokenClasses:
     """The classes of a tokenizer's tokens."""
     size = tokenizer.vocab_size
     marks = {i for i, token in tokenizer.bpe.get_added_tokens_decoder().items() if token.special}
     marks |= {tokenizer.mask_id} | {i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None}
     names = [tokenizer.bpe.id_to_token(i) or "" for i in range(size)]
     spaced = [name.startswith(SPACED) and name[1:2] not in ("", *SPACED) for name in names]
-    return Classes(
+    return TokenClasses(
         torch.tensor([name == "" or i in marks for i, name in enumerate(names)]),
         torch.tensor(spaced),
         # In a vocabulary that writes blanks, such a token is a run of hashes.
@@ -127,7 +127,7 @@ def classes_of(tokenizer: Tokenizer) -> Classes:
 @lru_cache(maxsize=8)
 def banned_tokens(tokenizer: Tokenizer) -> Tensor:
     """The tokens (kinds, V) that may not stand in a place of each kind."""
-    special, spaced, continued = classes_of(tokenizer)
+    special, spaced, continued = classify_tokens(tokenizer)
     ended = special.clone()
     if tokenizer.eos_id is not None:
         ended[tokenizer.eos_id] = False
@@ -136,14 +136,14 @@ def banned_tokens(tokenizer: Tokenizer) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def marks_words(tokenizer: Tokenizer) -> bool:
+def has_continuation_marks(tokenizer: Tokenizer) -> bool:
     """Whether a mark says that a word goes on, and nothing that one begins."""
-    return bool(classes_of(tokenizer).continued.any())
+    return bool(classify_tokens(tokenizer).continued.any())
 
 
-def brings_blanks(tokenizer: Tokenizer) -> bool:
+def joins_blanks(tokenizer: Tokenizer) -> bool:
     """Whether a word brings the blank before it: in its token, or because only a mark says that a word goes on."""
-    return bool(classes_of(tokenizer).spaced.any()) or marks_words(tokenizer)
+    return bool(classify_tokens(tokenizer).spaced.any()) or has_continuation_marks(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Layout:
         if self.may_end and span is self.spans[-1] and eos_id in tokens:
             stop = span.start + tokens.index(eos_id)
         for start, end in _runs(ids, span.start, stop, mask_id):
-            texts = spelled(self.tokenizer, ids[:start], ids[start:end])
+            texts = decode_tokens(self.tokenizer, ids[:start], ids[start:end])
             if self.kinds[start] == WORD:
                 first = next((i for i, text in enumerate(texts) if text), 0)
                 texts[first] = texts[first].removeprefix(" ")
@@ -210,7 +210,7 @@ class Layout:
         return "".join(BLOCK if text is None else text for _, text in self.parts(ids))
 
 
-def lay_out(
+def build_layout(
     pieces: Pieces, tokenizer: Tokenizer, *, begins: bool = True, ends: bool = True, may_end: bool = False
 ) -> Layout:
     """Pieces, each hole of one length, as a row between the tokens that begin and end a text (where it has them).
@@ -240,8 +240,8 @@ def lay_out(
             starts_word = False
             spans.append(Span(start, len(ids)))
             continue
-        starts_word = not is_last and piece.endswith(" ") and brings_blanks(tokenizer)
-        tokens, texts = cut(tokenizer, piece, len(piece) - starts_word)
+        starts_word = not is_last and piece.endswith(" ") and joins_blanks(tokenizer)
+        tokens, texts = tokenize_piece(tokenizer, piece, len(piece) - starts_word)
         put(tokens, True, TEXT)
         spans.append(Span(start, len(ids), tuple(texts)))
     if ends and tokenizer.eos_id is not None:
@@ -249,7 +249,7 @@ def lay_out(
     return Layout(tokenizer, tuple(spans), tuple(ids), tuple(is_fixed), tuple(kinds), may_end)
 
 
-def cut(tokenizer: Tokenizer, text: str, stop: int | None = None) -> tuple[list[int], list[str]]:
+def tokenize_piece(tokenizer: Tokenizer, text: str, stop: int | None = None) -> tuple[list[int], list[str]]:
     """The tokens of a given text up to `stop`, and what each of them adds: together they are the whole text to the
     byte. Text without a token is one share."""
     try:
@@ -267,28 +267,28 @@ def cut(tokenizer: Tokenizer, text: str, stop: int | None = None) -> tuple[list[
     return encoding.ids, [text[a:b] for a, b in pairwise(marks)] if text else []
 
 
-def spelled(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
+def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
     """What each of these tokens adds to the text, given the tokens before them."""
     hidden = next((i for i in range(len(before), 0, -1) if before[i - 1] == tokenizer.mask_id), 0)
     left = list(before[max(hidden, len(before) - CONTEXT) :])
-    done, pending = _decoded(tokenizer, left), []
+    done, pending = _decode(tokenizer, left), []
     texts: list[str] = []
     for number, token in enumerate(ids, 1):
         pending.append(token)
-        whole = _decoded(tokenizer, [*left, *pending])
+        whole = _decode(tokenizer, [*left, *pending])
         if whole.endswith("\ufffd") and number < len(ids):  # bytes of a character that is not whole yet
             texts.append("")
             continue
-        texts.append(whole[len(done) :] if whole.startswith(done) else _decoded(tokenizer, pending))
+        texts.append(whole[len(done) :] if whole.startswith(done) else _decode(tokenizer, pending))
         left, pending = [*left, *pending][-CONTEXT:], []
-        done = _decoded(tokenizer, left)
+        done = _decode(tokenizer, left)
     return texts
 
 
-def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Text that may begin inside a word: the mark that says so is none of it."""
     text = tokenizer.decode(ids, skip_special=True)
-    return text.removeprefix(CONTINUED) if marks_words(tokenizer) else text
+    return text.removeprefix(CONTINUED) if has_continuation_marks(tokenizer) else text
 
 
 def _runs(ids: Sequence[int], start: int, stop: int, mask_id: int) -> Iterator[tuple[int, int]]:

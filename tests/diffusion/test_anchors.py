@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import (
-    SCOPES,
+    ANCHOR_SCOPES,
     anchor_weight,
-    counts_in_row,
+    count_in_row,
     every_token,
-    in_scope,
-    listed,
+    apply_scope,
+    listed_tokens,
     random_positions,
     rare_in_corpus,
     rare_in_sequence,
@@ -44,9 +44,9 @@ def loop_counts(tokens, valid):
 def test_counts_by_a_loop(seed):
     tokens = text(seed=seed)
     valid = ends(tokens, seed)
-    assert torch.equal(counts_in_row(tokens), loop_counts(tokens, torch.ones_like(valid)))
-    assert torch.equal(counts_in_row(tokens, valid)[valid], loop_counts(tokens, valid)[valid])
-    assert torch.equal(counts_in_row(tokens.t().contiguous().t()), counts_in_row(tokens))
+    assert torch.equal(count_in_row(tokens), loop_counts(tokens, torch.ones_like(valid)))
+    assert torch.equal(count_in_row(tokens, valid)[valid], loop_counts(tokens, valid)[valid])
+    assert torch.equal(count_in_row(tokens.t().contiguous().t()), count_in_row(tokens))
 
 
 @pytest.mark.parametrize("max_count", [0, 1, 2, 20])
@@ -103,10 +103,10 @@ def test_tf_idf_picks_its_share_of_the_highest_scores(fraction):
 
 def test_listed_tokens():
     tokens = text()
-    assert torch.equal(listed([3, 7], VOCAB)(tokens, None), (tokens == 3) | (tokens == 7))
-    assert not listed([], VOCAB)(tokens, None).any()
+    assert torch.equal(listed_tokens([3, 7], VOCAB)(tokens, None), (tokens == 3) | (tokens == 7))
+    assert not listed_tokens([], VOCAB)(tokens, None).any()
     with pytest.raises(ValueError, match=r"\[15, -1\] are outside the vocabulary of 15"):
-        listed([2, VOCAB, -1], VOCAB)
+        listed_tokens([2, VOCAB, -1], VOCAB)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.6, 1.0])
@@ -160,12 +160,12 @@ def test_every_token_is_every_token_of_the_text():
 def test_scopes_partition_the_anchors():
     rng = torch.Generator().manual_seed(0)
     is_anchor, is_hidden = (torch.rand(5, 30, generator=rng) < 0.5 for _ in range(2))
-    everything, hidden, visible = (in_scope(is_anchor, is_hidden, scope) for scope in SCOPES)
+    everything, hidden, visible = (apply_scope(is_anchor, is_hidden, scope) for scope in ANCHOR_SCOPES)
     assert torch.equal(everything, is_anchor)
     assert torch.equal(hidden | visible, everything) and not (hidden & visible).any()
     assert (is_hidden[hidden]).all() and not is_hidden[visible].any()
     with pytest.raises(ValueError, match="all, masked, visible"):
-        in_scope(is_anchor, is_hidden, "hidden")
+        apply_scope(is_anchor, is_hidden, "hidden")
 
 
 def test_the_ramp_of_gamma():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adlm.diffusion import categorical
-from adlm.diffusion.categorical import SamplingParams, distribution, draw
+from adlm.diffusion.categorical import SamplingParams, compute_probs, draw
 from adlm.models.language_model import NEG_INF
 from tests.world import filtered
 
@@ -20,7 +20,7 @@ def numbers(rows, seed=1):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "sampling",
     [
         SamplingParams(temperature=0.0),
         SamplingParams(top_k=1),
@@ -29,9 +29,9 @@ def numbers(rows, seed=1):
     ],
 )
 @pytest.mark.parametrize("nucleus", ["usual", "lineage"])
-def test_no_choice_is_argmax(how, nucleus):
+def test_no_choice_is_argmax(sampling, nucleus):
     logits = logits_of(500, 30, 2.0)
-    drawn = draw(logits, numbers(500), SamplingParams(how.temperature, how.top_k, how.top_p, nucleus))
+    drawn = draw(logits, numbers(500), SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, nucleus))
     assert torch.equal(drawn.tokens, logits.argmax(-1))
     assert torch.equal(drawn.probs, torch.ones(500, dtype=torch.float64))
 
@@ -52,14 +52,14 @@ def test_no_choice_is_argmax(how, nucleus):
 def test_nuclei_by_hand(top_p, nucleus, kept):
     probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     order = torch.tensor([2, 0, 3, 1])  # the law does not depend on where the tokens stand
-    found = distribution(probs.log()[:, order], SamplingParams(top_p=top_p, nucleus=nucleus))
+    found = compute_probs(probs.log()[:, order], SamplingParams(top_p=top_p, nucleus=nucleus))
     expected = torch.tensor([kept], dtype=torch.float64)[:, order]
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
 
 
 def test_equally_likely_tokens_share_their_fate():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    found = distribution(logits, SamplingParams(top_p=0.3))
+    found = compute_probs(logits, SamplingParams(top_p=0.3))
     torch.testing.assert_close(found, torch.tensor([[1, 1, 1, 0]]).double() / 3)
 
 
@@ -76,52 +76,52 @@ HOWS = [
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
-@pytest.mark.parametrize("how", HOWS)
-def test_a_partial_selection_is_the_full_sort(how, spread, monkeypatch):
+@pytest.mark.parametrize("sampling", HOWS)
+def test_a_partial_selection_is_the_full_sort(sampling, spread, monkeypatch):
     """Nuclei wider than the first and the second selection fall back to more: the same tokens, the same chances."""
     logits, u = logits_of(300, 40, spread), numbers(300)
-    monkeypatch.setattr(categorical, "PARTIAL", (40,))
-    whole = draw(logits, u, how)
-    monkeypatch.setattr(categorical, "PARTIAL", (2, 4))
-    asked, candidates = [], categorical.candidates
+    monkeypatch.setattr(categorical, "CANDIDATE_SIZES", (40,))
+    whole = draw(logits, u, sampling)
+    monkeypatch.setattr(categorical, "CANDIDATE_SIZES", (2, 4))
+    asked, candidates = [], categorical.find_candidates
 
-    def spy(logits, how, size):
+    def spy(logits, sampling, size):
         asked.append(size)
-        return candidates(logits, how, size)
+        return candidates(logits, sampling, size)
 
     monkeypatch.setattr(categorical, "candidates", spy)
-    part = draw(logits, u, how)
+    part = draw(logits, u, sampling)
     assert torch.equal(part.tokens, whole.tokens)
     torch.testing.assert_close(part.probs, whole.probs, atol=1e-12, rtol=1e-9)
-    if how.top_k is None and how.top_p < 1 and spread < 1:
+    if sampling.top_k is None and sampling.top_p < 1 and spread < 1:
         assert asked == [2, 4, 40]
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
-@pytest.mark.parametrize("how", HOWS)
-def test_the_law_is_the_one_written_down(how, spread):
+@pytest.mark.parametrize("sampling", HOWS)
+def test_the_law_is_the_one_written_down(sampling, spread):
     logits = logits_of(40, 12, spread, seed=2)
     logits[:, 11] = -torch.inf
-    found = distribution(logits, how)
+    found = compute_probs(logits, sampling)
     for row, probs in zip(found, logits.double().softmax(-1), strict=True):
-        torch.testing.assert_close(row, filtered(probs, how), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(row, filtered(probs, sampling), atol=1e-6, rtol=1e-5)
     assert (found[:, 11] == 0).all()
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_a_draw_inverts_its_distribution(how):
+@pytest.mark.parametrize("sampling", HOWS)
+def test_a_draw_inverts_its_distribution(sampling):
     """Equally spaced numbers u give every token its share to within one number, and each its own probability."""
     logits, n = logits_of(1, 12, 1.5, seed=3), 20_000
     u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    drawn = draw(logits.expand(n, -1), u, how)
-    law = distribution(logits, how)[0]
+    drawn = draw(logits.expand(n, -1), u, sampling)
+    law = compute_probs(logits, sampling)[0]
     share = torch.bincount(drawn.tokens, minlength=12).double() / n
     torch.testing.assert_close(share, law, atol=1.5 / n, rtol=0)
     torch.testing.assert_close(drawn.probs, law[drawn.tokens], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "how",
+    "sampling",
     [
         SamplingParams(),
         SamplingParams(temperature=1 + 1e-9),
@@ -130,11 +130,11 @@ def test_a_draw_inverts_its_distribution(how):
     ],
 )
 @pytest.mark.parametrize("shift", [0.0, 30.0, 300.0])
-def test_rare_tokens_are_reachable(how, shift):
+def test_rare_tokens_are_reachable(sampling, shift):
     """Draws are float64: a token of probability 1e-9 has its share of the numbers, however large the logits are."""
     logits = torch.tensor([[math.log(0.5), math.log(0.5), math.log(1e-9), -torch.inf]]) + shift
     u = torch.tensor([1 - 2**-53, 1 - 4e-10, 1 - 3e-9], dtype=torch.float64)
-    tokens = draw(logits.expand(3, -1), u, how).tokens
+    tokens = draw(logits.expand(3, -1), u, sampling).tokens
     assert tokens[:2].tolist() == [2, 2]
     assert tokens[2] != 2
 
@@ -144,9 +144,9 @@ def test_impossible_tokens_are_never_drawn():
     u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     for never in (-torch.inf, NEG_INF):
         logits = torch.tensor([[never, 0.3, -0.2, never]]).expand(2, -1)
-        for how in HOWS:
-            tokens = draw(logits, u, how).tokens.tolist()
-            assert set(tokens) <= {1, 2}, how
+        for sampling in HOWS:
+            tokens = draw(logits, u, sampling).tokens.tolist()
+            assert set(tokens) <= {1, 2}, sampling
 
 
 @pytest.mark.parametrize(

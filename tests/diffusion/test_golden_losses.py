@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adlm.diffusion.anchors import anchor_weight, rare_in_sequence
-from adlm.diffusion.masking import ForwardProcess, collect_batch, shift_tokens, stratified_times
+from adlm.diffusion.masking import ForwardProcess, collect_batch, shift_tokens, stratify_times
 from adlm.diffusion.objectives import token_nll, training_loss
 from adlm.diffusion.schedules import (
     Cosine,
@@ -56,9 +56,9 @@ def test_dalpha_is_the_derivative_of_alpha(name):
 
 def test_times():
     golden = arrays("sample_t")
-    torch.testing.assert_close(stratified_times(golden["u"]), golden["t_anti1_imp0"])
+    torch.testing.assert_close(stratify_times(golden["u"]), golden["t_anti1_imp0"])
     # The rows of one process among two get the times that they have in the whole batch.
-    half = stratified_times(golden["u"][4:], index=torch.arange(4, 8), total=8)
+    half = stratify_times(golden["u"][4:], index=torch.arange(4, 8), total=8)
     torch.testing.assert_close(half, golden["t_anti1_imp0"][4:])
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from adlm.diffusion.categorical import SamplingParams, distribution
+from adlm.diffusion.categorical import SamplingParams, compute_probs
 from adlm.diffusion.plans import LINEAGE_END, Transition, confidence_remask_prob, dfm_step, reverse_distribution
 from adlm.generate import compile_for_sampling
 from adlm.methods import build_sampler
@@ -34,12 +34,12 @@ def plan_of(name, steps):
     return build_sampler(sampler, steps=steps, compat=True, **options)
 
 
-def predicted(xt, level, how, kind=("adlm", False)):
+def predicted(xt, level, sampling, kind=("adlm", False)):
     """p(x0 | xt) of every position after the nucleus: what the shipped sampler draws from."""
     ours = predictor(*kind)
     with torch.no_grad():
         logits = ours.logits_at(ours.predict(xt, torch.zeros(len(xt)) if level is None else level, None))
-    return distribution(logits.flatten(0, 1), how).view(logits.shape)
+    return compute_probs(logits.flatten(0, 1), sampling).view(logits.shape)
 
 
 def dist_of(plan, step, xt, probs, confidence=None):
@@ -59,8 +59,8 @@ def dist_of(plan, step, xt, probs, confidence=None):
 def test_reverse_distributions(name, top_p):
     golden, plan = arrays(f"reverse_adlm_p{top_p}"), plan_of(name, 64)
     xt = golden["xt"]
-    how = SamplingParams(top_p=top_p if plan.nucleus else 1.0, nucleus="lineage")
-    probs = predicted(xt, None, how)
+    sampling = SamplingParams(top_p=top_p if plan.nucleus else 1.0, nucleus="lineage")
+    probs = predicted(xt, None, sampling)
     tried = 0
     for i, t in enumerate(golden["t"].double()):
         step = int((plan.t - t).abs().argmin())
@@ -111,7 +111,7 @@ def test_trajectories(run):
     golden, noise, info = arrays("trajectory_adlm"), arrays("trajectory_noise")["u"], RUNS[run]
     plan = plan_of(run.split("_")[0], 32)
     kind = ("adlm", info["time_conditioning"])
-    how = SamplingParams(top_p=info["nucleus_p"] if plan.nucleus else 1.0, nucleus="lineage")
+    sampling = SamplingParams(top_p=info["nucleus_p"] if plan.nucleus else 1.0, nucleus="lineage")
     xt = torch.full_like(golden[f"{run}/final"], MASK)
     confidence = torch.zeros(xt.shape, dtype=torch.float64)
     calls, probs = 0, None
@@ -119,7 +119,7 @@ def test_trajectories(run):
     for step in range(32):
         if probs is None or not is_cached:
             level = plan.noise_level[step].float().expand(len(xt))
-            probs, calls = predicted(xt, level, how, kind), calls + 1
+            probs, calls = predicted(xt, level, sampling, kind), calls + 1
         law = dist_of(plan, step, xt, probs, confidence)
         drawn = (law / (1e-10 - torch.log(noise[step] + 1e-10))).argmax(-1)
         is_certain = law.gather(-1, xt[..., None])[..., 0] == 1
@@ -144,6 +144,6 @@ def test_autoregressive_sampling(top_p):
     for i in range(14):
         with torch.no_grad():
             logits = ours.logits_at(ours.model(x[:, -1:], cache=cache).final[:, -1])
-        law = distribution(logits, SamplingParams(top_p=top_p, nucleus="lineage"))
+        law = compute_probs(logits, SamplingParams(top_p=top_p, nucleus="lineage"))
         x = torch.cat([x, (law.log() + golden["gumbel"][:, i]).argmax(-1, keepdim=True)], 1)
     assert torch.equal(x, expected[:, :15])

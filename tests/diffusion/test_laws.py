@@ -28,7 +28,7 @@ def text(rows, length=LENGTH, seed=0):
 def batch_of(method, x0, rule=None, **where):
     if METHODS[method].is_causal:
         return shift_tokens(x0, anchor_rule=rule, valid=where.get("valid"))
-    rng = CounterRng.of(0, x0.shape[0])
+    rng = CounterRng.from_seed(0, x0.shape[0])
     return corrupt(x0, ForwardProcess(MASK, anchor_rule=rule), rng, 0, **where)
 
 
@@ -142,7 +142,7 @@ def test_rows_do_not_see_each_other(method):
     def loss(number):
         if METHODS[method].is_causal:
             return shift_tokens(x0[number], anchor_rule=rule)
-        rng = CounterRng.of(5, number)
+        rng = CounterRng.from_seed(5, number)
         return corrupt(x0[number], ForwardProcess(MASK, anchor_rule=rule), rng, 2, index=number, total=rows)
 
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_padding_changes_no_figure(method, time_conditioning, value):
         length = short.xt.shape[1]
         torch.testing.assert_close(features.final[:, :length], expected.final, atol=1e-5, rtol=1e-5)
         if not is_causal:  # as the lineage does it, padding is read like text
-            rng = CounterRng.of(0, 4)
+            rng = CounterRng.from_seed(0, 4)
             read = corrupt(wide, ForwardProcess(MASK, anchor_rule=rule, attend_padding=True), rng, 0, valid=valid)
             assert read.valid is None and float(read.tokens) == 40
             assert not torch.allclose(training_loss(model, read).row_nll, one.row_nll, atol=1e-3)
@@ -224,7 +224,7 @@ def test_fixed_positions_are_neither_hidden_nor_counted():
     x0 = text(5)
     is_fixed = torch.arange(LENGTH).expand(5, -1) < 6
     batch = corrupt(
-        x0, ForwardProcess(MASK, anchor_rule=rare_in_sequence(2)), CounterRng.of(1, 5), 0, is_fixed=is_fixed
+        x0, ForwardProcess(MASK, anchor_rule=rare_in_sequence(2)), CounterRng.from_seed(1, 5), 0, is_fixed=is_fixed
     )
     assert torch.equal(batch.xt[is_fixed], x0[is_fixed])
     assert float(batch.tokens) == 5 * (LENGTH - 6)
@@ -264,4 +264,4 @@ def test_text_that_holds_the_mask_is_refused():
     x0 = text(3)
     x0[1, 4] = MASK
     with pytest.raises(ValueError, match=f"row 1 holds the mask id {MASK} as text at position 4"):
-        corrupt(x0, ForwardProcess(MASK), CounterRng.of(0, 3), 0)
+        corrupt(x0, ForwardProcess(MASK), CounterRng.from_seed(0, 3), 0)

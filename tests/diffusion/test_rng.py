@@ -93,15 +93,15 @@ def test_no_two_axes_or_purposes_share_numbers():
 
 def test_a_rows_numbers_do_not_depend_on_the_batch():
     numbers = torch.tensor([5, 0, 2**40 + 5, 17])
-    whole = CounterRng.of(9, numbers)
+    whole = CounterRng.from_seed(9, numbers)
     for purpose in Purpose:
         expected = whole.uniform(4, 11, purpose)
         for rows in ([0], [3], [2, 1], [3, 2, 1, 0]):
-            part = CounterRng.of(9, numbers[rows]).uniform(4, 11, purpose)
+            part = CounterRng.from_seed(9, numbers[rows]).uniform(4, 11, purpose)
             assert torch.equal(part, expected[rows])
         assert torch.equal(whole.uniform(4, 30, purpose)[:, :11], expected)  # nor on the length
     assert not torch.equal(whole.uniform(4, 11, Purpose.MASK)[0], whole.uniform(4, 11, Purpose.MASK)[2])
-    counted, numbered = CounterRng.of(9, 3), CounterRng.of(9, torch.arange(3))
+    counted, numbered = CounterRng.from_seed(9, 3), CounterRng.from_seed(9, torch.arange(3))
     assert torch.equal(counted.uniform(0, 2, Purpose.TIME), numbered.uniform(0, 2, Purpose.TIME))
 
 
@@ -109,12 +109,12 @@ def test_rows_may_have_seeds_of_their_own():
     seeds, rows = torch.tensor([1, 2, 1]), torch.tensor([7, 7, 8])
     mixed = CounterRng(seeds, rows).uniform(3, 5, Purpose.SAMPLE)
     for i in range(3):
-        alone = CounterRng.of(int(seeds[i]), rows[i : i + 1]).uniform(3, 5, Purpose.SAMPLE)
+        alone = CounterRng.from_seed(int(seeds[i]), rows[i : i + 1]).uniform(3, 5, Purpose.SAMPLE)
         assert torch.equal(mixed[i], alone[0])
 
 
 def test_a_block_of_steps_is_its_steps():
-    rng = CounterRng.of(2**62 + 1, 3)
+    rng = CounterRng.from_seed(2**62 + 1, 3)
     first, second = rng.pairs(10, 6, 4, Purpose.SAMPLE)
     for i in range(6):
         one, other = rng.pairs(10 + i, 1, 4, Purpose.SAMPLE)
@@ -125,4 +125,4 @@ def test_a_block_of_steps_is_its_steps():
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_seeds_out_of_range_are_refused(seed):
     with pytest.raises(ValueError, match="seed must be between 0"):
-        CounterRng.of(seed, 1)
+        CounterRng.from_seed(seed, 1)

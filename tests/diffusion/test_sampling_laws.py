@@ -5,7 +5,7 @@ import torch
 
 from adlm.diffusion import denoise as denoise_module
 from adlm.diffusion import plans
-from adlm.diffusion.categorical import SamplingParams, distribution
+from adlm.diffusion.categorical import SamplingParams, compute_probs
 from adlm.diffusion.denoise import denoise
 from adlm.diffusion.plans import confidence_remask_prob
 from adlm.diffusion.rng import CounterRng
@@ -40,8 +40,8 @@ def sampler_of(name, **changes):
     return build_sampler(name, **(OPTIONS[name] | changes))
 
 
-def frames_of(predictor, xt, name, seed=3, **how):
-    return list(stream_tokens(predictor, xt, sampler_of(name), seed=seed, **how))
+def frames_of(predictor, xt, name, seed=3, **sampling):
+    return list(stream_tokens(predictor, xt, sampler_of(name), seed=seed, **sampling))
 
 
 def last_tokens(*args, **kwargs):
@@ -93,7 +93,7 @@ def test_a_given_text_needs_no_network(name):
         raise AssertionError("the network ran")
 
     xt = templates(2)[1:2]
-    frames = list(denoise(xt, sampler_of(name), never, never, mask_id=MASK, rng=CounterRng.of(0, 1)))
+    frames = list(denoise(xt, sampler_of(name), never, never, mask_id=MASK, rng=CounterRng.from_seed(0, 1)))
     assert all(torch.equal(frame.tokens, xt) and not frame.changed.any() and frame.nfe[0] == 0 for frame in frames)
 
 
@@ -106,11 +106,11 @@ def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
     """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
     for seed, predictor in ((0, LEARNED), (1, TOLD)):
         xt, numbers = templates(seed), torch.arange(ROWS) * 1000 + 7
-        whole = frames_of(predictor, xt, name, rows=numbers, block=block, how=SamplingParams(top_p=0.95))[-1]
+        whole = frames_of(predictor, xt, name, rows=numbers, block=block, sampling=SamplingParams(top_p=0.95))[-1]
         for place in PLACES:
             for rows in place:
                 frames = frames_of(
-                    predictor, xt[rows], name, rows=numbers[rows], block=block, how=SamplingParams(top_p=0.95)
+                    predictor, xt[rows], name, rows=numbers[rows], block=block, sampling=SamplingParams(top_p=0.95)
                 )  # fmt: skip
                 if not frames:  # nothing to do in this block of rows
                     assert torch.equal(whole.tokens[rows], xt[rows])
@@ -165,7 +165,7 @@ def test_causal_rows_do_not_depend_on_their_neighbours(method):
     def run(rows):
         frames = list(
             stream_tokens(
-                predictor, xt[rows], seed=9, rows=numbers[rows], is_fixed=is_fixed[rows], how=SamplingParams(top_k=6)
+                predictor, xt[rows], seed=9, rows=numbers[rows], is_fixed=is_fixed[rows], sampling=SamplingParams(top_k=6)
             )
         )
         for frame in frames:
@@ -179,7 +179,7 @@ def test_causal_rows_do_not_depend_on_their_neighbours(method):
             assert torch.equal(run(torch.tensor(rows)), whole[rows]), f"rows {rows}"
     wide = torch.nn.functional.pad(xt, (0, 4), value=2)
     padded = torch.nn.functional.pad(is_fixed, (0, 4), value=True)
-    *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, is_fixed=padded, how=SamplingParams(top_k=6))
+    *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, is_fixed=padded, sampling=SamplingParams(top_k=6))
     assert torch.equal(last.tokens[:, :LENGTH], whole) and (last.tokens[:, LENGTH:] == 2).all()
 
 
@@ -253,11 +253,11 @@ def test_confidence_is_the_probability_of_the_draw(monkeypatch):
         return confidence_remask_prob(remask_prob, confidence, is_hidden)
 
     monkeypatch.setattr(denoise_module, "confidence_remask_prob", spy)
-    how, before, compared = SamplingParams(temperature=1.3, top_k=4), xt, 0
-    frames = frames_of(LEARNED, xt, "remask_conf", how=how)
+    sampling, before, compared = SamplingParams(temperature=1.3, top_k=4), xt, 0
+    frames = frames_of(LEARNED, xt, "remask_conf", sampling=sampling)
     for frame, confidence in zip(frames, seen[1:], strict=False):
         logits = LEARNED.logits_at(LEARNED.predict(before, torch.zeros(ROWS), None))
-        law = distribution(logits.flatten(0, 1), how).view(logits.shape)
+        law = compute_probs(logits.flatten(0, 1), sampling).view(logits.shape)
         revealed = frame.changed & ~frame.is_masked
         expected = law.gather(-1, frame.tokens[..., None])[..., 0][revealed]
         torch.testing.assert_close(confidence[revealed], expected, atol=1e-5, rtol=0)
@@ -265,7 +265,7 @@ def test_confidence_is_the_probability_of_the_draw(monkeypatch):
     assert compared > 20
 
 
-def levels_told(name, xt, **how):
+def levels_told(name, xt, **sampling):
     """The noise levels that the network is told, a row of numbers a call."""
     told = []
 
@@ -273,8 +273,8 @@ def levels_told(name, xt, **how):
         told.append(level.clone())
         return LEARNED.predict(tokens, level, valid)
 
-    rng = CounterRng.of(0, len(xt))
-    list(denoise(xt, sampler_of(name), predict, LEARNED.logits_at, mask_id=MASK, rng=rng, **how))
+    rng = CounterRng.from_seed(0, len(xt))
+    list(denoise(xt, sampler_of(name), predict, LEARNED.logits_at, mask_id=MASK, rng=rng, **sampling))
     return told
 
 
@@ -305,13 +305,13 @@ def test_a_row_that_is_all_hidden_shares_out_nothing():
     assert shared[0, 1] > shared[0, 0] and shared[0, 2] == 0
 
 
-@pytest.mark.parametrize("how", [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)])
 @pytest.mark.parametrize("name", ["confidence", "margin", "entropy_bounded"])
-def test_without_chance_the_seed_does_not_matter(name, how):
+def test_without_chance_the_seed_does_not_matter(name, sampling):
     xt = templates(6)
-    one, other = (last_tokens(LEARNED, xt, name, seed=seed, how=how) for seed in (1, 2))
+    one, other = (last_tokens(LEARNED, xt, name, seed=seed, sampling=sampling) for seed in (1, 2))
     assert torch.equal(one, other)
-    first = frames_of(LEARNED, xt, name, how=how)[0]
+    first = frames_of(LEARNED, xt, name, sampling=sampling)[0]
     with torch.no_grad():
         best = LEARNED.logits_at(LEARNED.predict(xt, torch.zeros(ROWS), None)).argmax(-1)
     assert torch.equal(first.tokens[first.changed], best[first.changed])
@@ -324,7 +324,7 @@ def test_fixed_masks_and_empty_blocks_are_refused():
         frames_of(LEARNED, xt, "ancestral", is_fixed=is_fixed)
     with pytest.raises(ValueError, match="block must be at least 1"):
         frames_of(LEARNED, xt, "ancestral", block=0)
-    with pytest.raises(ValueError, match="needs a sampler"):
+    with pytest.raises(ValueError, match="a masked model needs one"):
         list(stream_tokens(LEARNED, xt, seed=0))
 
 
@@ -353,9 +353,9 @@ def test_rows_may_be_at_different_times():
 
     def stepped(rows, transition):
         part = xt[rows]
-        rng = CounterRng.of(7, torch.tensor(rows))
+        rng = CounterRng.from_seed(7, torch.tensor(rows))
         is_hidden = part == MASK
-        state = denoise_module.State(
+        state = denoise_module.SamplerState(
             part.clone(),
             is_hidden,
             torch.ones_like(is_hidden),
@@ -366,7 +366,7 @@ def test_rows_may_be_at_different_times():
             SamplingParams(),
         )
         with torch.no_grad():
-            return denoise_module.step_plan(state, transition, SamplingParams()).tokens
+            return denoise_module.reverse_step(state, transition, SamplingParams()).tokens
 
     together = stepped([0, 1], plans.Transition(*columns))
     for row, step in ((0, 2), (1, 4)):
@@ -386,7 +386,7 @@ def test_what_cannot_be_asked_is_refused():
     broken = model_of()
     with torch.no_grad():
         broken.head.bias[0] = torch.nan
-    with pytest.raises(ValueError, match=r"head\.bias among them: this model has diverged"):
+    with pytest.raises(ValueError, match=r"head.bias: training of this model has diverged"):
         compile_for_sampling(broken)
     with pytest.raises(ValueError, match="fixed_batch must be at least 1"):
         compile_for_sampling(model_of(), fixed_batch=0)

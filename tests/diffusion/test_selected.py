@@ -8,13 +8,13 @@ from torch import nn
 
 from adlm.diffusion import selected
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import SamplingParams, distribution
+from adlm.diffusion.categorical import SamplingParams, compute_probs
 from adlm.diffusion.masking import ForwardProcess, Selection, collect_batch, corrupt, select
 from adlm.diffusion.objectives import diffusion_loss, score_entropy_loss, token_nll, training_loss
 from adlm.diffusion.plans import ancestral, remask_cap, reverse_distribution
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
-from adlm.diffusion.selected import _SelectedLoss, selected_loss
+from adlm.diffusion.selected import _SelectedLossFunction, selected_loss
 from adlm.generate import compile_for_sampling
 from bench.plain import plain_law, plain_logits, plain_loss, subs
 from tests.world import random_model
@@ -45,9 +45,9 @@ def linear(dim=6, vocab=9, dtype=torch.float64, seed=0):
 @pytest.mark.parametrize(("method", "bridge"), [("adlm", "factored"), ("adlm", "direct"), ("mdlm", "factored")])
 def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multiple, monkeypatch):
     """Whatever the chunk, with and without positions that only pad the selection."""
-    monkeypatch.setitem(selected.CHUNK, "cpu", chunk)
+    monkeypatch.setitem(selected.MAX_LOGIT_ROWS, "cpu", chunk)
     model, x0, rule = build(method, bridge=bridge), text(5), rare_in_sequence(1)
-    batch = corrupt(x0, ForwardProcess(MASK, anchor_rule=rule, multiple=multiple), CounterRng.of(1, 5), 0)
+    batch = corrupt(x0, ForwardProcess(MASK, anchor_rule=rule, multiple=multiple), CounterRng.from_seed(1, 5), 0)
     gamma = 0.3 if method == "adlm" else None
 
     model.zero_grad()
@@ -81,7 +81,7 @@ def test_gradients_agree_with_finite_differences(chunk, offset):
     shift = None if offset is None else torch.tensor(offset, dtype=torch.float64)
 
     def total(x, matrix, bias):
-        return _SelectedLoss.apply(x, matrix, bias, target, weight, shift, chunk)[0]
+        return _SelectedLossFunction.apply(x, matrix, bias, target, weight, shift, chunk)[0]
 
     assert torch.autograd.gradcheck(total, (x, head.weight, head.bias))
 
@@ -186,7 +186,7 @@ def test_score_entropy_is_sedds_in_value_and_gradient():
 def test_score_entropy_is_at_least_the_nelbo():
     """And equal to it where the logits' mass is V - 1."""
     model, x0 = build("mdlm"), text(4)
-    batch = corrupt(x0, ForwardProcess(MASK), CounterRng.of(2, 4), 0)
+    batch = corrupt(x0, ForwardProcess(MASK), CounterRng.from_seed(2, 4), 0)
     with torch.no_grad():
         final = model(batch.xt).final
         nelbo = diffusion_loss(final, model.head, batch, mask_id=MASK)
@@ -211,7 +211,7 @@ def test_the_law_of_a_sampling_step_is_the_plain_one(step, top_p):
         with torch.no_grad():
             plain = plain_law(model, xt, plan[step], top_p)
             logits = compile_for_sampling(model).logits_at(model(xt).final)
-        probs = distribution(logits.flatten(0, 1), SamplingParams(top_p=top_p)).view(logits.shape)
+        probs = compute_probs(logits.flatten(0, 1), SamplingParams(top_p=top_p)).view(logits.shape)
         ours = reverse_distribution(xt, probs, plan[step], MASK)
         torch.testing.assert_close(ours, plain.double(), atol=1e-6, rtol=0)
 
@@ -259,7 +259,7 @@ def test_measuring_is_training_without_the_gradients_product(monkeypatch):
     features, targets = torch.randn(2, 5, 6, generator=rng, dtype=torch.float64), torch.tensor([[1, 2, 3, 4, 5]] * 2)
     selection = Selection(torch.arange(10), torch.ones(10, dtype=torch.float64))
     trained = selected_loss(features, head, targets, selection, without=0)
-    monkeypatch.setattr(selected, "_sum", None)  # who adds to the head's gradient fails
+    monkeypatch.setattr(selected, "_add_product", None)  # who adds to the head's gradient fails
     with torch.no_grad():
         measured = selected_loss(features, head, targets, selection, without=0)
     assert torch.equal(measured.total, trained.total) and torch.equal(measured.each, trained.each)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from adlm.diffusion.anchors import every_token, listed, random_positions, rare_in_sequence
+from adlm.diffusion.anchors import every_token, listed_tokens, random_positions, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, collect_batch, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.orders import first_hitting
@@ -94,7 +94,7 @@ def test_corruption_estimates_the_nelbo(length, schedule):
         each_time = -schedule.dalpha(t) / is_hidden_prob * (chance * cost).sum(-1)
         expected = float((torch.from_numpy(node_weights) / 2 * each_time).sum())
         batch = corrupt(
-            x0.expand(rows, -1), ForwardProcess(world.mask, schedule=schedule), CounterRng.of(7, rows), number
+            x0.expand(rows, -1), ForwardProcess(world.mask, schedule=schedule), CounterRng.from_seed(7, rows), number
         )
         with torch.no_grad():
             row_nll = training_loss(world.model, batch).row_nll.double()
@@ -129,7 +129,7 @@ def test_held_out_bound_in_discrete_time(steps):
     world = WORLDS[2]
     x0 = texts(world)[1]
     rows = x0.expand(4000, -1)
-    batch = corrupt(rows, ForwardProcess(world.mask, steps=steps), CounterRng.of(0, 4000), 0)
+    batch = corrupt(rows, ForwardProcess(world.mask, steps=steps), CounterRng.from_seed(0, 4000), 0)
     found, count = (batch.t * steps).round().unique(return_counts=True)
     assert found.tolist() == list(range(1, steps + 1))
     assert count.max() - count.min() <= 2
@@ -209,7 +209,7 @@ def test_ancestral_likelihood_is_below_its_nelbo(length, steps):
 RULES = {
     "every": every_token(),
     "rare": rare_in_sequence(1),
-    "listed": listed([0, 2], 4),
+    "listed": listed_tokens([0, 2], 4),
     "random": random_positions(0.5, seed=3),
 }
 

@@ -29,20 +29,20 @@ WORLDS = {
 @pytest.fixture(autouse=True)
 def _many_at_once(monkeypatch):
     """Three-token logits are small: more rows of them at a time than a vocabulary of 50,000 would allow."""
-    monkeypatch.setitem(denoise.POSITIONS_AT_ONCE, "cpu", 4096)
+    monkeypatch.setitem(denoise.MAX_LOGIT_ROWS, "cpu", 4096)
 
 
-def p_value(world, sampler, *, seed=5, how=None, start=None, is_free=None, block=None):
+def p_value(world, sampler, *, seed=5, sampling=None, start=None, is_free=None, block=None):
     """How likely counts as far from the exact law as ours are."""
     start = world.start() if start is None else start
     is_fixed = None if is_free is None else ~is_free.expand(ROWS, -1)
     xt = start.expand(ROWS, -1)
     *_, last = stream_tokens(
-        compile_for_sampling(world.model), xt, sampler, seed=seed, how=how, is_fixed=is_fixed, block=block
+        compile_for_sampling(world.model), xt, sampler, seed=seed, sampling=sampling, is_fixed=is_fixed, block=block
     )
     assert not (last.tokens == world.mask).any() and not last.is_masked.any()
     counts = torch.bincount(world.number(last.tokens), minlength=len(world.states))
-    law = law_of(world, sampler, how, start, is_free, block)
+    law = law_of(world, sampler, sampling, start, is_free, block)
     assert float(law.sum()) == pytest.approx(1, abs=1e-9)
     assert float(law.max()) < 0.9  # a law without choice would test nothing
     return chi_square_p(counts, law)
@@ -120,7 +120,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("how", DRAWS)
+@pytest.mark.parametrize("sampling", DRAWS)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -131,9 +131,9 @@ DRAWS = {
         ("confidence", {"steps": 2}),
     ],
 )
-def test_draws_shape_the_law(name, options, how):
+def test_draws_shape_the_law(name, options, sampling):
     """Temperature, top-k and top-p act on every draw; ddpm heeds the temperature alone."""
-    assert p_value(WORLDS["learned"], build_sampler(name, **options), how=DRAWS[how]) > 1e-3
+    assert p_value(WORLDS["learned"], build_sampler(name, **options), sampling=DRAWS[sampling]) > 1e-3
 
 
 @pytest.mark.parametrize("block", [1, 2])

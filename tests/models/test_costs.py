@@ -17,9 +17,9 @@ from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.objectives import training_loss
 from adlm.methods import METHODS, build_config
 from adlm.models import costs
-from adlm.models.costs import flops_per_token, memory_estimate, parameter_count, parameters, peak_flops
+from adlm.models.costs import flops_per_token, estimate_memory, count_parameters, count_parameters_by_part, peak_flops
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.presets import SIZES
+from adlm.models.presets import PRESETS
 from bench import costs as planned
 from tests.goldens import facts
 
@@ -58,12 +58,12 @@ def count(*modules: nn.Module | None) -> int:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
-@pytest.mark.parametrize("preset", SIZES)
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_count_is_the_models(method: str, preset: str, options: dict[str, object]) -> None:
     config = build_config(method, preset, vocab_size=1003, mask_id=1002, **options)
-    model, found = shapes_only(config), parameters(config)
-    assert parameter_count(config) == found.total == count(model)
+    model, found = shapes_only(config), count_parameters_by_part(config)
+    assert count_parameters(config) == found.total == count(model)
     assert found.layers == count(model.anchor, model.denoiser)
     assert found.embedding == count(model.embed, model.positions)
     assert found.bridge == count(model.bridge)
@@ -75,7 +75,7 @@ def test_the_count_is_the_papers() -> None:
     for name in ("adlm_small_gpt2", "adlm_medium_gpt2", "mdlm_small_gpt2", "ar_small_gpt2", "adlm_small_bert"):
         method, size, _ = name.split("_")
         vocab, mask = golden[name]["vocab_size"], golden[name]["mask_index"]
-        assert parameter_count(build_config(method, size, vocab_size=vocab, mask_id=mask)) == golden[name]["total"]
+        assert count_parameters(build_config(method, size, vocab_size=vocab, mask_id=mask)) == golden[name]["total"]
 
 
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
@@ -169,9 +169,9 @@ def test_nothing_is_guessed(name: str) -> None:
     assert peak_flops(name) is None
 
 
-def bytes_of(config: ModelConfig, **changes: object) -> costs.Memory:
+def bytes_of(config: ModelConfig, **changes: object) -> costs.MemoryEstimate:
     settings = {"rows": 32, "length": 1024, "bytes_per_activation": 2, "ema": True, "optimizer": "adamw"}
-    return memory_estimate(config, **(settings | {"is_cuda": True} | changes))  # type: ignore[arg-type]
+    return estimate_memory(config, **(settings | {"is_cuda": True} | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("bridge", "gib"), [("factored", 24.3), ("direct", 23.1)])
@@ -182,7 +182,7 @@ def test_memory_is_near_what_an_h200_took(bridge: str, gib: float) -> None:
 
 def test_memory_follows_its_parts() -> None:
     config = small()
-    base, count = bytes_of(config), parameter_count(config)
+    base, count = bytes_of(config), count_parameters(config)
     assert base.weights == base.gradients == base.average == base.optimizer // 2 == 4 * count
     assert base.total == sum(vars(base).values())
     assert bytes_of(config, ema=False).average == 0
@@ -210,7 +210,7 @@ def test_memory_refuses_what_it_does_not_know() -> None:
 
 
 def test_chunks_are_those_of_the_loss() -> None:
-    assert {True: selected.CHUNK["cuda"], False: selected.CHUNK["cpu"]} == costs.CHUNK
+    assert {True: selected.MAX_LOGIT_ROWS["cuda"], False: selected.MAX_LOGIT_ROWS["cpu"]} == costs.MAX_LOGIT_ROWS
 
 
 STEPS = """
@@ -231,7 +231,7 @@ def steps(config, rows):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x0 = torch.randint(config.vocab_size - 1, (rows, config.length))
     for step in range(6):
-        batch = corrupt(x0, LogLinear(), CounterRng.of(0, rows), step, mask_id=config.mask_id,
+        batch = corrupt(x0, LogLinear(), CounterRng.from_seed(0, rows), step, mask_id=config.mask_id,
                         anchor_rule=rare_in_sequence(5))
         loss = training_loss(model, batch, anchor_weight=3e-3)
         loss.total.backward()
@@ -291,7 +291,7 @@ def test_the_measured_speed_is_the_records() -> None:
     share = planned.MEASURED * flops_per_token(small(), length=1024) / (peak_flops("NVIDIA H200") or 0)
     assert f"{planned.MEASURED:,} tokens/s" in document and f"{share:.0%} of the data sheet's" in document
     # A checkpoint: weights, two moments and the average.
-    sizes = [16 * parameter_count(config) / 1e9 for config in (small(), planned.LARGER[1].config)]
+    sizes = [16 * count_parameters(config) / 1e9 for config in (small(), planned.LARGER[1].config)]
     assert f"about {sizes[0]:.1f} GB" in document and f"about {sizes[1]:.0f} GB" in document
 
 

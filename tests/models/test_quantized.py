@@ -8,7 +8,7 @@ import torch
 
 import adlm
 from adlm import checkpoint
-from adlm.models.quantized import MOST, SCALE, dequantized, quantize
+from adlm.models.quantized import INT8_MAX, SCALE, dequantize, quantize
 from tests.text.models import tokenizer
 from tests.world import random_model
 
@@ -26,20 +26,20 @@ def test_no_weight_moves_by_more_than_half_a_step(dtype: torch.dtype) -> None:
     given = weights(dtype=dtype)
     stored = quantize({"w": given})
     assert stored["w"].dtype == torch.int8 and stored["w" + SCALE].dtype == torch.float32
-    step = given.float().abs().amax(1) / MOST
+    step = given.float().abs().amax(1) / INT8_MAX
     torch.testing.assert_close(stored["w" + SCALE], step, rtol=ROUNDING, atol=0)
-    found = dequantized(stored)["w"]
+    found = dequantize(stored)["w"]
     assert bool(((found - given.float()).abs() <= step[:, None] * (0.5 + 127 * ROUNDING)).all())
     largest = given.float().abs().argmax(1, keepdim=True)
     torch.testing.assert_close(found.gather(1, largest), given.float().gather(1, largest), rtol=ROUNDING, atol=0)
-    assert int(stored["w"].min()) >= -MOST and int(stored["w"].abs().max()) == MOST
+    assert int(stored["w"].min()) >= -INT8_MAX and int(stored["w"].abs().max()) == INT8_MAX
 
 
 def test_zeros_stay_zeros() -> None:
     given = torch.zeros(3, 4)
     given[1] = torch.tensor([0.0, -2.0, 0.0, 1.0])
     given[2] = 1e-44  # too small for a step of its own
-    found = dequantized(quantize({"w": given}))["w"]
+    found = dequantize(quantize({"w": given}))["w"]
     assert torch.equal(found[0], given[0]) and bool((found[1] == 0).eq(given[1] == 0).all())
     assert bool(torch.isfinite(found).all()) and float((found[2] - given[2]).abs().max()) <= 1e-44
 
@@ -49,17 +49,17 @@ def test_vectors_are_kept_as_they_are_and_twice_is_once() -> None:
     stored = quantize(given)
     assert stored.keys() == {"v", "w", "w" + SCALE}
     assert stored["v"].dtype == torch.float32 and torch.equal(stored["v"], given["v"].float())
-    once = dequantized(stored)
-    torch.testing.assert_close(dequantized(quantize(once))["w"], once["w"], rtol=ROUNDING, atol=0)
+    once = dequantize(stored)
+    torch.testing.assert_close(dequantize(quantize(once))["w"], once["w"], rtol=ROUNDING, atol=0)
     plain = {"w": weights(), "v": torch.ones(3)}
-    assert all(torch.equal(dequantized(plain)[name], plain[name]) for name in plain)
+    assert all(torch.equal(dequantize(plain)[name], plain[name]) for name in plain)
 
 
 def test_a_scale_that_is_missing_is_an_error() -> None:
     stored = quantize({"a.w": weights()})
     del stored["a.w" + SCALE]
     with pytest.raises(ValueError, match=r"a\.w is int8 but has no a\.w\.scale: the file is not whole"):
-        dequantized(stored)
+        dequantize(stored)
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -93,7 +93,7 @@ def test_an_exported_model_says_about_the_same(method: str, changes: dict[str, A
     with torch.no_grad():
         was, now = (m.head(m(tokens, level).final) for m in (model, back.model))
         folded = model.fold()
-        kept = dequantized(quantize(folded.state_dict()))
+        kept = dequantize(quantize(folded.state_dict()))
         folded.load_state_dict(kept | ({"head.weight": kept["embed.weight"]} if folded.config.tied else {}))
         same = folded.head(folded(tokens, level).final)
     assert torch.equal(same, now), "exporting and loading is rounding the weights, and nothing else"

@@ -8,8 +8,8 @@ import torch
 
 import adlm
 from adlm import LM, LanguageModel, Tokenizer
-from adlm.bundled import DEFAULT, folder_of
-from adlm.checkpoint import Loaded
+from adlm.bundled import DEFAULT, find_bundled_model
+from adlm.checkpoint import LoadedModel
 from adlm.data.tokenizers import train_bpe
 from adlm.methods import METHODS
 from tests.world import random_model
@@ -29,7 +29,7 @@ ATOMS = [
 def tokenizer(name: str) -> Tokenizer:
     """By name; `prose` is the bundled model's own, `bare` has no token that begins or ends a text."""
     if name == "prose":
-        return Tokenizer.load(folder_of(DEFAULT))
+        return Tokenizer.load(find_bundled_model(DEFAULT))
     if name == "bare":
         return train_bpe([PROSE], 270, name="bare")
     return adlm.load_tokenizer(name)
@@ -38,7 +38,7 @@ def tokenizer(name: str) -> Tokenizer:
 def wrap(model: LanguageModel, words: str | Tokenizer = "bytes", method: str = "adlm", rows: str = "wrapped") -> LM:
     """A model as one that was loaded."""
     found = tokenizer(words) if isinstance(words, str) else words
-    return LM(Loaded(model, found, method, 0, rows), f"small {method}", device="cpu")
+    return LM(LoadedModel(model, found, method, 0, rows), f"small {method}", device="cpu")
 
 
 @cache
@@ -76,8 +76,8 @@ def any_template(rng: random.Random, most_tokens: int = 3) -> list[str | adlm.Ho
     for _ in range(rng.randint(1, 4)):
         pieces.append(any_text(rng) + rng.choice(["", "", " "]))
         if rng.random() < 0.7:
-            pieces.append(adlm.Hole.of(rng.randint(1, most_tokens)))
-    pieces.insert(rng.randint(0, len(pieces)), adlm.Hole.of(rng.randint(1, most_tokens)))
+            pieces.append(adlm.Hole.of_length(rng.randint(1, most_tokens)))
+    pieces.insert(rng.randint(0, len(pieces)), adlm.Hole.of_length(rng.randint(1, most_tokens)))
     return pieces[rng.randint(0, 1) :] if isinstance(pieces[0], str) else pieces
 
 

@@ -7,8 +7,8 @@ import torch
 
 from adlm import LM, Hole, LanguageModel
 from adlm.methods import build_config
-from adlm.text.hole_length import NEIGHBOURS, neighbours
-from adlm.text.templates import MOST, lay_out, parsed
+from adlm.text.hole_length import MAX_NEIGHBORS, find_neighbors
+from adlm.text.templates import MAX_HOLE_TOKENS, build_layout, parse_template
 from tests.text.models import lm, tokenizer, wrap
 
 LENGTH = 32
@@ -77,7 +77,7 @@ def test_several_holes_are_found_from_the_left() -> None:
 
 
 def test_where_nothing_is_given_a_hole_is_as_long_as_may_be() -> None:
-    assert lengths(placed("abc"), "___") == [MOST]
+    assert lengths(placed("abc"), "___") == [MAX_HOLE_TOKENS]
     assert lengths(placed("abc"), "___{2,7}") == [7]
     assert lengths(placed("abc"), "___{1,99}") == [30]
     assert lengths(placed("abc"), [Hole(1, 4), Hole(1, 5)]) == [4, 5]
@@ -97,14 +97,14 @@ def test_it_is_the_same_every_time_and_for_every_number_of_texts() -> None:
 def test_a_causal_model_ends_its_hole_itself(method: str) -> None:
     """Nothing stands after the hole: it gets all the tokens that it may have, and the text ends where an end is."""
     model = lm(method)
-    assert lengths(model, "The cat ___") == [MOST]
+    assert lengths(model, "The cat ___") == [MAX_HOLE_TOKENS]
     assert lengths(model, "x" * 60 + "___") == [3]
     assert lengths(model, "The ___{2,40}") == [40]
 
 
 def test_the_given_tokens_next_to_a_hole_are_asked() -> None:
     words = tokenizer("bytes")
-    layout = lay_out(parsed(["abcdefg", Hole.of(2), "xy", Hole.of(1), Hole.of(3), "z"]), words)
-    at = [[layout.ids[place] for place in neighbours(layout, number)] for number in range(3)]
+    layout = build_layout(parse_template(["abcdefg", Hole.of_length(2), "xy", Hole.of_length(1), Hole.of_length(3), "z"]), words)
+    at = [[layout.ids[place] for place in find_neighbors(layout, number)] for number in range(3)]
     assert [bytes(each).decode() for each in at] == ["defgxy", "xy", "z"]
-    assert len(at[0]) == NEIGHBOURS + 2
+    assert len(at[0]) == MAX_NEIGHBORS + 2

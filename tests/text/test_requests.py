@@ -141,7 +141,7 @@ def test_a_request_is_checked_before_a_network_looks_for_lengths() -> None:
         def predictor(self) -> Any:  # type: ignore[override]
             raise AssertionError("the network ran")
 
-    loaded = checkpoint.Loaded(FRAMED.model, FRAMED.tokenizer, "adlm", 0, "documents")
+    loaded = checkpoint.LoadedModel(FRAMED.model, FRAMED.tokenizer, "adlm", 0, "documents")
     refused(lambda: Unused(loaded, "x", device="cpu").infill("a ___ b", sampler="magic"), "unknown sampler")
 
 
@@ -155,21 +155,21 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
     assert all(part in str(caught.value) for part in ("'no-such-model'", "a run's folder", *MODELS))
     with pytest.raises(FileNotFoundError, match=r"neither a run's folder nor a checkpoint's: it has no config\.json"):
         adlm.load(tmp_path)
-    loaded = checkpoint.Loaded(FRAMED.model, None, "adlm", 0)
+    loaded = checkpoint.LoadedModel(FRAMED.model, None, "adlm", 0)
     refused(lambda: LM(loaded, "mine"), "mine has no tokenizer.json", "put the one that its data was prepared with")
-    checkpoint.export(loaded, tmp_path / "silent")
+    checkpoint.export_model(loaded, tmp_path / "silent")
     refused(lambda: adlm.load(tmp_path / "silent"), "has no tokenizer.json")
-    other = checkpoint.Loaded(FRAMED.model, tokenizer("gpt2"), "adlm", 0)
+    other = checkpoint.LoadedModel(FRAMED.model, tokenizer("gpt2"), "adlm", 0)
     refused(lambda: LM(other, "mine"), "mask is token 257", "the tokenizer's 50257", "not the one")
     for device in ("gpu", "mps", "meta"):
         refused(lambda device=device: adlm.load(device=device), f"'{device}'", "auto, cpu, cuda")
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    loaded = checkpoint.Loaded(WRAPPED.model, WRAPPED.tokenizer, "mdlm", 7)
+    loaded = checkpoint.LoadedModel(WRAPPED.model, WRAPPED.tokenizer, "mdlm", 7)
 
     def damaged(name: str, change: Any) -> Path:
-        folder = checkpoint.export(loaded, tmp_path / str(len(list(tmp_path.iterdir()))))
+        folder = checkpoint.export_model(loaded, tmp_path / str(len(list(tmp_path.iterdir()))))
         change(folder / name)
         return folder
 
@@ -186,7 +186,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         found[-1] ^= 1
         path.write_bytes(bytes(found))
 
-    whole = checkpoint.export(loaded, tmp_path / "whole")
+    whole = checkpoint.export_model(loaded, tmp_path / "whole")
     assert adlm.load(whole, verify=True).step == 7
     refused(lambda: adlm.load(damaged("model.safetensors", cut)), "model.safetensors is damaged")
     refused(lambda: adlm.load(damaged("config.json", cut)), "config.json is not JSON", "damaged")

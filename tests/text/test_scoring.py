@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from adlm import LM, held_out_bound
+from adlm import LM, estimate_nll
 from adlm.diffusion.masking import MIN_TIME
 from adlm.diffusion.schedules import LogLinear, loss_weight
 from tests.text.models import lm, wrap
@@ -18,7 +18,7 @@ TEXTS = ["the cat", "sat", "on the mat and the dog sat", "é 😀", "  x"]
 
 def exact_nelbo(model: LM, text: str) -> float:
     """Nats of a text of few tokens: all sets of hidden tokens, and the integral over times by midpoints."""
-    layout = model.row_format.lay((text,))
+    layout = model.row_format.build_layout((text,))
     (span,) = layout.spans
     ids, mask = torch.tensor(layout.ids), model.tokenizer.mask_id
     t = MIN_TIME + (1 - MIN_TIME) * (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
@@ -84,7 +84,7 @@ def test_a_score_is_the_held_out_bound_of_its_row(method: str) -> None:
     model = lm(method, "bare")
     text = "the cat sat"
     ids = torch.tensor([model.tokenizer.encode(text)])
-    bound = held_out_bound(
+    bound = estimate_nll(
         model.model, ids.expand(2000, -1), batch=500, draws=2, score_entropy=method == "sedd", seed=9
     )
     (score,) = model.score(text, draws=4000, batch=500)

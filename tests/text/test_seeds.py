@@ -12,7 +12,7 @@ from tests.text.models import lm
 from tests.world import OPTIONS
 
 PROMPTS = ["", "The cat ", "Once upon a time"]
-TEMPLATES: list[Any] = ["The ___{3} sat on ___{4}.", "___{1}", ["a", Hole.of(5), "b_", Hole.of(2)]]
+TEMPLATES: list[Any] = ["The ___{3} sat on ___{4}.", "___{1}", ["a", Hole.of_length(5), "b_", Hole.of_length(2)]]
 CAUSAL = ("ar", "a2r")
 
 
@@ -20,34 +20,34 @@ def test_every_sampler_is_here() -> None:
     assert set(OPTIONS) == set(SAMPLERS)
 
 
-def assert_one_text(model: LM, asked: str, given: list[Any], **how: Any) -> list[str]:
+def assert_one_text(model: LM, asked: str, given: list[Any], **sampling: Any) -> list[str]:
     """The same texts in every batch, for fewer of them, one by one, as a stream and as a recording."""
     call = model.generate if asked == "prompt" else model.infill
     told = {"length": 22} if asked == "prompt" else {}
-    whole = call(given, n=3, batch=16, **told, **how)
+    whole = call(given, n=3, batch=16, **told, **sampling)
     assert len(whole.texts) == 3 * len(given)
     for batch in (1, 2, 7):
-        other = call(given, n=3, batch=batch, **told, **how)
+        other = call(given, n=3, batch=batch, **told, **sampling)
         assert (other.texts, other.nfe_each, other.nfe) == (whole.texts, whole.nfe_each, whole.nfe)
-    *_, last = model.stream(n=3, guesses=2, **{asked: given}, **told, **how)
+    *_, last = model.stream(n=3, guesses=2, **{asked: given}, **told, **sampling)
     assert last.texts == whole.texts and last.nfe == whole.nfe_each
     for number, one in enumerate(given):
-        alone, first = call(one, n=5 if number == 1 else 1, **told, **how), 3 * number
+        alone, first = call(one, n=5 if number == 1 else 1, **told, **sampling), 3 * number
         shared = min(3, len(alone.texts))
         assert alone.texts[:shared] == whole.texts[first : first + shared]
         assert alone.nfe_each[:shared] == whole.nfe_each[first : first + shared]
-    assert model.record(**{asked: given[1]}, **told, **how).text == whole.texts[3]
+    assert model.record(**{asked: given[1]}, **told, **sampling).text == whole.texts[3]
     return whole.texts
 
 
 @pytest.mark.parametrize("block", [None, 7])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_masked_models(name: str, block: int | None) -> None:
-    how = {"sampler": name, "block": block, **OPTIONS[name]}
-    texts = assert_one_text(lm("adlm"), "prompt", PROMPTS, seed=5, **how)
+    sampling = {"sampler": name, "block": block, **OPTIONS[name]}
+    texts = assert_one_text(lm("adlm"), "prompt", PROMPTS, seed=5, **sampling)
     assert len(set(texts)) == len(texts), "texts of one prompt differ by their number"
-    assert_one_text(lm("adlm"), "template", TEMPLATES, seed=5, **how)
-    other = lm("adlm").generate(PROMPTS, n=3, length=22, seed=6, **how).texts
+    assert_one_text(lm("adlm"), "template", TEMPLATES, seed=5, **sampling)
+    other = lm("adlm").generate(PROMPTS, n=3, length=22, seed=6, **sampling).texts
     assert not set(other) & set(texts), "another seed, other texts"
 
 
@@ -55,7 +55,7 @@ def test_masked_models(name: str, block: int | None) -> None:
 def test_causal_models(method: str) -> None:
     texts = assert_one_text(lm(method), "prompt", PROMPTS, seed=5)
     assert len(set(texts)) == len(texts)
-    assert_one_text(lm(method), "template", ["a ___{4}", "The cat ___{9}", ["x_", Hole.of(1)]], seed=5)
+    assert_one_text(lm(method), "template", ["a ___{4}", "The cat ___{9}", ["x_", Hole.of_length(1)]], seed=5)
     assert not set(lm(method).generate(PROMPTS, n=3, length=22, seed=6).texts) & set(texts)
 
 
@@ -104,9 +104,9 @@ def test_rounding_hardly_ever_changes_a_draw() -> None:
     logits = torch.randn(1000, 3000, generator=rng)
     u = torch.rand(1000, generator=rng, dtype=torch.float64)
     nudged = logits + 1e-5 * torch.randn(logits.shape, generator=rng)
-    for how in (SamplingParams(top_p=0.9), SamplingParams(top_k=2000), SamplingParams()):
-        changed = draw(logits, u, how).tokens != draw(nudged, u, how).tokens
-        assert int(changed.sum()) <= 5, how
+    for sampling in (SamplingParams(top_p=0.9), SamplingParams(top_k=2000), SamplingParams()):
+        changed = draw(logits, u, sampling).tokens != draw(nudged, u, sampling).tokens
+        assert int(changed.sum()) <= 5, sampling
 
 
 def test_settings_say_what_was_done() -> None:

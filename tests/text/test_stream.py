@@ -10,7 +10,7 @@ import torch
 from adlm import LM, StreamStep
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.text.stream import MAX_COUNT
-from adlm.text.templates import BLOCK, classes_of
+from adlm.text.templates import BLOCK, classify_tokens
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
 from tests.world import OPTIONS
@@ -43,13 +43,13 @@ def test_stills_say_what_frames_say(name: str) -> None:
         given = [piece for piece, is_given in layout.pieces(layout.ids) if is_given]
         was_masked = None
         for shot in shots:
-            still, ids = shot.still(row), shot.frame.tokens[row].tolist()
+            still, ids = shot.trajectory_frame(row), shot.frame.tokens[row].tolist()
             assert (still.step, still.nfe) == (shot.step, shot.nfe[row])
             places = [place for place, _ in layout.parts(ids)]
-            assert len(places) == len(still.cells)
+            assert len(places) == len(still.tokens)
             is_masked = [place is not None and ids[place] == model.tokenizer.mask_id for place in places]
-            assert [cell.is_masked for cell in still.cells] == is_masked
-            for place, cell, before, now in zip(places, still.cells, was_masked or is_masked, is_masked, strict=True):
+            assert [cell.is_masked for cell in still.tokens] == is_masked
+            for place, cell, before, now in zip(places, still.tokens, was_masked or is_masked, is_masked, strict=True):
                 is_given = place is None or layout.is_fixed[place]
                 expected = {
                     (False, True, True): HIDDEN,
@@ -60,15 +60,15 @@ def test_stills_say_what_frames_say(name: str) -> None:
                 assert cell.state == expected
                 assert not (cell.is_masked and cell.text)
                 seen.add(cell.state)
-            blocks = "".join(BLOCK if cell.is_masked else cell.text for cell in still.cells)
+            blocks = "".join(BLOCK if cell.is_masked else cell.text for cell in still.tokens)
             assert blocks == shot.texts[row]
             assert still.text == blocks.replace(BLOCK, "")
             assert all(piece in still.text for piece in given)
             was_masked = is_masked
         assert not any(was_masked or [True])
-        assert shots[0].nfe[row] == 0 and shots[0].still(row).text == "".join(given)
+        assert shots[0].nfe[row] == 0 and shots[0].trajectory_frame(row).text == "".join(given)
         # Every network evaluation reveals something, and nothing is revealed without one.
-        reveals = sum(any(cell.state == REVEALED for cell in shot.still(row).cells) for shot in shots)
+        reveals = sum(any(cell.state == REVEALED for cell in shot.trajectory_frame(row).tokens) for shot in shots)
         assert shots[-1].nfe[row] == reveals
     assert seen >= {HIDDEN, REVEALED, VISIBLE, GIVEN}
     assert (REMASKED in seen) == (name.startswith("remask") or name in ("dfm", "forward_backward"))
@@ -86,7 +86,7 @@ def by_hand(model: LM, shot: StreamStep, row: int) -> torch.Tensor:
         assert head is not None
         logits = head(features.final if features.anchor is None else features.anchor)[0].double()
     special = torch.ones(logits.shape[-1], dtype=torch.bool)
-    special[: model.tokenizer.vocab_size] = classes_of(model.tokenizer).special
+    special[: model.tokenizer.vocab_size] = classify_tokens(model.tokenizer).special
     return logits.masked_fill(special, -torch.inf).softmax(-1)
 
 
@@ -95,7 +95,7 @@ def test_guesses_are_the_networks(method: str, words: str, rows: str, changes: d
     """The anchor network's where there is one, else the network's own: likeliest first, never a mark."""
     model = lm(method, words, rows, **changes)
     shots = shots_of(model, guesses=4, steps=3)
-    special = classes_of(model.tokenizer).special
+    special = classify_tokens(model.tokenizer).special
     asked = 0
     for shot in shots:
         assert shot.guesses is not None
@@ -103,7 +103,7 @@ def test_guesses_are_the_networks(method: str, words: str, rows: str, changes: d
             law, ids = by_hand(model, shot, row), shot.frame.tokens[row, : len(layout)]
             best = torch.where(ids == model.tokenizer.mask_id, law.argmax(-1), ids)
             is_anchor = rare_in_sequence(MAX_COUNT)(best[None], None)[0]
-            for (place, _), cell in zip(layout.parts(ids.tolist()), shot.still(row).cells, strict=True):
+            for (place, _), cell in zip(layout.parts(ids.tolist()), shot.trajectory_frame(row).tokens, strict=True):
                 if place is None:
                     assert not cell.guesses
                     continue
@@ -131,7 +131,7 @@ def test_watching_changes_nothing(method: str, words: str, rows: str, changes: d
     assert [shot.nfe for shot in watched] == [shot.nfe for shot in plain]
     assert all(shot.guesses is None for shot in plain)
     record = model.record(template=TEMPLATES[0], steps=3, top_p=1.0, seed=4)
-    assert record.text == plain[-1].texts[0] == record.stills[-1].text and record.nfe == plain[-1].nfe[0]
+    assert record.text == plain[-1].texts[0] == record.frames[-1].text and record.nfe == plain[-1].nfe[0]
     assert record.guesser == ("anchor network" if method == "adlm" else "network")
     assert record.settings["steps"] == 3 and model.name in record.title
 
@@ -139,7 +139,7 @@ def test_watching_changes_nothing(method: str, words: str, rows: str, changes: d
 def test_a_guess_after_a_given_blank_is_shown_without_one() -> None:
     model = lm("adlm", "prose", "documents")
     (shot, *_) = model.stream(template="The ___{1}___{1}", guesses=50)
-    cells = shot.still().cells
+    cells = shot.trajectory_frame().tokens
     assert cells[0].text == "The " and not any(guess.startswith(" ") for guess, _ in cells[-2].guesses)
     assert any(guess.startswith(" ") for guess, _ in cells[-1].guesses)
 
@@ -148,7 +148,7 @@ def test_a_guess_after_a_given_blank_is_shown_without_one() -> None:
 def test_a_causal_model_is_watched_without_guesses(method: str) -> None:
     shots = list(lm(method).stream(["ab", "abcd"], length=9, guesses=3))
     assert all(shot.guesses is None for shot in shots)
-    assert [shot.still(0).cells[-1].state for shot in shots] == [HIDDEN] * 7 + [REVEALED]
+    assert [shot.trajectory_frame(0).tokens[-1].state for shot in shots] == [HIDDEN] * 7 + [REVEALED]
     assert shots[0].texts == ["ab" + BLOCK * 7, "abcd" + BLOCK * 5]
     assert shots[-1].nfe == [7, 5]
-    assert [cell.state for cell in shots[0].still(1).cells] == [GIVEN] * 4 + [HIDDEN] * 5
+    assert [cell.state for cell in shots[0].trajectory_frame(1).tokens] == [GIVEN] * 4 + [HIDDEN] * 5

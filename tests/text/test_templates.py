@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adlm import Hole
-from adlm.text.templates import BLOCK, WORD, banned_tokens, brings_blanks, classes_of, cut, lay_out, parsed
+from adlm.text.templates import BLOCK, WORD, banned_tokens, joins_blanks, classify_tokens, tokenize_piece, build_layout, parse_template
 from tests.text.models import TOKENIZERS, any_template, any_text, given_in, holds_in_order, lm, tokenizer
 
 COUNT = 260  # templates for each tokenizer: more than 1,000 in all
@@ -21,7 +21,7 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
     rng = random.Random(words)
     templates = [any_template(rng) for _ in range(COUNT)]
     model = lm("adlm", words, ROWS[words], length=256)
-    known, special = model.tokenizer, classes_of(model.tokenizer).special
+    known, special = model.tokenizer, classify_tokens(model.tokenizer).special
     how = {"sampler": "remask_cap", "steps": 4, "eta": 0.5, "top_p": 1.0, "seed": 3}
     job = model.build_request(template=templates, **how)
     shots = list(model.stream_request(job))
@@ -31,7 +31,7 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
         for row, (layout, pieces) in enumerate(zip(job.layouts, given_pieces, strict=True)):
             fixed, ids = torch.tensor(layout.is_fixed), torch.tensor(layout.ids)
             assert torch.equal(shot.frame.tokens[row, : len(layout)][fixed], ids[fixed])
-            assert holds_in_order(shot.still(row).text, pieces)
+            assert holds_in_order(shot.trajectory_frame(row).text, pieces)
         assert all(holds_in_order(text, pieces) for text, pieces in zip(shot.texts, given_pieces, strict=True))
 
     texts = model.infill(templates, **how).texts
@@ -39,7 +39,7 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
     for row, (layout, template, text) in enumerate(zip(job.layouts, templates, texts, strict=True)):
         ids = shots[-1].frame.tokens[row].tolist()
         found = layout.pieces(ids)
-        assert "".join(piece for piece, _ in found) == text == shots[-1].still(row).text
+        assert "".join(piece for piece, _ in found) == text == shots[-1].trajectory_frame(row).text
         assert [piece for piece, is_given in found if is_given] == given_pieces[row]
         asked = [piece.least for piece in template if isinstance(piece, Hole)]
         holes = [span for span in layout.spans if span.texts is None]
@@ -76,7 +76,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
             if span.texts is not None:
                 continue
             follows_blank = before.texts is not None and before.text.endswith(" ")
-            assert (layout.kinds[span.start] == WORD) == (follows_blank and brings_blanks(model.tokenizer))
+            assert (layout.kinds[span.start] == WORD) == (follows_blank and joins_blanks(model.tokenizer))
             if layout.kinds[span.start] == WORD:
                 firsts += 1
                 name = model.tokenizer.bpe.id_to_token(ids[span.start])
@@ -90,7 +90,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=40), st.sampled_from([*TOKENIZERS, "characters", "bare"]))
 def test_the_shares_of_tokens_are_the_text(text: str, words: str) -> None:
-    ids, shares = cut(tokenizer(words), text)
+    ids, shares = tokenize_piece(tokenizer(words), text)
     assert "".join(shares) == text
     assert len(shares) == (len(ids) or bool(text))
 
@@ -100,7 +100,7 @@ def test_the_shares_of_tokens_are_the_text(text: str, words: str) -> None:
 def test_any_tokens_in_the_holes_leave_what_is_given(pieces: list[str | Hole], data: st.DataObject) -> None:
     """Also tokens that no limits would let stand: half characters, marks, hashes."""
     words = tokenizer(data.draw(st.sampled_from(TOKENIZERS)))
-    layout = lay_out(parsed(pieces), words, ends=data.draw(st.booleans()))
+    layout = build_layout(parse_template(pieces), words, ends=data.draw(st.booleans()))
     drawn = iter(data.draw(st.lists(st.integers(0, words.vocab_size - 1), min_size=20, max_size=20)))
     ids = [token if fixed else next(drawn) for token, fixed in zip(layout.ids, layout.is_fixed, strict=True)]
     found = layout.pieces(ids)
@@ -118,25 +118,25 @@ def test_a_text_without_anything_given_is_what_its_tokens_say(words: str) -> Non
 
 
 def test_the_parser_finds_holes_and_leaves_lists_alone() -> None:
-    assert parsed("The ___ sat on ___{2}, ____{2,8}") == ("The ", Hole(), " sat on ", Hole.of(2), ", ", Hole(2, 8))
-    assert parsed("___{ 2 , 8 }") == (Hole(2, 8),)
-    assert parsed("a__b_") == ("a__b_",)
-    assert parsed("___{x}") == (Hole(), "{x}")
-    assert parsed(["a", "___", "", Hole.of(3), "b", "c"]) == ("a___", Hole.of(3), "bc")
-    assert parsed("") == ()
-    for hole in (Hole(), Hole.of(4), Hole(2, 5)):
-        assert parsed(str(hole)) == (hole,)
+    assert parse_template("The ___ sat on ___{2}, ____{2,8}") == ("The ", Hole(), " sat on ", Hole.of_length(2), ", ", Hole(2, 8))
+    assert parse_template("___{ 2 , 8 }") == (Hole(2, 8),)
+    assert parse_template("a__b_") == ("a__b_",)
+    assert parse_template("___{x}") == (Hole(), "{x}")
+    assert parse_template(["a", "___", "", Hole.of_length(3), "b", "c"]) == ("a___", Hole.of_length(3), "bc")
+    assert parse_template("") == ()
+    for hole in (Hole(), Hole.of_length(4), Hole(2, 5)):
+        assert parse_template(str(hole)) == (hole,)
 
 
 def test_the_classes_of_a_vocabulary() -> None:
     """Marks are no text; a blank alone begins no word; hashes are hashes where blanks are written."""
     words = tokenizer("gpt2")
-    special, spaced, continued = classes_of(words)
+    special, spaced, continued = classify_tokens(words)
     assert special.nonzero()[:, 0].tolist() == [words.eos_id, words.mask_id]
     assert spaced[words.encode(" cat")[0]] and not spaced[words.encode(" ")[0]] and not spaced[words.encode("cat")[0]]
     assert not continued.any()
     bert = tokenizer("bert-base-uncased")
-    special, spaced, continued = classes_of(bert)
+    special, spaced, continued = classify_tokens(bert)
     names = {bert.bpe.id_to_token(i) for i in special.nonzero()[:, 0].tolist()}
     assert names == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
     assert continued[bert.bpe.token_to_id("##ing")] and not continued[bert.bpe.token_to_id("cat")] and not spaced.any()
@@ -146,6 +146,6 @@ def test_the_classes_of_a_vocabulary() -> None:
 def test_only_an_end_may_stand_where_a_text_may_end(words: str) -> None:
     known = tokenizer(words)
     text, word, ended = banned_tokens(known)
-    assert torch.equal(text, classes_of(known).special)
+    assert torch.equal(text, classify_tokens(known).special)
     assert (text ^ ended).nonzero()[:, 0].tolist() == [known.eos_id]
     assert bool((word >= text).all()) and not bool(word.all())
