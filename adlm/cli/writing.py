@@ -40,7 +40,7 @@ class Request:
     top_p: options.TopP = 0.9
     top_k: options.TopK = None
     block: options.Block = None
-    option: options.Own = None
+    option: options.SamplerOptions = None
     batch: options.Batch = 16
     deterministic: options.Deterministic = False
     device: options.Device = "auto"
@@ -76,7 +76,7 @@ class Writer:
     def __init__(self, lm: LM, job: GenerationRequest, title: str) -> None:
         self.lm, self.job, self.title = lm, job, title
         self.rows: list[GeneratedRow] = []
-        self.stills: list[TrajectoryFrame] = []
+        self.frames: list[TrajectoryFrame] = []
         self.seconds = 0.0  # spent here, not on drawing or pauses
 
     def first(self, guesses: int) -> Iterator[TrajectoryFrame]:
@@ -90,11 +90,11 @@ class Writer:
             shot = next(shots, None)
             if shot is not None:
                 last = shot
-                self.stills.append(shot.still())
+                self.frames.append(shot.trajectory_frame())
             self.seconds += time.perf_counter() - began
             if shot is None:
                 break
-            yield self.stills[-1]
+            yield self.frames[-1]
         assert last is not None
         self.rows.append(GeneratedRow(alone.layouts[0], last.frame.tokens[0].tolist(), last.nfe[0]))
 
@@ -115,9 +115,9 @@ class Writer:
         """What stands in the holes of each text: put in their places, they make the text."""
         return [[text for text, is_given in row.pieces if not is_given] for row in self.rows]
 
-    def recording(self) -> Trajectory:
+    def build_trajectory(self) -> Trajectory:
         """The first text's way."""
-        return self.lm.recording(self.stills, self.job, title=self.title, seconds=self.seconds)
+        return self.lm.build_trajectory(self.frames, self.job, title=self.title, seconds=self.seconds)
 
 
 def answer(model: str | None, request: Request, **what: Any) -> None:
@@ -155,7 +155,7 @@ def hire(model: str | None, request: Request, what: dict[str, Any]) -> list[Writ
 
     lm = load(model or DEFAULT, device=request.device, deterministic=request.deterministic)
     own: dict[str, Any] = {"sampler": request.sampler, "steps": request.steps, "block": request.block}
-    own |= sampler_options(request.option or [])
+    own |= parse_sampler_options(request.option or [])
     asked = [(lm, own)]
     if request.beside is not None:
         asked = [(lm, fitting(lm, own)), second(request, lm, own)]
@@ -193,7 +193,7 @@ def fitting(lm: LM, own: dict[str, Any]) -> dict[str, Any]:
     return {} if lm.row_format.is_causal else own
 
 
-def sampler_options(given: Sequence[str]) -> dict[str, Any]:
+def parse_sampler_options(given: Sequence[str]) -> dict[str, Any]:
     """`--option name=value` as a sampler takes it: numbers, true and false."""
     from adlm.text.lm import LM
 
@@ -226,7 +226,7 @@ def write(writers: Sequence[Writer], request: Request) -> list[Trajectory]:
         if is_recorded and not is_watched:
             for stream in streams:
                 deque(stream, maxlen=0)  # the writer keeps what it yields
-        recordings = [writer.recording() for writer in writers] if is_recorded else []
+        recordings = [writer.build_trajectory() for writer in writers] if is_recorded else []
         for writer in writers:
             writer.rest()
     return recordings
@@ -279,13 +279,13 @@ def show(writers: Sequence[Writer], console: Console) -> None:
 def marked(row: GeneratedRow) -> Text:
     """A text in which what was given looks given and what was written new; without anything given, plain."""
     from adlm.trajectory import GIVEN, REVEALED
-    from adlm.view.colors import STYLES
-    from adlm.view.terminal import tame
+    from adlm.view.look import STATE_STYLES as STYLES
+    from adlm.view.terminal import escape_controls
 
     shown = Text()
     is_plain = not any(is_given and text for text, is_given in row.pieces)
     for text, is_given in row.pieces:
-        shown.append(tame(text), None if is_plain else STYLES[GIVEN if is_given else REVEALED])
+        shown.append(escape_controls(text), None if is_plain else STYLES[GIVEN if is_given else REVEALED])
     return shown
 
 

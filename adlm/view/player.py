@@ -1,4 +1,4 @@
-"""Recordings as one HTML file that plays them: no network, nothing beside it."""
+"""Writes trajectories as one self-contained HTML page that plays them."""
 
 from __future__ import annotations
 
@@ -18,121 +18,118 @@ from adlm.trajectory import STATES, TokenState, Trajectory
 TITLE = "From masks to text"
 
 
-def write_player(recordings: Sequence[Trajectory], path: Path, *, title: str = TITLE) -> Path:
-    """Write the page that plays the recordings, side by side where there are several, and return where it is."""
+def write_player(trajectories: Sequence[Trajectory], path: Path, *, title: str = TITLE) -> Path:
+    """Write the page that plays the trajectories next to each other, and return its path."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give the name of a file, such as {path / 'sample.html'}")
-    page = player_html(recordings, title)
+    page = render_player(trajectories, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", newline="\n")
     return path
 
 
-def player_html(recordings: Sequence[Trajectory], title: str = TITLE) -> str:
-    """The page: style, script and data in one text, under a policy that lets it run its own script and load nothing."""
-    if not recordings:
-        raise ValueError("there are no recordings: give at least one")
-    style, script = asset("player.css"), asset("player.js")
+def render_player(trajectories: Sequence[Trajectory], title: str = TITLE) -> str:
+    """Render the page; its content security policy allows its own script and style, and no loading."""
+    if not trajectories:
+        raise ValueError("there are 0 trajectories: give at least one")
+    style, script = read_asset("player.css"), read_asset("player.js")
     policy = (
-        f"default-src 'none'; img-src data:; style-src '{digest(style)}'; script-src '{digest(script)}'; "
+        f"default-src 'none'; img-src data:; style-src '{_hash_asset(style)}'; script-src '{_hash_asset(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
+    data = {"title": title, "states": STATES, "recordings": [_encode_trajectory(each) for each in trajectories]}
     parts = {
         # The parser reads &#…; in a title; a lone surrogate, which no file can hold, becomes a replacement character.
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode("ascii"),
         "policy": policy,
         "style": style,
         "script": script,
-        "data": as_json({"title": title, "states": STATES, "recordings": [encoded(each) for each in recordings]}),
+        "data": _encode_json(data),
     }
-    # One pass: what is put in is never searched for places to put something in.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("player.html"))
+    # One pass: what is inserted is never searched for placeholders.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], read_asset("player.html"))
 
 
-def encoded(recording: Trajectory) -> dict[str, Any]:
-    """A recording as numbers and one list of strings; a still holds the cells that differ from the still before.
+def _encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    """Encode a trajectory as numbers and one list of strings; a frame holds the tokens that changed.
 
-    A still is [step, nfe, cells]; cells are flat: for each, its distance from the cell named before it (the first:
-    from -1), 2 · state + is_anchor, its text, how many guesses, and for each guess its string and its thousandths.
+    A frame is [step, nfe, tokens]; tokens are flat: for each, its distance from the token named before it (the first:
+    from -1), 2 · state + is_anchor, its text, the number of guesses, and for each guess its string and its thousandths.
     """
-    check(recording)
+    _check_trajectory(trajectory)
     numbers: dict[str, int] = {}
 
     def number(string: str) -> int:
         return numbers.setdefault(string, len(numbers))
 
-    stills: list[list[Any]] = []
-    before: tuple[TokenState | None, ...] = (None,) * len(recording.stills[0].cells)
-    for still in recording.stills:
+    frames: list[list[Any]] = []
+    before: tuple[TokenState | None, ...] = (None,) * len(trajectory.frames[0].tokens)
+    for frame in trajectory.frames:
         flat: list[int] = []
         place = -1
-        for at, (cell, old) in enumerate(zip(still.cells, before, strict=True)):
-            if cell == old:
+        for at, (token, old) in enumerate(zip(frame.tokens, before, strict=True)):
+            if token == old:
                 continue
-            flat += [at - place, 2 * STATES.index(cell.state) + cell.is_anchor, number(cell.text), len(cell.guesses)]
-            flat += [value for guess, p in cell.guesses for value in (number(guess), round(1000 * p))]
+            flat += [at - place, 2 * STATES.index(token.state) + token.is_anchor, number(token.text)]
+            flat += [len(token.guesses), *(v for guess, p in token.guesses for v in (number(guess), round(1000 * p)))]
             place = at
-        stills.append([still.step, still.nfe, flat])
-        before = still.cells
+        frames.append([frame.step, frame.nfe, flat])
+        before = frame.tokens
+    settings = trajectory.settings.items()
     return {
-        "title": recording.title,
-        "seconds": round(recording.seconds, 3),
-        "guesser": recording.guesser,
-        "settings": [[str(name), shown(value)] for name, value in recording.settings.items()],
-        "cells": len(recording.stills[0].cells),
+        "title": trajectory.title,
+        "seconds": round(trajectory.seconds, 3),
+        "guesser": trajectory.guesser,
+        "settings": [
+            [str(name), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
+            for name, value in settings
+        ],
+        "cells": len(trajectory.frames[0].tokens),
         "strings": list(numbers),
-        "stills": stills,
+        "stills": frames,
     }
 
 
-def check(recording: Trajectory) -> None:
-    """Refuse what could not be played, or would be played as something else."""
-    name = f"recording {recording.title!r}"
-    if not recording.stills:
-        raise ValueError(f"{name} has no stills: record a text with at least one, the text before the first step")
-    if recording.text != recording.stills[-1].text:
+def _check_trajectory(trajectory: Trajectory) -> None:
+    """Raise an error for a trajectory that cannot be played."""
+    name = f"trajectory {trajectory.title!r}"
+    if not trajectory.frames:
+        raise ValueError(f"{name} has 0 frames: record at least one, the text before the first step")
+    if trajectory.text != trajectory.frames[-1].text:
         raise ValueError(
-            f"{name}: its text {excerpt(recording.text)} differs from its last still, "
-            f"{excerpt(recording.stills[-1].text)}: the last still must be the finished text"
+            f"{name}: its text {trajectory.text!r:.60} differs from its last frame, "
+            f"{trajectory.frames[-1].text!r:.60}: the last frame must be the finished text"
         )
-    if not (math.isfinite(recording.seconds) and recording.seconds >= 0):
-        raise ValueError(f"{name} took {recording.seconds} seconds: expected a finite number, 0 or more")
-    length = len(recording.stills[0].cells)
-    for still in recording.stills:
-        if len(still.cells) != length:
+    if not (math.isfinite(trajectory.seconds) and trajectory.seconds >= 0):
+        raise ValueError(f"{name} has {trajectory.seconds} seconds: expected a finite number, 0 or more")
+    length = len(trajectory.frames[0].tokens)
+    for frame in trajectory.frames:
+        if len(frame.tokens) != length:
             raise ValueError(
-                f"{name}: step {still.step} has {len(still.cells)} cells and the first still {length}: "
-                "every still must hold every position"
+                f"{name}: step {frame.step} has {len(frame.tokens)} tokens and the first frame {length}: "
+                "every frame must hold every position"
             )
-        for at, cell in enumerate(still.cells):
-            where = f"{name}: step {still.step}, position {at}"
-            if cell.state not in STATES:
-                raise ValueError(f"{where}: state {cell.state!r} is not one of {', '.join(STATES)}")
-            for guess, p in cell.guesses:
+        for at, token in enumerate(frame.tokens):
+            where = f"{name}: step {frame.step}, position {at}"
+            if token.state not in STATES:
+                raise ValueError(f"{where}: state {token.state!r} is unknown: expected one of {', '.join(STATES)}")
+            for guess, p in token.guesses:
                 if not 0 <= p < 1.0005:  # a sum in float32 may pass 1 by a little; NaN fails as well
                     raise ValueError(f"{where}: guess {guess!r} has probability {p}: expected one from 0 to 1")
 
 
-def excerpt(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:28]} … {text[-28:]}")
-
-
-def shown(value: object) -> str:
-    """A setting as a reader sees it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def as_json(value: object) -> str:
-    """JSON in ASCII that a script element can hold: no text in it can end the element or open a comment."""
+def _encode_json(value: object) -> str:
+    """Encode as ASCII JSON that a script element can hold: no text in it can end the element or open a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
+    """Read a file of the page's template, style or script."""
     return files("adlm.view").joinpath(name).read_text("utf-8")
 
 
-def digest(content: str) -> str:
-    """What a content security policy calls this style or script."""
+def _hash_asset(content: str) -> str:
+    """Return the source expression of a style or script in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode("ascii")

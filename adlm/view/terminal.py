@@ -1,4 +1,4 @@
-"""Denoising in a terminal: one text or several side by side, drawn again after every step."""
+"""Shows denoising in a terminal: one text or several next to each other, drawn again after every step."""
 
 from __future__ import annotations
 
@@ -17,61 +17,64 @@ from rich.table import Table
 from rich.text import Text
 
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, TrajectoryFrame
-from adlm.view.colors import ANCHOR, DONE, GUESSES, REST, STYLES, SURE, sureness
+from adlm.view import look
 
-# Three columns and a space: about what a token takes, so a text hardly grows while it appears.
+Frames = list[TrajectoryFrame]
+
+# Three columns and a space are about the width of a token, so a text hardly grows while it appears.
 BLOCKS = {HIDDEN: "░░░", REMASKED: "▒▒▒"}
-LEAST_WIDTH, MOST_WIDTH = 40, 104  # columns of a panel; with less, panels stand one above the other
-FRAME_ROWS = 4  # of a panel beside its text: border, counter, a rule below it, border
-REFRESH = 1 / 60  # seconds between two drawings at least: a fast sampler should not wait for its picture
+MIN_PANEL_WIDTH, MAX_PANEL_WIDTH = 40, 104  # columns; narrower panels are stacked
+PANEL_ROWS = 4  # of a panel without its text: border, counter, empty line, border
+MIN_REFRESH = 1 / 60  # seconds between two drawings: a fast sampler should not wait for them
 
-# Controls as their pictures; what has none, turns the writing direction or cannot be encoded as the replacement mark.
-STAND_INS = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
-STAND_INS |= dict.fromkeys([*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
-STAND_INS |= dict.fromkeys([0x061C, *range(0xD800, 0xE000)], 0xFFFD)
-del STAND_INS[0x0A]  # a newline is one
-
-
-def tame(text: str) -> str:
-    """The text with a visible stand-in for everything that would command the terminal; newlines stay."""
-    return text.translate(STAND_INS)
+# Control characters become their pictures; those without one, direction marks and surrogates the replacement character.
+CONTROLS = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
+CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+CONTROLS |= dict.fromkeys([0x061C, *range(0xD800, 0xE000)], 0xFFFD)
+del CONTROLS[0x0A]
 
 
-def draw_still(still: TrajectoryFrame, *, show_guesses: bool = True) -> Text:
-    """A text as it stands: hidden tokens as blocks or as the likeliest guess, everything else as it reads."""
+def escape_controls(text: str) -> str:
+    """Replace characters that would control the terminal by visible ones; newlines stay."""
+    return text.translate(CONTROLS)
+
+
+def draw_frame(frame: TrajectoryFrame, *, show_guesses: bool = True) -> Text:
+    """Draw a text: hidden tokens as blocks or as their likeliest guess, the others as they read."""
     drawn = Text()
-    for cell in still.cells:
-        shown, style = look(cell, show_guesses=show_guesses)
-        if cell.is_masked and shown == " " + BLOCKS[cell.state] and (not drawn or drawn.plain[-1].isspace()):
+    for token in frame.tokens:
+        shown, style = _style_token(token, show_guesses=show_guesses)
+        if token.is_masked and shown == " " + BLOCKS[token.state] and (not drawn or drawn.plain[-1].isspace()):
             shown = shown[1:]
         body = shown.strip()
         before, _, after = shown.partition(body) if body else (shown, "", "")
-        # Spaces and line ends are not styled: an underline would run on, a reversed line end fills the row.
+        # White space is not styled: an underline would extend into it, a reversed line end fills the row.
         drawn.append(before).append(body, style).append(after)
     return drawn
 
 
-def look(cell: TokenState, *, show_guesses: bool) -> tuple[str, Style]:
-    """What is written at a position, and how."""
-    style = STYLES[cell.state] + ANCHOR if cell.is_anchor else STYLES[cell.state]
-    if not cell.is_masked:
-        return tame(cell.text), style
-    if show_guesses and cell.guesses:
-        guess, probability = cell.guesses[0]
+def _style_token(token: TokenState, *, show_guesses: bool) -> tuple[str, Style]:
+    """Return the text at a position and its style."""
+    style = look.STATE_STYLES[token.state] + look.ANCHOR_STYLE if token.is_anchor else look.STATE_STYLES[token.state]
+    if not token.is_masked:
+        return escape_controls(token.text), style
+    if show_guesses and token.guesses:
+        guess, probability = token.guesses[0]
         if guess.strip(" "):
-            colored = style + GUESSES[sureness(probability)] if cell.state == HIDDEN else style
-            return tame(guess.replace("\n", "↵")), colored
-    return " " + BLOCKS[cell.state], style
+            colored = style + look.GUESS_STYLES[look.find_level(probability)] if token.state == HIDDEN else style
+            return escape_controls(guess.replace("\n", "↵")), colored
+    return " " + BLOCKS[token.state], style
 
 
-def draw_legend(width: int, *, show_guesses: bool = True) -> Text:
-    """What the looks mean, in as many lines of this width as it takes; no entry is torn."""
-    entries = [("░░░", STYLES[HIDDEN], "hidden"), ("new", STYLES[REVEALED], "just revealed")]
-    entries += [("▒▒▒", STYLES[REMASKED], "hidden again"), ("text", STYLES[GIVEN], "given"), ("word", ANCHOR, "anchor")]
-    parts = [Text.assemble((sample, style), (f" {name}", "dim")) for sample, style, name in entries]
+def _draw_legend(width: int, *, show_guesses: bool) -> Text:
+    """Draw the legend in lines of this width, without breaking an entry."""
+    entries = [("░░░", HIDDEN, "hidden"), ("new", REVEALED, "just revealed"), ("▒▒▒", REMASKED, "hidden again")]
+    styled = [(sample, look.STATE_STYLES[state], name) for sample, state, name in [*entries, ("text", GIVEN, "given")]]
+    styled.append(("word", look.ANCHOR_STYLE, "anchor"))
+    parts = [Text.assemble((sample, style), (f" {name}", "dim")) for sample, style, name in styled]
     if show_guesses:
-        levels = [f" <{SURE[0]:.0%}", *(f" ≥{level:.0%}" for level in SURE)]
-        scale = [(level, STYLES[HIDDEN] + style) for level, style in zip(levels, GUESSES)]
+        levels = [f" <{look.PROBABILITY_LEVELS[0]:.0%}", *(f" ≥{level:.0%}" for level in look.PROBABILITY_LEVELS)]
+        scale = [(level, look.STATE_STYLES[HIDDEN] + style) for level, style in zip(levels, look.GUESS_STYLES)]
         parts.append(Text.assemble(("guess", "dim"), *scale))
     legend, column = Text(), 0
     for part in parts:
@@ -81,83 +84,81 @@ def draw_legend(width: int, *, show_guesses: bool = True) -> Text:
     return legend
 
 
-def count_hidden(still: TrajectoryFrame) -> int:
-    """Tokens that are still to come."""
-    return sum(cell.is_masked for cell in still.cells)
+def count_hidden(frame: TrajectoryFrame) -> int:
+    """Count the hidden tokens."""
+    return sum(token.is_masked for token in frame.tokens)
 
 
-def say_step(still: TrajectoryFrame, steps: int | None) -> str:
-    return f"step {still.step}" if steps is None else f"step {still.step} of {steps}"
+def _format_step(frame: TrajectoryFrame, steps: int | None) -> str:
+    return f"step {frame.step}" if steps is None else f"step {frame.step} of {steps}"
 
 
 @dataclass
-class View:
+class DenoisingView:
     """Panels that a console can print; between frames they keep their height and the lines they show."""
 
-    stills: Sequence[TrajectoryFrame]
+    frames: Sequence[TrajectoryFrame]
     titles: Sequence[str]
     steps: Sequence[int | None]
     show_guesses: bool = True
-    height: int | None = None  # rows there are; without it nothing is cropped
+    height: int | None = None  # rows available; without it nothing is cropped
     tops: dict[int, int] = field(default_factory=dict)  # the first line that a cropped panel shows
     rows: dict[int, int] = field(default_factory=dict)  # of the tallest text so far
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        count, width = len(self.stills), options.max_width
-        is_beside = (width + 1) // count > LEAST_WIDTH
-        each = min(MOST_WIDTH, (width + 1) // count - 1 if is_beside else width)
-        legend = Padding(draw_legend(width - 4, show_guesses=self.show_guesses), (0, 2))
+        count, width = len(self.frames), options.max_width
+        is_row = (width + 1) // count > MIN_PANEL_WIDTH
+        panel_width = min(MAX_PANEL_WIDTH, (width + 1) // count - 1 if is_row else width)
+        legend = Padding(_draw_legend(width - 4, show_guesses=self.show_guesses), (0, 2))
         room = None
         if self.height is not None:
             free = self.height - len(console.render_lines(legend, options))
-            room = max(1, (free if is_beside else free // count) - FRAME_ROWS)
-        texts = [self.lines(i, console, max(1, each - 4), room) for i in range(count)]
+            room = max(1, (free if is_row else free // count) - PANEL_ROWS)
+        texts = [self._wrap_text(i, console, max(1, panel_width - 4), room) for i in range(count)]
         tallest = max(map(len, texts))
-        panels = [self.panel(i, lines, tallest if is_beside else len(lines)) for i, lines in enumerate(texts)]
+        panels = [self._draw_panel(i, lines, tallest if is_row else len(lines)) for i, lines in enumerate(texts)]
         grid = Table.grid(padding=(0, 1, 0, 0))
-        for _ in panels if is_beside else panels[:1]:
-            grid.add_column(width=each)
-        for row in [panels] if is_beside else [[panel] for panel in panels]:
+        for _ in panels if is_row else panels[:1]:
+            grid.add_column(width=panel_width)
+        for row in [panels] if is_row else [[panel] for panel in panels]:
             grid.add_row(*row)
         yield grid
         yield legend
 
-    def lines(self, i: int, console: Console, width: int, room: int | None) -> list[Text]:
-        """A text in lines, as many as there is room for and no fewer than there were."""
-        drawn = draw_still(self.stills[i], show_guesses=self.show_guesses)
+    def _wrap_text(self, i: int, console: Console, width: int, room: int | None) -> list[Text]:
+        """Break a text into lines, at most as many as there is room for and no fewer than before."""
+        drawn = draw_frame(self.frames[i], show_guesses=self.show_guesses)
         lines = list(drawn.wrap(console, width, overflow="fold"))
         if room is not None and len(lines) > room:
             shown = max(1, room - 1)
-            top = self.tops[i] = find_top(lines, self.tops.get(i, 0), shown)
+            top = self.tops[i] = _find_top(lines, self.tops.get(i, 0), shown)
             note = Text(f"⋯ lines {top + 1}–{top + shown} of {len(lines)}", "dim", no_wrap=True, overflow="ellipsis")
             lines = [*lines[top : top + shown], *[note][: room - shown]]
         floor = self.rows[i] = min(max(len(lines), self.rows.get(i, 0)), room or len(lines) + self.rows.get(i, 0))
         return lines + [Text()] * (floor - len(lines))
 
-    def panel(self, i: int, lines: list[Text], rows: int) -> Panel:
-        """A text with its title, how far it has come and what it has cost."""
-        still, steps = self.stills[i], self.steps[i]
+    def _draw_panel(self, i: int, lines: list[Text], rows: int) -> Panel:
+        """Draw a text with its title, step, NFE and number of hidden tokens."""
+        frame, steps = self.frames[i], self.steps[i]
         counter = Table.grid(expand=True, padding=(0, 1, 0, 0))
         counter.add_column(no_wrap=True)
         counter.add_column(ratio=1)
-        bar = ProgressBar(steps, still.step, style=REST, complete_style=DONE, finished_style=DONE) if steps else ""
-        counter.add_row(say_step(still, steps), bar)
-        told = Text(f"NFE {still.nfe} · {count_hidden(still)} of {len(still.cells)} hidden", "not dim")
-        title = Text(tame(self.titles[i].replace("\n", " ")), "bold not dim")
+        done = look.BAR_DONE
+        bar = ProgressBar(steps, frame.step, style=look.BAR_REST, complete_style=done, finished_style=done)
+        counter.add_row(_format_step(frame, steps), bar if steps else "")
+        counts = Text(f"NFE {frame.nfe} · {count_hidden(frame)} of {len(frame.tokens)} hidden", "not dim")
+        title = Text(escape_controls(self.titles[i].replace("\n", " ")), "bold not dim")
         body = Group(counter, Text(), *lines, *[Text()] * (rows - len(lines)))
-        return Panel(
-            body,
-            box.ROUNDED,
-            title=title,
-            title_align="left",
-            subtitle=told,
-            subtitle_align="right",
-            border_style="dim",
-        )
+        ends = {"title": title, "title_align": "left", "subtitle": counts, "subtitle_align": "right"}
+        return Panel(body, box.ROUNDED, border_style="dim", **ends)  # type: ignore[arg-type]
 
 
-def find_top(lines: Sequence[Text], top: int, room: int) -> int:
-    """The first of `room` lines to show: as before while something is to come there, else where it is."""
+def _find_top(lines: Sequence[Text], top: int, room: int) -> int:
+    """Return the first of `room` lines to show: as before while a token changes there, else near the next change."""
+
+    def is_busy(style: str | Style) -> bool:  # the style of a token that is hidden or has just changed
+        return isinstance(style, Style) and bool(style.dim or style.reverse or style.bold)
+
     last = len(lines) - room
     top = min(top, last)
     busy = [i for i, line in enumerate(lines) if any(is_busy(span.style) for span in line.spans)]
@@ -167,29 +168,24 @@ def find_top(lines: Sequence[Text], top: int, room: int) -> int:
     return min(max(0, nearest - 1), last)
 
 
-def is_busy(style: str | Style) -> bool:
-    """Whether this is the look of a token that is hidden or has just changed."""
-    return isinstance(style, Style) and bool(style.dim or style.reverse or style.bold)
-
-
 def draw_panels(
-    stills: Sequence[TrajectoryFrame],
+    frames: Sequence[TrajectoryFrame],
     titles: Sequence[str],
     *,
     steps: Sequence[int | None],
     show_guesses: bool = True,
     height: int | None = None,
 ) -> RenderableType:
-    """A panel for each text, side by side where the terminal is wide enough, and a legend; at most `height` rows."""
-    check(len(stills), "still", titles, steps)
-    return View(stills, titles, steps, show_guesses, height)
+    """Draw a panel for each text, in a row where the terminal is wide enough, and a legend; at most `height` rows."""
+    _check_lengths(len(frames), "frame", titles, steps)
+    return DenoisingView(frames, titles, steps, show_guesses, height)
 
 
-def check(count: int, what: str, titles: Sequence[str], steps: Sequence[int | None]) -> None:
+def _check_lengths(count: int, kind: str, titles: Sequence[str], steps: Sequence[int | None]) -> None:
     if count == 0:
-        raise ValueError(f"there is nothing to draw: give at least one {what}")
+        raise ValueError(f"there are 0 {kind}s: give at least one {kind}")
     if len(titles) != count or len(steps) != count:
-        raise ValueError(f"{what}s: {count}, titles: {len(titles)}, steps: {len(steps)}; give as many of each")
+        raise ValueError(f"{kind}s: {count}, titles: {len(titles)}, steps: {len(steps)}; give as many of each")
 
 
 def watch(
@@ -200,82 +196,73 @@ def watch(
     steps: Sequence[int | None],
     pause: float = 0.0,
     show_guesses: bool = True,
-) -> list[list[TrajectoryFrame]]:
-    """Draw the streams as they come, one still of each at a time, and return all stills of every stream.
+) -> list[Frames]:
+    """Draw the streams as they arrive, a frame of each at a time, and return the frames of every stream.
 
-    The last picture stays, whole. What is no terminal gets a few stills as plain lines.
+    The last drawing stays. Without a terminal, a few frames are printed as plain text.
     """
-    check(len(streams), "stream", titles, steps)
-    seen: list[list[TrajectoryFrame]] = [[] for _ in streams]
+    _check_lengths(len(streams), "stream", titles, steps)
+    seen: list[Frames] = [[] for _ in streams]
+    view = DenoisingView([], titles, steps, show_guesses)
     if console.is_terminal and not console.is_dumb_terminal:
-        draw_live(streams, seen, View([], titles, steps, show_guesses), console, pause)
+        _draw_live(_advance(streams, seen), seen, view, console, pause)
     else:
-        print_some(streams, seen, titles, steps, console)
+        _print_some(_advance(streams, seen), seen, view, console)
     return seen
 
 
-def advance(streams: Sequence[Iterator[TrajectoryFrame]], seen: Sequence[list[TrajectoryFrame]]) -> Iterator[list[int]]:
-    """Add a still of every stream to what was seen; yields which streams had one, until none has."""
+def _advance(streams: Sequence[Iterator[TrajectoryFrame]], seen: list[Frames]) -> Iterator[list[int]]:
+    """Append a frame of every stream to `seen`; yield which streams had one, until none has."""
     while True:
-        brought = []
+        advanced = []
         for i, stream in enumerate(streams):
-            still = next(stream, None)
-            if still is not None:
-                seen[i].append(still)
-                brought.append(i)
-        if empty := [i for i, stills in enumerate(seen, 1) if not stills]:
-            raise ValueError(f"stream {empty[0]} of {len(seen)} ended before its first still: is it used up?")
-        if not brought:
+            frame = next(stream, None)
+            if frame is not None:
+                seen[i].append(frame)
+                advanced.append(i)
+        if empty := [i for i, frames in enumerate(seen, 1) if not frames]:
+            raise ValueError(f"stream {empty[0]} of {len(seen)} ended before its first frame: give a fresh iterator")
+        if not advanced:
             return
-        yield brought
+        yield advanced
 
 
-def draw_live(
-    streams: Sequence[Iterator[TrajectoryFrame]],
-    seen: Sequence[list[TrajectoryFrame]],
-    view: View,
-    console: Console,
-    pause: float,
+def _draw_live(
+    rounds: Iterator[list[int]], seen: list[Frames], view: DenoisingView, console: Console, pause: float
 ) -> None:
-    """The live view; however it ends, the cursor is back and the last picture is there."""
-    drawn = -REFRESH
+    """Draw the live view; however it ends, the cursor is restored and the last drawing stays."""
+    drawn = -MIN_REFRESH
     try:
         with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
-            for _ in advance(streams, seen):
-                if time.monotonic() - drawn >= REFRESH:
+            for _ in rounds:
+                if time.monotonic() - drawn >= MIN_REFRESH:
                     drawn = time.monotonic()
-                    view.stills, view.height = [stills[-1] for stills in seen], console.height - 1
+                    view.frames, view.height = [frames[-1] for frames in seen], console.height - 1
                     live.update(view, refresh=True)
                 time.sleep(pause)
     finally:
         if all(seen):
-            last = [stills[-1] for stills in seen]
-            console.print(View(last, view.titles, view.steps, view.show_guesses))
+            last = [frames[-1] for frames in seen]
+            console.print(DenoisingView(last, view.titles, view.steps, view.show_guesses))
 
 
-def print_some(
-    streams: Sequence[Iterator[TrajectoryFrame]],
-    seen: Sequence[list[TrajectoryFrame]],
-    titles: Sequence[str],
-    steps: Sequence[int | None],
-    console: Console,
-) -> None:
-    """Each text when a quarter of it stands, when half does, and at its end; no guesses: only a style marks them."""
+def _print_some(rounds: Iterator[list[int]], seen: list[Frames], view: DenoisingView, console: Console) -> None:
+    """Print each text when a quarter of it is visible, when half is, and at its end; without guesses."""
 
     def show(i: int) -> None:
-        still = seen[i][-1]
-        told = f"NFE {still.nfe}, {count_hidden(still)} of {len(still.cells)} hidden"
-        line = f"{tame(titles[i])}: {say_step(still, steps[i])}, {told}"
+        frame = seen[i][-1]
+        counts = f"NFE {frame.nfe}, {count_hidden(frame)} of {len(frame.tokens)} hidden"
+        line = f"{escape_controls(view.titles[i])}: {_format_step(frame, view.steps[i])}, {counts}"
         console.print(line, style="bold", markup=False, highlight=False, soft_wrap=True)
-        console.print(draw_still(still, show_guesses=False), soft_wrap=True)
+        console.print(draw_frame(frame, show_guesses=False), soft_wrap=True)
 
-    due = [[0.75, 0.5] for _ in streams]  # shares of what was hidden at first
-    for brought in advance(streams, seen):
-        for i in brought:
+    due = [[0.75, 0.5] for _ in seen]  # shares of the tokens hidden at first
+    for advanced in rounds:
+        for i in advanced:
             hidden, at_first = count_hidden(seen[i][-1]), count_hidden(seen[i][0])
             reached = [share for share in due[i] if 0 < hidden <= share * at_first]
             due[i] = [share for share in due[i] if share not in reached]
             if reached:
                 show(i)
-    for i in range(len(streams)):
+    for i in range(len(seen)):
         show(i)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adlm.trajectory import STATES, TokenState, Trajectory, TrajectoryFrame
-from adlm.view.player import TITLE, player_html, write_player
+from adlm.view.player import TITLE, render_player, write_player
 
 PROSE = (
     "The harbour was quiet when the surveyor came down from the lighthouse. She had counted the lamps twice, once for "
@@ -97,7 +97,7 @@ def units(text: str) -> bytes:
 
 def rounded(still: TrajectoryFrame) -> tuple[object, ...]:
     cells = [
-        (units(c.text), c.state, [(units(g), round(1000 * p)) for g, p in c.guesses], c.is_anchor) for c in still.cells
+        (units(c.text), c.state, [(units(g), round(1000 * p)) for g, p in c.guesses], c.is_anchor) for c in still.tokens
     ]
     return still.step, still.nfe, cells
 
@@ -122,11 +122,11 @@ def recordings(draw: st.DrawFn) -> Trajectory:
 @given(st.lists(recordings(), min_size=1, max_size=3), TEXTS)
 @settings(deadline=None)
 def test_every_still_comes_back(made: list[Trajectory], title: str) -> None:
-    data = data_in(player_html(made, title))
+    data = data_in(render_player(made, title))
     assert units(data["title"]) == units(title) and data["states"] == list(STATES)
     assert len(data["recordings"]) == len(made)
     for found, recording in zip(data["recordings"], made):
-        assert [rounded(still) for still in decoded(found)] == [rounded(still) for still in recording.stills]
+        assert [rounded(still) for still in decoded(found)] == [rounded(still) for still in recording.frames]
         assert units(found["title"]) == units(recording.title)
         assert units(found["guesser"]) == units(recording.guesser)
         assert found["seconds"] == pytest.approx(recording.seconds, abs=1e-3)
@@ -136,7 +136,7 @@ def test_a_still_holds_what_changed() -> None:
     same = tuple(TokenState(token, "given") for token in (" a", " b", " c"))
     changed = (same[0], TokenState(" d", "given"), same[2])
     stills = (TrajectoryFrame(0, 0, same), TrajectoryFrame(1, 1, same), TrajectoryFrame(2, 2, changed))
-    found = data_in(player_html([Trajectory("t", " a d c", stills)]))["recordings"][0]
+    found = data_in(render_player([Trajectory("t", " a d c", stills)]))["recordings"][0]
     assert [still[:2] for still in found["stills"]] == [[0, 0], [1, 1], [2, 2]]
     assert found["stills"][1][2] == [] and found["stills"][2][2][0] == 2  # the second cell: two after -1
     assert found["strings"] == [" a", " b", " c", " d"]
@@ -189,7 +189,7 @@ def nasty() -> Trajectory:
 
 def test_no_text_breaks_out(tmp_path: Path) -> None:
     page = write_player([nasty()], tmp_path / "a.html", title=NASTY).read_text("utf-8")
-    harmless = player_html([Trajectory("t", "x", (TrajectoryFrame(0, 0, (TokenState("x", "given"),)),))], "t")
+    harmless = render_player([Trajectory("t", "x", (TrajectoryFrame(0, 0, (TokenState("x", "given"),)),))], "t")
     assert [tag for tag, _ in elements(page).tags] == [tag for tag, _ in elements(harmless).tags]
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data and data[1].isascii() and not set("<>&") & set(data[1])
@@ -199,7 +199,7 @@ def test_no_text_breaks_out(tmp_path: Path) -> None:
 
 
 def test_the_page_loads_nothing_and_may_run_its_own_script_only() -> None:
-    found = elements(player_html([simulated(steps=3)]))
+    found = elements(render_player([simulated(steps=3)]))
     for tag, attributes in found.tags:
         assert tag not in ("img", "iframe", "object", "embed", "base", "form"), tag
         for name, value in attributes.items():
@@ -223,8 +223,8 @@ def test_title_and_parents(tmp_path: Path) -> None:
     assert path == tmp_path / "not" / "there" / "a.html"
     page = path.read_text("utf-8")
     assert html.unescape("".join(elements(page).texts["title"])) == "Müll & <Co>"
-    assert page == player_html([recording], "Müll & <Co>")  # the same recording, the same page
-    assert f"<title>{TITLE}</title>" in player_html([recording])
+    assert page == render_player([recording], "Müll & <Co>")  # the same recording, the same page
+    assert f"<title>{TITLE}</title>" in render_player([recording])
 
 
 def still(*cells: TokenState, step: int = 0) -> TrajectoryFrame:
@@ -234,23 +234,23 @@ def still(*cells: TokenState, step: int = 0) -> TrajectoryFrame:
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        ([], "no recordings: give at least one"),
-        ([Trajectory("empty", "", ())], "'empty' has no stills"),
-        ([Trajectory("a", "abc", (still(TokenState("abd", "given")),))], "'abc' differs from its last still, 'abd'"),
+        ([], "there are 0 trajectories: give at least one"),
+        ([Trajectory("empty", "", ())], "'empty' has 0 frames"),
+        ([Trajectory("a", "abc", (still(TokenState("abd", "given")),))], "'abc' differs from its last frame, 'abd'"),
         (
             [Trajectory("a", "x", (still(), still(TokenState("x", "given"), step=1)))],
-            "step 1 has 1 cells and the first still 0",
+            "step 1 has 1 tokens and the first frame 0",
         ),
         (
             [Trajectory("a", "x", (still(TokenState("x", "seen")),))],
-            "position 0: state 'seen' is not one of hidden, remasked",
+            "position 0: state 'seen' is unknown: expected one of hidden, remasked",
         ),
         (
             [Trajectory("a", "", (still(TokenState("", "hidden", (("x", 1.2),))),))],
             "guess 'x' has probability 1.2: expected one from 0 to 1",
         ),
         ([Trajectory("a", "", (still(TokenState("", "hidden", (("x", float("nan")),))),))], "probability nan"),
-        ([Trajectory("a", "", (still(),), float("inf"))], "took inf seconds"),
+        ([Trajectory("a", "", (still(),), float("inf"))], "has inf seconds"),
     ],
 )
 def test_errors_name_the_value_and_the_expectation(made: list[Trajectory], told: str, tmp_path: Path) -> None:

@@ -155,9 +155,9 @@ def test_every_still_reads_as_it_was_recorded(page: Page) -> None:
     page.open(*both)
     for tick in range(13):
         page.scrub(tick)
-        shown = [recording.stills[tick] for recording in both]
+        shown = [recording.frames[tick] for recording in both]
         assert page.texts() == [units(still.text) for still in shown]
-        assert page.states() == [cell.state for still in shown for cell in still.cells]
+        assert page.states() == [cell.state for still in shown for cell in still.tokens]
     assert page.texts() == [units(recording.text) for recording in both]
 
 

@@ -15,8 +15,8 @@ from rich.console import Console, RenderableType
 from rich.segment import Segment
 
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
-from adlm.view.colors import SURE
-from adlm.view.terminal import BLOCKS, View, draw_panels, draw_still, tame, watch
+from adlm.view.look import PROBABILITY_LEVELS
+from adlm.view.terminal import BLOCKS, DenoisingView, draw_frame, draw_panels, escape_controls, watch
 
 PARAGRAPH = (
     "When the harbour froze, the ferrymen carried their boats up the hill and slept beneath them. By the second week "
@@ -86,8 +86,8 @@ def only(text: str, state: str = VISIBLE, **how: Any) -> TrajectoryFrame:
 
 def test_what_stands_is_what_is_read() -> None:
     recording = record()
-    assert draw_still(recording.stills[-1]).plain == recording.text
-    assert draw_still(recording.stills[-1], show_guesses=False).plain == PARAGRAPH
+    assert draw_frame(recording.frames[-1]).plain == recording.text
+    assert draw_frame(recording.frames[-1], show_guesses=False).plain == PARAGRAPH
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["C", "Zl", "Zp"], include_characters="\n"))))
@@ -95,7 +95,7 @@ def test_text_of_any_script_is_not_altered(texts: list[str]) -> None:
     still = TrajectoryFrame(
         0, 0, tuple(TokenState(text, STATES[2 + i % 3], is_anchor=i % 2 == 0) for i, text in enumerate(texts))
     )
-    assert draw_still(still).plain == still.text
+    assert draw_frame(still).plain == still.text
 
 
 @given(st.text(st.characters()), st.sampled_from(STATES))
@@ -112,9 +112,9 @@ def test_no_control_reaches_the_terminal(text: str, state: str) -> None:
 
 
 def test_stand_ins_are_seen() -> None:
-    assert tame("a\x1b[31mb\rc\x00\x7f\td") == "a␛[31mb␍c␀␡␉d"
-    assert tame("\x9b31m\u202e") == "�31m�"
-    assert tame("naïve — 中\n") == "naïve — 中\n"
+    assert escape_controls("a\x1b[31mb\rc\x00\x7f\td") == "a␛[31mb␍c␀␡␉d"
+    assert escape_controls("\x9b31m\u202e") == "�31m�"
+    assert escape_controls("naïve — 中\n") == "naïve — 中\n"
 
 
 @pytest.mark.parametrize("show_guesses", [True, False])
@@ -124,7 +124,7 @@ def test_every_state_has_its_own_look_without_color(show_guesses: bool) -> None:
     for state, is_anchor in product(STATES, (False, True)):
         text = "" if state in (HIDDEN, REMASKED) else "word"
         still = only(text, state, guesses=(("word", 0.9),), is_anchor=is_anchor)
-        first = segments(draw_still(still, show_guesses=show_guesses), console)[0]
+        first = segments(draw_frame(still, show_guesses=show_guesses), console)[0]
         assert first.style is None or first.style.color is None
         looks[state, is_anchor] = str(first.style or "none")
     assert len(set(looks.values())) == 2 * len(STATES), looks
@@ -132,43 +132,43 @@ def test_every_state_has_its_own_look_without_color(show_guesses: bool) -> None:
 
 def test_states_differ_in_color_too_and_guesses_by_how_sure_they_are() -> None:
     console = terminal()
-    sure = [0.0, *SURE]
+    sure = [0.0, *PROBABILITY_LEVELS]
     stills = [only("", HIDDEN, guesses=((" word", p),)) for p in sure]
-    styles = [segments(draw_still(still), console)[1].style for still in stills]
+    styles = [segments(draw_frame(still), console)[1].style for still in stills]
     assert len({style.color for style in styles if style}) == len(sure)
-    just_below = only("", HIDDEN, guesses=((" word", SURE[0] - 1e-6),))
-    assert segments(draw_still(just_below), console)[1].style == styles[0]
+    just_below = only("", HIDDEN, guesses=((" word", PROBABILITY_LEVELS[0] - 1e-6),))
+    assert segments(draw_frame(just_below), console)[1].style == styles[0]
 
 
 def test_a_hidden_token_is_a_block_or_its_likeliest_guess() -> None:
     still = TrajectoryFrame(
         1, 1, (TokenState("It", GIVEN), TokenState("", HIDDEN, ((" was", 0.7), (" is", 0.2))), TokenState("", REMASKED))
     )
-    assert draw_still(still, show_guesses=False).plain == f"It {BLOCKS[HIDDEN]} {BLOCKS[REMASKED]}"
-    assert draw_still(still).plain == f"It was {BLOCKS[REMASKED]}"
-    assert draw_still(only("", HIDDEN, guesses=(("\n\n", 0.9),))).plain == "↵↵"  # a guess breaks no line
+    assert draw_frame(still, show_guesses=False).plain == f"It {BLOCKS[HIDDEN]} {BLOCKS[REMASKED]}"
+    assert draw_frame(still).plain == f"It was {BLOCKS[REMASKED]}"
+    assert draw_frame(only("", HIDDEN, guesses=(("\n\n", 0.9),))).plain == "↵↵"  # a guess breaks no line
     for nothing in ("", " "):  # what could not be seen
-        assert draw_still(only("", HIDDEN, guesses=((nothing, 0.9),))).plain == BLOCKS[HIDDEN]
+        assert draw_frame(only("", HIDDEN, guesses=((nothing, 0.9),))).plain == BLOCKS[HIDDEN]
 
 
 def test_only_letters_are_underlined() -> None:
-    spans = draw_still(only(" anchor\n", is_anchor=True)).spans
+    spans = draw_frame(only(" anchor\n", is_anchor=True)).spans
     assert [(span.start, span.end) for span in spans] == [(1, 7)]
 
 
 @pytest.mark.parametrize("number", [0, 12, 40, 64])
 def test_counters_are_right(number: int) -> None:
-    still = record().stills[number]
-    hidden = sum(cell.state in (HIDDEN, REMASKED) for cell in still.cells)
+    still = record().frames[number]
+    hidden = sum(cell.state in (HIDDEN, REMASKED) for cell in still.tokens)
     drawn = "\n".join(lines_of(draw_panels([still], ["loop"], steps=[64]), terminal()))
-    assert f" step {number} of 64 " in drawn and f" NFE {number} · {hidden} of {len(still.cells)} hidden " in drawn
+    assert f" step {number} of 64 " in drawn and f" NFE {number} · {hidden} of {len(still.tokens)} hidden " in drawn
     assert abs(drawn.count("━") / 80 - 1) < 0.2  # a bar, all of it
     alone = "\n".join(lines_of(draw_panels([still], ["loop"], steps=[None]), terminal()))
     assert f" step {number} " in alone and "of 64" not in alone and "━" not in alone
 
 
 def test_two_panels_stand_side_by_side_where_there_is_room() -> None:
-    stills = [record().stills[40], record(seed=1).stills[40]]
+    stills = [record().frames[40], record(seed=1).frames[40]]
     drawn = draw_panels(stills, ["left", "right"], steps=[64, 64])
     wide, narrow = (lines_of(drawn, terminal(width=width)) for width in (81, 80))
     assert "left" in wide[0] and "right" in wide[0]
@@ -192,15 +192,15 @@ def test_a_legend_tears_no_entry() -> None:
 def test_a_view_never_outgrows_the_screen_and_shows_where_things_happen(width: int, height: int, count: int) -> None:
     recordings = [record(PARAGRAPH * 3, steps=20), record(PARAGRAPH, steps=20)][:count]
     console = terminal(width=width, height=height)
-    view = View([], ["long", "short"][:count], [20, 20][:count], show_guesses=False, height=height)
+    view = DenoisingView([], ["long", "short"][:count], [20, 20][:count], show_guesses=False, height=height)
     heights = []
-    for stills in zip(*(recording.stills for recording in recordings)):
-        view.stills = stills
+    for stills in zip(*(recording.frames for recording in recordings)):
+        view.frames = stills
         lines = lines_of(view, console)
         heights.append(len(lines))
         drawn = "\n".join(line for line in lines if "│" in line)  # the legend has blocks too
         assert re.search(r"⋯ lines \d+–\d+ of \d+", drawn)  # the long one is cropped, and says so
-        if count == 1 and any(cell.is_masked for cell in stills[0].cells):
+        if count == 1 and any(cell.is_masked for cell in stills[0].tokens):
             assert "░" in drawn or "▒" in drawn
     assert max(heights) <= height
     assert heights == sorted(heights)  # no frame is lower than the one before
@@ -208,10 +208,10 @@ def test_a_view_never_outgrows_the_screen_and_shows_where_things_happen(width: i
 
 def test_the_window_follows_a_text_that_is_written_from_left_to_right() -> None:
     words = [f" word{i}" for i in range(400)]
-    view, console, tops = View([], ["t"], [400], height=12), terminal(width=60), []
+    view, console, tops = DenoisingView([], ["t"], [400], height=12), terminal(width=60), []
     for step in range(0, 400, 7):
         cells = [TokenState(word, VISIBLE) if i < step else TokenState("", HIDDEN) for i, word in enumerate(words)]
-        view.stills = [TrajectoryFrame(step, step, tuple(cells))]
+        view.frames = [TrajectoryFrame(step, step, tuple(cells))]
         drawn = "\n".join(line for line in lines_of(view, console) if "│" in line)
         assert "░" in drawn and (step == 0 or words[step - 1] in drawn)
         tops.append(view.tops[0])
@@ -220,14 +220,14 @@ def test_the_window_follows_a_text_that_is_written_from_left_to_right() -> None:
 
 def streams() -> tuple[list[Trajectory], list[Iterator[TrajectoryFrame]]]:
     recordings = [record(steps=12), record(steps=5, seed=1, title="quick")]
-    return recordings, [iter(recording.stills) for recording in recordings]
+    return recordings, [iter(recording.frames) for recording in recordings]
 
 
 @pytest.mark.parametrize("console", [terminal(), terminal(width=50, height=10), terminal(no_color=True)])
 def test_watching_returns_every_still_and_leaves_the_terminal_in_order(console: Console) -> None:
     recordings, sources = streams()
     seen = watch(sources, ["loop", "quick"], console, steps=[12, None], pause=0.001)
-    assert [tuple(stills) for stills in seen] == [recording.stills for recording in recordings]
+    assert [tuple(stills) for stills in seen] == [recording.frames for recording in recordings]
     out = written(console)
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is back
     rest = SGR.sub("", out[out.index("\x1b[?25h") :])
@@ -239,26 +239,26 @@ def test_a_pipe_gets_a_few_plain_stills() -> None:
     recordings, sources = streams()
     console = terminal(force_terminal=False, color_system="auto", width=40)
     seen = watch(sources, ["loop", "quick"], console, steps=[12, None], pause=9.0)  # nobody looks: no pause
-    assert [tuple(stills) for stills in seen] == [recording.stills for recording in recordings]
+    assert [tuple(stills) for stills in seen] == [recording.frames for recording in recordings]
     out = written(console)
     assert "\x1b" not in out
     heads = re.findall(r"^(loop|quick): step (\d+)(?: of 12)?, NFE (\d+), (\d+) of \d+ hidden$", out, re.M)
     for title in ("loop", "quick"):
         left = [int(hidden) for name, _, _, hidden in heads if name == title]
-        at_first = sum(cell.is_masked for cell in recordings[0].stills[0].cells)
+        at_first = sum(cell.is_masked for cell in recordings[0].frames[0].tokens)
         assert len(left) == 3 and left[0] <= 0.75 * at_first and 0 < left[1] <= 0.5 * at_first and left[2] == 0
     assert out.count(PARAGRAPH) == 2  # not folded: a pipe has no width
 
 
 def test_a_dumb_terminal_is_a_pipe() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"})
-    watch([iter(record(steps=3).stills)], ["t"], console, steps=[3])
+    watch([iter(record(steps=3).frames)], ["t"], console, steps=[3])
     assert "\x1b[?25l" not in written(console)
 
 
 def test_an_interrupt_is_passed_on_after_the_cursor_is_back() -> None:
     def interrupted() -> Iterator[TrajectoryFrame]:
-        yield from record().stills[:9]
+        yield from record().frames[:9]
         raise KeyboardInterrupt
 
     console = terminal()
@@ -271,11 +271,11 @@ def test_an_interrupt_is_passed_on_after_the_cursor_is_back() -> None:
 
 def test_errors_say_what_is_missing() -> None:
     still = only("x")
-    with pytest.raises(ValueError, match="at least one still"):
+    with pytest.raises(ValueError, match="at least one frame"):
         draw_panels([], [], steps=[])
-    with pytest.raises(ValueError, match="stills: 1, titles: 2, steps: 1"):
+    with pytest.raises(ValueError, match="frames: 1, titles: 2, steps: 1"):
         draw_panels([still], ["a", "b"], steps=[1])
     with pytest.raises(ValueError, match="at least one stream"):
         watch([], [], terminal(), steps=[])
-    with pytest.raises(ValueError, match="stream 2 of 2 ended before its first still"):
+    with pytest.raises(ValueError, match="stream 2 of 2 ended before its first frame"):
         watch([iter([still]), iter([])], ["a", "b"], terminal(), steps=[1, 1])
