@@ -35,7 +35,9 @@ def train_small() -> LanguageModel:
     process = ForwardProcess(VOCAB - 1, anchor_rule=every_token())
     for step in range(60):
         optimizer.zero_grad()
-        training_loss(model, corrupt(ROWS, process, CounterRng.from_seed(1, 24), step), anchor_weight=0.1).total.backward()
+        training_loss(
+            model, corrupt(ROWS, process, CounterRng.from_seed(1, 24), step), anchor_weight=0.1
+        ).total.backward()
         optimizer.step()
     return model.eval()
 
