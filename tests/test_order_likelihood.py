@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,15 @@ from torch import Tensor
 
 from adlm.data.batches import TensorRows, is_valid
 from adlm.diffusion.orders import Order, confidence, entropy_bounded, first_hitting, margin, next_positions
-from adlm.evaluate.likelihood import Walk, held_out_bound
-from adlm.evaluate.unmasking import ORDERS, SCORED, levelled, step_at, steps_of, unmasking_likelihood
+from adlm.likelihood import (
+    ORDERS,
+    SCORED_ORDERS,
+    count_steps,
+    estimate_nll,
+    estimate_order_nll,
+    merge_ties,
+    step_of_rank,
+)
 from adlm.models.language_model import LanguageModel
 from tests.world import TinyWorld, law_of, random_model
 
@@ -22,17 +30,9 @@ def texts(world: TinyWorld) -> Tensor:
     return world.states[world.texts]
 
 
-def nats(model: LanguageModel, rows: Tensor | TensorRows, order: str | Order | Tensor, **how: int) -> Tensor:
+def nats(model: LanguageModel, rows: Tensor | TensorRows, order: str | Order | Tensor, **how: Any) -> Tensor:
     """Each row's own."""
-    kept: list[Tensor] = []
-
-    def keep(sums: Tensor) -> Tensor:
-        kept.append(sums.clone())
-        return sums
-
-    marks = (how.pop("mark"),) if "mark" in how else ()
-    unmasking_likelihood(model, rows, order, walk=Walk(how.pop("batch", 32), marks=marks, total=keep), **how)
-    return kept[0][0]
+    return estimate_order_nll(model, rows, order, **how).row_nats
 
 
 def orders_of(length: int) -> list[str | Tensor]:
@@ -101,18 +101,18 @@ def test_a_random_order_is_a_bound_from_above(length: int) -> None:
     each = [nats(model, rows, torch.tensor(order)) for order in itertools.permutations(range(length))]
     expected, mixture = torch.stack(each).mean(0), -law_of(world, first_hitting())[world.texts].log()
     assert (expected >= mixture - 1e-5).all() and float((expected - mixture).max()) > 1e-3
-    bound = unmasking_likelihood(model, rows, "random", draws=400, walk=Walk(1000))
+    bound = estimate_order_nll(model, rows, "random", draws=400, batch=1000)
     assert bound.noise_stderr is not None and bound.draws == 400
     assert 0 < bound.noise_stderr < 0.02
     assert abs(bound.nll - float(expected.mean()) / length) < 4 * bound.noise_stderr
     assert bound.nll > float(mixture.mean()) / length
-    other = unmasking_likelihood(model, rows, "random", draws=400, seed=1, walk=Walk(1000))
+    other = estimate_order_nll(model, rows, "random", draws=400, seed=1, batch=1000)
     assert 0 < abs(other.nll - bound.nll) < 4 * math.sqrt(2) * bound.noise_stderr
 
 
 def test_the_error_over_permutations_is_their_spread() -> None:
     world = WORLDS[3]
-    bounds = [unmasking_likelihood(world.model, texts(world), "random", draws=8, seed=seed) for seed in range(40)]
+    bounds = [estimate_order_nll(world.model, texts(world), "random", draws=8, seed=seed) for seed in range(40)]
     spread = float(torch.tensor([bound.nll for bound in bounds]).std())
     errors = [bound.noise_stderr for bound in bounds]
     assert sum(error or 0 for error in errors) / len(errors) == pytest.approx(spread, rel=0.3)
@@ -120,16 +120,16 @@ def test_the_error_over_permutations_is_their_spread() -> None:
 
 def test_one_random_order_has_no_error_from_noise_and_an_exact_figure_has_none_at_all() -> None:
     world = WORLDS[2]
-    assert unmasking_likelihood(world.model, texts(world), "random").noise_stderr is None
-    assert unmasking_likelihood(world.model, texts(world), "confidence", draws=5).noise_stderr == 0
-    assert unmasking_likelihood(world.model, texts(world), "confidence", draws=5).draws == 1
+    assert estimate_order_nll(world.model, texts(world), "random").noise_stderr is None
+    assert estimate_order_nll(world.model, texts(world), "confidence", draws=5).noise_stderr == 0
+    assert estimate_order_nll(world.model, texts(world), "confidence", draws=5).draws == 1
 
 
 def test_all_at_once_is_the_bound_of_one_step() -> None:
     """Everything is hidden at time 1: nothing is left to choose."""
     world = WORLDS[3]
     rows = texts(world)
-    at_once = unmasking_likelihood(world.model, rows, "confidence", tokens_a_step=3)
+    at_once = estimate_order_nll(world.model, rows, "confidence", tokens_a_step=3)
     log_probs = world.log_probs()[1][world.number(world.start())]
     expected = -log_probs.expand(len(rows), -1, -1).gather(2, rows[..., None]).mean()
     assert at_once.nll == pytest.approx(float(expected), rel=1e-5)
@@ -139,8 +139,8 @@ def test_all_at_once_is_the_bound_of_one_step() -> None:
 @pytest.mark.parametrize("tokens_a_step", [1, 2, 3, 9])
 def test_steps_are_the_samplers(hidden: int, tokens_a_step: int) -> None:
     """Places that are known beforehand are revealed in steps of the sizes that `next_positions` gives."""
-    steps = int(steps_of(torch.tensor(hidden), tokens_a_step))
-    when = step_at(torch.arange(hidden), torch.tensor(hidden), torch.tensor(steps))
+    steps = int(count_steps(torch.tensor(hidden), tokens_a_step))
+    when = step_of_rank(torch.arange(hidden), torch.tensor(hidden), torch.tensor(steps))
     is_hidden, order = torch.arange(8)[None] < hidden, Order("", lambda logits: logits[:, 0], steps=max(steps, 1))
     for step in range(steps):
         chosen = next_positions(order, -torch.arange(8.0)[None], is_hidden, step)
@@ -176,9 +176,9 @@ def test_batch_padding_and_neighbours_change_nothing(order: str, tokens_a_step: 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_marks_are_given_and_not_counted(order: str) -> None:
-    bound = unmasking_likelihood(MODEL, padded(), order, walk=Walk(marks=(0, 1)))
+    bound = estimate_order_nll(MODEL, padded(), order, given_tokens=(0, 1))
     assert bound.tokens == int((LENGTHS - 2).sum())
-    everything = unmasking_likelihood(MODEL, padded(), order)
+    everything = estimate_order_nll(MODEL, padded(), order)
     assert everything.tokens == int(LENGTHS.sum())
     assert bound.nll * bound.tokens < everything.nll * everything.tokens
 
@@ -187,10 +187,10 @@ def test_rows_of_marks_alone_cost_nothing() -> None:
     rows = torch.tensor([[0, 5, 1], [0, 1, 1], [0, 1, 1], [0, 6, 1]])
     for order in ORDERS:
         some = nats(MODEL, rows, order, batch=1)
-        with_marks = [nats(MODEL, rows, order, batch=batch, mark=1)[1:3] for batch in (1, 4)]
+        with_marks = [nats(MODEL, rows, order, batch=batch, given_tokens=(1,))[1:3] for batch in (1, 4)]
         assert (some > 0).all()
         torch.testing.assert_close(with_marks[0], with_marks[1])
-    bound = unmasking_likelihood(MODEL, rows, "confidence", walk=Walk(1, marks=(0, 1)))
+    bound = estimate_order_nll(MODEL, rows, "confidence", batch=1, given_tokens=(0, 1))
     assert bound.tokens == 2
 
 
@@ -199,7 +199,7 @@ def test_the_first_score_wins_and_ties_go_to_the_left() -> None:
     model = LanguageModel(MODEL.config)  # its head is zero
     with torch.no_grad():
         model.head.bias.copy_(torch.linspace(0, 1, 20))
-    for order in SCORED:
+    for order in SCORED_ORDERS:
         assert torch.equal(nats(model, padded(), order), nats(model, padded(), order, batch=2))
         torch.testing.assert_close(nats(model, padded(), order), nats(model, padded(), "left_to_right"))
 
@@ -207,7 +207,7 @@ def test_the_first_score_wins_and_ties_go_to_the_left() -> None:
 def test_what_differs_by_rounding_is_equal() -> None:
     scores = torch.tensor([[0.5, 0.9, 0.9 + 1e-7, 0.9 - 1e-7, 0.2], [0.1, 0.4, 0.3, 0.2, 0.2 + 1e-5]]).double()
     is_hidden = torch.tensor([[True] * 5, [True, False, True, True, True]])
-    found = levelled(scores, is_hidden)
+    found = merge_ties(scores, is_hidden)
     assert found[0, 1] == found[0, 2] == found[0, 3] > found[0, 0] > found[0, 4]
     assert found[1, 2] > found[1, 4] > found[1, 3] > found[1, 0]
     chosen = next_positions(Order("", lambda logits: logits[:, 0]), found, is_hidden, 0)
@@ -224,8 +224,8 @@ def test_a_model_that_is_told_the_time_is_told_what_is_hidden() -> None:
 def test_a_random_order_is_the_nelbo_in_expectation() -> None:
     """Of a model that is not told the time: the same figure, with less noise."""
     rows = ROWS[:, :6].repeat(40, 1)
-    random = unmasking_likelihood(MODEL, rows, "random", draws=4, walk=Walk(2000))
-    bound = held_out_bound(MODEL, rows, batch=1000, draws=24)  # as many evaluations
+    random = estimate_order_nll(MODEL, rows, "random", draws=4, batch=2000)
+    bound = estimate_nll(MODEL, rows, batch=1000, draws=24)  # as many evaluations
     assert random.noise_stderr is not None and bound.noise_stderr is not None
     assert abs(random.nll - bound.nll) < 4 * math.hypot(random.noise_stderr, bound.noise_stderr)
     assert random.noise_stderr < bound.noise_stderr
@@ -233,14 +233,14 @@ def test_a_random_order_is_the_nelbo_in_expectation() -> None:
 
 def test_mistakes_teach() -> None:
     with pytest.raises(ValueError, match=r"unknown order 'sideways'; known: left_to_right, confidence, margin, entro"):
-        unmasking_likelihood(MODEL, ROWS, "sideways")
+        estimate_order_nll(MODEL, ROWS, "sideways")
     with pytest.raises(ValueError, match="every position from 0 on once"):
-        unmasking_likelihood(MODEL, ROWS, torch.tensor([0, 0, 1]))
+        estimate_order_nll(MODEL, ROWS, torch.tensor([0, 0, 1]))
     with pytest.raises(ValueError, match="of 3 positions, the rows have 12"):
-        unmasking_likelihood(MODEL, ROWS, torch.tensor([0, 2, 1]))
+        estimate_order_nll(MODEL, ROWS, torch.tensor([0, 2, 1]))
     with pytest.raises(ValueError, match="give the name 'random'"):
-        unmasking_likelihood(MODEL, ROWS, first_hitting())
+        estimate_order_nll(MODEL, ROWS, first_hitting())
     with pytest.raises(ValueError, match="tokens_a_step and draws must be at least 1"):
-        unmasking_likelihood(MODEL, ROWS, "confidence", tokens_a_step=0)
+        estimate_order_nll(MODEL, ROWS, "confidence", tokens_a_step=0)
     with pytest.raises(ValueError, match="exact already"):
-        unmasking_likelihood(random_model("ar"), ROWS, "confidence")
+        estimate_order_nll(random_model("ar"), ROWS, "confidence")

@@ -1,4 +1,4 @@
-"""The held-out bound: exact where it can be, the same however rows are shared out, without the anchor term."""
+"""The nll of rows: exact where it can be, the same for any batch and number of ranks, without the anchor term."""
 
 import itertools
 import math
@@ -10,20 +10,38 @@ import torch
 from torch import Tensor
 
 from adlm.data.batches import TensorRows, is_valid
-from adlm.diffusion.masking import NoisyBatch, stratified_times
-from adlm.diffusion.objectives import Loss
+from adlm.diffusion.masking import ForwardProcess, NoisyBatch, collect_batch, stratify_times
+from adlm.diffusion.objectives import Loss, token_nll, training_loss
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.diffusion.schedules import LogLinear, loss_weight
-from adlm.evaluate.likelihood import held_out_bound, place_of, unigram_nll
-from adlm.evaluate.metrics import Bound
-from adlm.methods import METHODS, build_config, training_loss
+from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
+from adlm.diffusion.selected import selected_loss
+from adlm.likelihood import (
+    NllEstimate,
+    draw_position,
+    estimate_nll,
+    noise_variance,
+    summarize_rows,
+    unigram_nll,
+)
+from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
+from tests.goldens import MASK, arrays
+from tests.goldens import model as golden_model
 from tests.world import TinyWorld, law_of, random_model
 
 VOCAB = 50
-MARKS = (0, 1)
+GIVEN = (0, 1)
 ROWS = torch.randint(VOCAB - 1, (40, 16), generator=torch.Generator().manual_seed(0))
+
+
+def close(estimate: NllEstimate, rel: float = 1e-5) -> object:
+    """The fields of an estimate, to be compared with `fields`."""
+    return pytest.approx(fields(estimate), rel=rel)
+
+
+def fields(estimate: NllEstimate) -> tuple[float | None, ...]:
+    return estimate.nll, estimate.stderr, estimate.tokens, estimate.noise_stderr, estimate.draws
 
 
 def tiny(method: str) -> LanguageModel:
@@ -34,7 +52,7 @@ def tiny(method: str) -> LanguageModel:
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_an_untrained_causal_model_knows_nothing_exactly(method: str) -> None:
-    bound = held_out_bound(tiny(method), ROWS)
+    bound = estimate_nll(tiny(method), ROWS)
     assert bound.nll == pytest.approx(math.log(VOCAB - 1), abs=1e-5)
     assert bound.stderr == pytest.approx(0, abs=1e-6)
     assert bound.tokens == 40 * 15
@@ -42,7 +60,7 @@ def test_an_untrained_causal_model_knows_nothing_exactly(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["mdlm", "adlm"])
 def test_an_untrained_masked_model_knows_nothing_within_its_error(method: str) -> None:
-    bound = held_out_bound(tiny(method), ROWS, draws=64)
+    bound = estimate_nll(tiny(method), ROWS, draws=64)
     assert bound.tokens == 40 * 16
     assert 0 < bound.stderr < 0.2
     assert abs(bound.nll - math.log(VOCAB - 1)) < 4 * bound.stderr
@@ -52,21 +70,21 @@ def test_an_untrained_masked_model_knows_nothing_within_its_error(method: str) -
 def test_the_batch_size_changes_nothing_but_rounding() -> None:
     model = tiny("adlm")
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
-    whole, parts = held_out_bound(model, ROWS, batch=40, draws=2), held_out_bound(model, ROWS, batch=7, draws=2)
-    assert parts == pytest.approx(whole, rel=1e-5)
-    assert held_out_bound(model, ROWS, draws=2, seed=1).nll != pytest.approx(whole.nll, rel=1e-5)
+    whole, parts = estimate_nll(model, ROWS, batch=40, draws=2), estimate_nll(model, ROWS, batch=7, draws=2)
+    assert fields(parts) == close(whole)
+    assert estimate_nll(model, ROWS, draws=2, seed=1).nll != pytest.approx(whole.nll, rel=1e-5)
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
     model = tiny("adlm").train()
-    held_out_bound(model, ROWS)
+    estimate_nll(model, ROWS)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_one_row_has_no_standard_error() -> None:
     with pytest.raises(ValueError, match="at least 2 rows"):
-        held_out_bound(tiny("mdlm"), ROWS[:1])
+        estimate_nll(tiny("mdlm"), ROWS[:1])
 
 
 def padded(filler: int = 0) -> TensorRows:
@@ -87,11 +105,11 @@ def awake(method: str) -> LanguageModel:
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
 def test_padding_is_neither_read_nor_counted(method: str) -> None:
     model = awake(method)
-    bound = held_out_bound(model, padded(), draws=2)
-    assert bound == held_out_bound(model, padded(filler=7), draws=2)
+    bound = estimate_nll(model, padded(), draws=2)
+    assert bound == estimate_nll(model, padded(filler=7), draws=2)
     is_causal = METHODS[method].is_causal
     assert bound.tokens == sum(n % 15 + 2 - is_causal for n in range(40))
-    assert held_out_bound(model, padded(), draws=2, batch=7) == pytest.approx(bound, rel=1e-5)
+    assert fields(estimate_nll(model, padded(), draws=2, batch=7)) == close(bound)
 
 
 def test_a_padded_row_is_worth_its_tokens() -> None:
@@ -100,8 +118,8 @@ def test_a_padded_row_is_worth_its_tokens() -> None:
     assert rows.lengths is not None
     nats = 0.0
     for tokens, length in zip(rows.tokens, rows.lengths.tolist()):
-        nats += held_out_bound(model, tokens[:length].expand(2, length)).nll * (length - 1)
-    bound = held_out_bound(model, rows)
+        nats += estimate_nll(model, tokens[:length].expand(2, length)).nll * (length - 1)
+    bound = estimate_nll(model, rows)
     assert bound.nll == pytest.approx(nats / bound.tokens, rel=1e-5)
 
 
@@ -112,33 +130,34 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
     model, calls, everyone = awake(method).eval(), [0] * size, Barrier(size)
     told: dict[int, Tensor] = {}
 
-    def shared(rank: int) -> Bound:
-        def loss_of(noised: NoisyBatch) -> Loss:
-            calls[rank] += 1
+    def shared(rank_of_this: int) -> NllEstimate:
+        def loss_fn(noised: NoisyBatch) -> Loss:
+            calls[rank_of_this] += 1
             return training_loss(model, noised)
 
-        def total(sums: Tensor) -> Tensor:
-            told[rank] = sums.clone()
-            everyone.wait()
-            added = torch.stack([told[other] for other in range(size)]).sum(0)
-            everyone.wait()
-            return added
+        class Ranks:
+            rank, world_size = rank_of_this, size
 
-        return held_out_bound(
-            model, padded(), batch=9, draws=2, rank=rank, size=size, total=total, loss_of=loss_of, marks=MARKS
-        )
+            def all_reduce_sum(self, values: Tensor) -> Tensor:
+                told[self.rank] = values.clone()
+                everyone.wait()
+                added = torch.stack([told[other] for other in range(size)]).sum(0)
+                everyone.wait()
+                return added
 
-    whole = held_out_bound(model, padded(), batch=9, draws=2, marks=MARKS)  # five pieces
+        return estimate_nll(model, padded(), batch=9, draws=2, ranks=Ranks(), loss_fn=loss_fn, given_tokens=GIVEN)
+
+    whole = estimate_nll(model, padded(), batch=9, draws=2, given_tokens=GIVEN)  # five pieces
     with ThreadPoolExecutor(size) as pool:
         for bound in pool.map(shared, range(size)):
-            assert bound == pytest.approx(whole, rel=1e-6)
+            assert fields(bound) == close(whole, rel=1e-6)
     assert len(set(calls)) == 1
 
 
 def test_the_first_rows_are_the_first_rows() -> None:
     model = awake("ar")
-    assert held_out_bound(model, ROWS, first=10) == held_out_bound(model, ROWS[:10])
-    assert held_out_bound(model, ROWS, first=1000) == held_out_bound(model, ROWS)
+    assert estimate_nll(model, ROWS, max_rows=10) == estimate_nll(model, ROWS[:10])
+    assert estimate_nll(model, ROWS, max_rows=1000) == estimate_nll(model, ROWS)
 
 
 def test_unigram_counts_with_one_added() -> None:
@@ -157,9 +176,9 @@ def test_unigram_leaves_padding_out() -> None:
 @pytest.mark.parametrize("method", ["adlm", "ar"])
 def test_one_draw_is_what_it_always_was(method: str) -> None:
     """Figures of earlier runs stay comparable; the numbers are of the version before there were spread draws."""
-    bound = held_out_bound(awake(method), ROWS)
+    bound = estimate_nll(awake(method), ROWS)
     expected = {"adlm": (29.459060406684877, 3.162097461106151, 640), "ar": (4.676235535939535, 0.054104946070015, 600)}
-    assert bound[:3] == pytest.approx(expected[method], rel=1e-6)
+    assert fields(bound)[:3] == pytest.approx(expected[method], rel=1e-6)
     assert bound.draws == 1
     assert bound.noise_stderr == (None if method == "adlm" else 0)  # unknown, and none
 
@@ -171,12 +190,12 @@ def times(draws: int, count: int = 40, batch: int = 40, seed: int = 0) -> Tensor
     """The time of every row and draw."""
     found: list[Tensor] = []
 
-    def loss_of(noised: NoisyBatch) -> Loss:
+    def loss_fn(noised: NoisyBatch) -> Loss:
         found.append(noised.t.double())
         zero = torch.zeros(())
         return Loss(zero, zero, zero, torch.rand(len(noised.t)), torch.zeros(len(noised.t)))
 
-    held_out_bound(UNASKED, ROWS[:count], batch=batch, draws=draws, seed=seed, loss_of=loss_of)
+    estimate_nll(UNASKED, ROWS[:count], batch=batch, draws=draws, seed=seed, loss_fn=loss_fn)
     pieces = [torch.stack(found[at : at + draws], 1) for at in range(0, len(found), draws)]
     return torch.cat(pieces)
 
@@ -193,13 +212,13 @@ def test_times_are_even_over_draws_and_over_rows(draws: int) -> None:
 
 
 def test_one_draw_has_the_lineages_time() -> None:
-    first = stratified_times(CounterRng.of(0, 40).uniform(0, 1, Purpose.TIME)[:, 0])
+    first = stratify_times(CounterRng.from_seed(0, 40).uniform(0, 1, Purpose.TIME)[:, 0])
     torch.testing.assert_close(times(1)[:, 0], first.float().double())
 
 
 def test_rows_beyond_float32_have_places_of_their_own() -> None:
     number = torch.tensor([2**24, 2**24 + 1])
-    assert float(place_of(number, 2**25, 1, 4, 0).diff()) == 1
+    assert float(draw_position(number, 2**25, 1, 4, 0).diff()) == 1
 
 
 @pytest.mark.parametrize("draws", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -217,7 +236,7 @@ def test_over_seeds_every_row_is_seen_at_every_time(draws: int) -> None:
 def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int) -> None:
     """Half of the rows cost what is hidden of them, half cost nothing: a quarter, whichever rows they are."""
 
-    def loss_of(noised: NoisyBatch) -> Loss:
+    def loss_fn(noised: NoisyBatch) -> Loss:
         zero, cost = torch.zeros(()), noised.t * (noised.x0[:, 0] == 1) * noised.x0.shape[1]
         return Loss(zero, zero, zero, cost, torch.zeros(len(noised.t)))
 
@@ -226,7 +245,7 @@ def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int) -> None:
         rows[:4] = int(is_early)
         rows[4:] = int(not is_early)
         rows = rows.reshape(2, 4, 4).transpose(0, 1).reshape(8, 4)  # in turn: with four draws, all at early times
-        found = [held_out_bound(UNASKED, rows, draws=draws, seed=seed, loss_of=loss_of).nll for seed in range(300)]
+        found = [estimate_nll(UNASKED, rows, draws=draws, seed=seed, loss_fn=loss_fn).nll for seed in range(300)]
         mean, error = torch.tensor(found).mean(), torch.tensor(found).std() / math.sqrt(300)
         assert abs(float(mean) - 0.25) < 4 * float(error) + 1e-3 < 0.02  # times are from 0.001 on
 
@@ -234,7 +253,7 @@ def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int) -> None:
 def test_the_error_from_noise_is_the_spread_over_seeds() -> None:
     model = awake("adlm")
     for draws in (4, 16):
-        bounds = [held_out_bound(model, ROWS, batch=40, draws=draws, seed=seed) for seed in range(60)]
+        bounds = [estimate_nll(model, ROWS, batch=40, draws=draws, seed=seed) for seed in range(60)]
         spread = float(torch.tensor([bound.nll for bound in bounds]).std())
         squares = torch.tensor([bound.noise_stderr or 0.0 for bound in bounds]).square()
         assert 0.7 * spread < float(squares.mean().sqrt()) < 1.4 * spread
@@ -244,25 +263,25 @@ def test_the_error_from_noise_is_the_spread_over_seeds() -> None:
 def test_rows_of_one_document_are_one_unit() -> None:
     """Two copies of every row say nothing new: the error over documents knows, the error over rows does not."""
     model = awake("ar")
-    once, twice = held_out_bound(model, ROWS), ROWS.repeat_interleave(2, 0)
+    once, twice = estimate_nll(model, ROWS), ROWS.repeat_interleave(2, 0)
     number = torch.arange(40).repeat_interleave(2)
-    by_document = held_out_bound(model, twice, documents=number)
+    by_document = estimate_nll(model, twice, documents=number)
     assert by_document.nll == pytest.approx(once.nll, rel=1e-6)
     assert by_document.stderr == pytest.approx(once.stderr, rel=1e-5)
-    assert held_out_bound(model, twice).stderr < 0.75 * once.stderr
+    assert estimate_nll(model, twice).stderr < 0.75 * once.stderr
     shuffled = torch.randperm(80, generator=torch.Generator().manual_seed(0))
-    again = held_out_bound(model, twice[shuffled], documents=number[shuffled] * 7 + 3)
+    again = estimate_nll(model, twice[shuffled], documents=number[shuffled] * 7 + 3)
     assert again.stderr == pytest.approx(once.stderr, rel=1e-5)
-    assert held_out_bound(model, ROWS, documents=torch.arange(40)) == once
+    assert estimate_nll(model, ROWS, documents=torch.arange(40)) == once
 
 
 def test_documents_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="at least 2 of them, got 1"):
-        held_out_bound(tiny("ar"), ROWS, documents=torch.zeros(40, dtype=torch.int64))
+        estimate_nll(tiny("ar"), ROWS, documents=torch.zeros(40, dtype=torch.int64))
     with pytest.raises(ValueError, match="40 rows need as many document numbers"):
-        held_out_bound(tiny("ar"), ROWS, documents=torch.arange(39))
+        estimate_nll(tiny("ar"), ROWS, documents=torch.arange(39))
     with pytest.raises(ValueError, match="draws and batch must be at least 1, got 0 and 32"):
-        held_out_bound(tiny("mdlm"), ROWS, draws=0)
+        estimate_nll(tiny("mdlm"), ROWS, draws=0)
 
 
 def framed() -> TensorRows:
@@ -279,35 +298,35 @@ def test_marks_are_given_and_not_counted(method: str) -> None:
     """What is counted is the text's own tokens; the marks are seen, by a masked model at every time."""
     model, seen = awake(method), []
 
-    def loss_of(noised: NoisyBatch) -> Loss:
+    def loss_fn(noised: NoisyBatch) -> Loss:
         if not model.config.is_causal:
             assert (noised.xt[noised.x0 < 2] == noised.x0[noised.x0 < 2]).all()
         seen.append(noised)
         return training_loss(model, noised)
 
-    bound = held_out_bound(model, framed(), draws=2, marks=MARKS, loss_of=loss_of)
+    bound = estimate_nll(model, framed(), draws=2, given_tokens=GIVEN, loss_fn=loss_fn)
     assert seen
     lengths = framed().lengths
     assert lengths is not None and bound.tokens == int((lengths - 2).sum()) - 1
-    lineage = held_out_bound(model, framed(), draws=2)
+    lineage = estimate_nll(model, framed(), draws=2)
     assert lineage.tokens == int((lengths - int(model.config.is_causal)).sum())
     if model.config.is_causal:  # the nats of marks are what differs
         assert lineage.nll * lineage.tokens > bound.nll * bound.tokens
-        text_only = held_out_bound(model, framed(), marks=(1,))
+        text_only = estimate_nll(model, framed(), given_tokens=(1,))
         assert text_only == bound  # the first token of a row is never asked for
     for batch in (1, 7, 40):  # a batch may hold nothing that counts
-        assert held_out_bound(model, framed(), draws=2, marks=MARKS, batch=batch) == pytest.approx(bound, rel=1e-5)
+        assert fields(estimate_nll(model, framed(), draws=2, given_tokens=GIVEN, batch=batch)) == close(bound)
 
 
 def test_nothing_that_counts() -> None:
     with pytest.raises(ValueError, match="no tokens were counted"):
-        held_out_bound(tiny("mdlm"), torch.zeros(4, 5, dtype=torch.int64), marks=(0,))
+        estimate_nll(tiny("mdlm"), torch.zeros(4, 5, dtype=torch.int64), given_tokens=(0,))
 
 
 def test_bits_per_byte_are_all_nats_over_the_bytes() -> None:
-    assert Bound(2.0, 0.1, 30).bits_per_byte(100) == pytest.approx(60 / math.log(2) / 100)
+    assert NllEstimate(2.0, 0.1, 30).bits_per_byte(100) == pytest.approx(60 / math.log(2) / 100)
     with pytest.raises(ValueError, match="at least 1 byte"):
-        Bound(2.0, 0.1, 30).bits_per_byte(0)
+        NllEstimate(2.0, 0.1, 30).bits_per_byte(0)
 
 
 def enumerated(world: TinyWorld, rows: Tensor, steps: int | None = None) -> float:
@@ -342,7 +361,7 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
     rows = world.states[world.texts][picks]
     exact = -float(law[picks].log().sum()) / rows.numel()
     expected = enumerated(world, rows) / rows.numel()
-    bound = held_out_bound(world.model, rows, batch=1000, draws=draws)
+    bound = estimate_nll(world.model, rows, batch=1000, draws=draws)
     assert expected > exact + 1e-3
     assert bound.nll > exact
     assert abs(bound.nll - expected) < 3 * (bound.noise_stderr or bound.stderr) < 0.15 * expected
@@ -352,7 +371,110 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
 def test_the_bound_of_so_many_steps_is_the_enumerated_one(steps: int) -> None:
     world = TinyWorld(random_model(seed=113, positions="learned"))
     rows = world.states[world.texts].repeat(40, 1)
-    bound = held_out_bound(world.model, rows, batch=2000, draws=8, steps=steps)
+    bound = estimate_nll(world.model, rows, batch=2000, draws=8, steps=steps)
     expected = enumerated(world, rows, steps) / rows.numel()
     assert abs(bound.nll - expected) < 4 * (bound.noise_stderr or 0) < 0.1 * expected
     assert steps > 2 or abs(expected - enumerated(world, rows) / rows.numel()) > 4 * (bound.noise_stderr or 0)
+
+
+# From the nats of rows to the estimate.
+
+
+def sum_rows(nll: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats and tokens of each row."""
+    return (torch.where(mask > 0, nll, 0).double() * mask).sum(1), mask.double().sum(1)
+
+
+def test_the_estimate_is_the_authors() -> None:
+    golden = arrays("metrics")
+    parts = [sum_rows(golden[f"nlls{i}"], golden[f"mask{i}"]) for i in (0, 1)]
+    found = summarize_rows(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    assert found.nll == pytest.approx(float(golden["out_nll"]), rel=1e-6)
+    assert found.nll / math.log(2) == pytest.approx(float(golden["out_bpd"]), rel=1e-6)
+    assert found.ppl == pytest.approx(float(golden["out_ppl"]), rel=1e-5) and found.stderr > 0
+
+
+def test_a_nan_is_raised_where_theirs_is_dropped() -> None:
+    golden = arrays("metrics")
+    assert torch.isnan(golden["nan_nlls"]).any() and math.isfinite(float(golden["out_nll_nan_dropped"]))
+    row = int(torch.isnan(golden["nan_nlls"]).any(1).nonzero()[0])
+    with pytest.raises(FloatingPointError, match=f"not finite, first in row {row}"):
+        summarize_rows(*sum_rows(golden["nan_nlls"], torch.ones_like(golden["nan_nlls"])))
+
+
+def test_long_sums_stay_exact() -> None:
+    """Ten million tokens of 0.1 nats: a float32 sum would be off in the third digit."""
+    nats, tokens = sum_rows(torch.full((1000, 1000), 0.1), torch.ones(1000, 1000))
+    found = summarize_rows(nats.repeat(10), tokens.repeat(10))
+    assert found.nll == pytest.approx(float(torch.tensor(0.1)), rel=1e-12)
+
+
+def test_the_error_is_that_of_a_ratio() -> None:
+    """By hand: three units of nats and tokens."""
+    nats, tokens = torch.tensor([1.0, 2.0, 6.0, 3.0]), torch.tensor([1.0, 1.0, 2.0, 2.0])
+    mean = 12 / 6
+    apart = [1 - mean * 1 + 2 - mean * 1, 6 - mean * 2, 3 - mean * 2]
+    expected = math.sqrt(3 / 2 * sum(x * x for x in apart)) / 6
+    found = summarize_rows(
+        nats, tokens, torch.tensor([5, 5, 7, 9]), variance=torch.tensor([1.0, 1.0, 1.0, 6.0]), draws=4
+    )
+    assert found.stderr == pytest.approx(expected, rel=1e-12)
+    assert found.noise_stderr == pytest.approx(3 / 6) and found.draws == 4
+    assert torch.equal(found.row_nats, nats.double()) and torch.equal(found.row_tokens, tokens.double())
+
+
+def test_what_has_no_token_is_no_unit() -> None:
+    """A row of given tokens alone must not make the error look like one of more units."""
+    nats, tokens = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1.0, 1.0, 2.0])
+    more = summarize_rows(torch.cat([nats, torch.zeros(40)]), torch.cat([tokens, torch.zeros(40)]))
+    assert more.stderr == summarize_rows(nats, tokens).stderr
+    with pytest.raises(ValueError, match="counted tokens in at least 2 of 2 units"):
+        summarize_rows(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+
+
+@pytest.mark.parametrize(("rows", "draws"), [(24, 2), (24, 4), (200, 2), (200, 8)])
+def test_what_all_rows_cost_at_a_time_is_no_noise(rows: int, draws: int) -> None:
+    """Rows cost more, the more of them is hidden; the noise on top is what the error is to be of."""
+    rng, found, plain = torch.Generator().manual_seed(0), [], []
+    counts = torch.randint(20, 200, (rows,), generator=rng).double()
+    level = 1 + 0.1 * torch.randn(rows, 1, generator=rng, dtype=torch.float64)
+    for _ in range(50):
+        turn = float(torch.rand((), generator=rng))
+        times = (torch.arange(rows)[:, None] / rows + torch.arange(draws) / draws + turn).double() % 1
+        noise = 0.5 * torch.randn(rows, draws, generator=rng, dtype=torch.float64)
+        nats = counts[:, None] * (level * (2 + 5 * times) + noise)
+        found.append(noise_variance(nats, counts, times).sum())
+        plain.append(noise_variance(nats, counts).sum())
+    expected = float((counts.square() * 0.25 / draws).sum())
+    assert 0.85 * expected < float(torch.stack(found).mean()) < 1.6 * expected
+    assert float(torch.stack(plain).mean()) > 5 * expected
+
+
+def test_draws_that_have_no_time_are_as_they_are() -> None:
+    nats = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
+    assert noise_variance(nats, torch.ones(2)).tolist() == [1.0, 0.0]
+    assert noise_variance(nats, torch.ones(2), torch.tensor([[0.1, 0.6], [0.6, 0.1]])).tolist() == [1.0, 0.0]  # too few
+
+
+@pytest.mark.parametrize("multiple", [1, 32])
+def test_a_validation_pass_is_the_authors(multiple: int) -> None:
+    """Two batches of their validation loop through the golden model, padding read as they read it."""
+    golden, ours, parts = arrays("validation_pass"), golden_model("adlm"), []
+    schedule, mask = LogLinear(), golden["attention_mask"]
+    x0, total, tokens = golden["x0"], 0.0, 0.0
+    for i in (0, 1):
+        t = golden[f"t{i}"]
+        weight, level = loss_weight(schedule, t), noise_level(schedule, t)
+        process = ForwardProcess(MASK, attend_padding=True, multiple=multiple)
+        batch = collect_batch(x0, golden[f"xt{i}"], t, weight, level, process, valid=mask.bool())
+        with torch.no_grad():
+            final = ours(batch.xt, batch.noise_level, valid=batch.valid).final
+            each = selected_loss(final, ours.head, x0, batch.hidden, without=MASK)
+            loss = training_loss(ours, batch)
+        parts.append(sum_rows(token_nll(each, batch.hidden, x0.shape), mask))
+        total, tokens = total + float(loss.nll * batch.tokens), tokens + float(batch.tokens)
+    found = summarize_rows(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    assert found.nll == pytest.approx(float(golden["out_nll"]), rel=1e-5)
+    assert found.nll / math.log(2) == pytest.approx(float(golden["out_bpd"]), rel=1e-5)
+    assert found.ppl == pytest.approx(float(golden["out_ppl"]), rel=1e-4)
+    assert total / tokens == pytest.approx(float(golden["out_nll"]), rel=1e-5)
