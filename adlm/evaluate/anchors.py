@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -64,6 +64,7 @@ PROBABILITY_BINS = 10
 RESAMPLES = 200  # of rows, for the standard error of the calibration error
 MAX_POSITIONS = 1024  # whose logits exist at a time
 ACCURACY = "anchor accuracy"
+HEADS = {"anchor": "anchor network", "final": "denoiser"}
 METRICS = {"nll": "nll (nats per token)", "gen_ppl": "Gen-PPL", "entropy": "entropy (nats)"}
 NOTE = (
     "± is a standard error over rows or texts. A cost is the difference to the unperturbed model on the same noise. "
@@ -211,6 +212,8 @@ def measure_anchors(
 ) -> dict[str, Any]:
     """Measure one model: guesses and losses on rows and, with samples, quality and order of reveals of its texts."""
     require_two_stages(lm.model, lm.name)
+    if settings.samples and text_scorer is None:
+        raise ValueError(f"text_scorer is required for {settings.samples} samples: TextScorer(lm.tokenizer)")
     model = lm.model.to(lm.device)
     special = classify_tokens(lm.tokenizer).special
     ignored = torch.ones(model.config.vocab_size, dtype=torch.bool)  # tokens that begin and end a text
@@ -227,40 +230,25 @@ def measure_anchors(
         on_progress=lambda stage, *done: on_progress(f"{lm.name}: {stage}", *done),
     )
     study = {"model": lm.name, "method": lm.method, "step": lm.step, "guesses": tally.summarize(settings.seed)}
-    texts: dict[str, Any] = {"samples": [], "reveals": []}
-    if settings.samples:
-        if text_scorer is None:
-            raise ValueError(f"text_scorer is required for {settings.samples} samples: TextScorer(lm.tokenizer)")
-        texts = _measure_texts(lm, rule, settings, text_scorer, lambda *done: on_progress(f"{lm.name}: texts", *done))
-    return study | {"losses": losses} | texts
-
-
-def _measure_texts(
-    lm: LM,
-    rule: AnchorRule,
-    settings: AnchorSettings,
-    text_scorer: TextScorer,
-    on_progress: Callable[[int, int], None],
-) -> dict[str, Any]:
-    """Sample texts under every perturbation and measure the order of reveals; the unperturbed serve both."""
-    perturbations = [each for each in settings.perturbations() if each.kind != "other_row"]
-    total = len(perturbations) + len(settings.samplers()) - 1
-    request, samples = settings.build_request(lm, settings.sampler), list[dict[str, Any]]()
-    texts = list(sample_rows(lm, request))
-    for each in perturbations:
-        if each == Perturbation("stale", 1):  # features that are used once, as by the model itself
-            samples.append(samples[0] | each.as_dict())
-        else:
-            rows = [text.row for text in (sample_rows(lm, request, each) if samples else texts)]
-            nfe = float(np.mean([row.nfe for row in rows]))
-            samples.append({**each.as_dict(), "nfe": nfe, **text_scorer([row.text for row in rows]).as_row()})
-        on_progress(len(samples), total)
-    reveals = [summarize_reveals(settings.sampler, texts, rule)]
-    for sampler in settings.samplers()[1:]:
-        texts = list(sample_rows(lm, settings.build_request(lm, sampler)))
-        reveals.append(summarize_reveals(sampler, texts, rule))
-        on_progress(len(samples) + len(reveals) - 1, total)
-    return {"samples": samples, "reveals": reveals}
+    samples, reveals = list[dict[str, Any]](), list[dict[str, Any]]()
+    if text_scorer is not None and settings.samples:
+        perturbations = [each for each in settings.perturbations() if each.kind != "other_row"]
+        total = len(perturbations) + len(settings.samplers())
+        for sampler in settings.samplers():
+            request = settings.build_request(lm, sampler)
+            texts = list(sample_rows(lm, request))
+            reveals.append(summarize_reveals(sampler, texts, rule))
+            on_progress(f"{lm.name}: texts", len(samples) + len(reveals), total)
+            for each in perturbations if sampler == settings.sampler else ():
+                if each == Perturbation("stale", 1):  # features that are used once, as by the model itself
+                    samples.append(samples[0] | each.as_dict())
+                else:
+                    generated = [text.row for text in (texts if each == NONE else sample_rows(lm, request, each))]
+                    quality = text_scorer([row.text for row in generated]).as_row()
+                    nfe = float(np.mean([row.nfe for row in generated]))
+                    samples.append({**each.as_dict(), "nfe": nfe, **quality})
+                on_progress(f"{lm.name}: texts", len(samples) + len(reveals), total)
+    return study | {"losses": losses, "samples": samples, "reveals": reveals}
 
 
 # Guesses: how well both heads predict tokens.
@@ -511,16 +499,12 @@ def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], lis
 
 # Tables and figures.
 
-
 # Part of a study -> title, columns of text, columns of numbers.
+QUALITY = ("nfe", "gen_ppl", "entropy", "distinct_2", "repetition_4")
 STUDY_TABLES = {
     "guesses": ("guesses", ("head", "state", "kind"), ("tokens", "accuracy", "nll", "calibration_error")),
     "losses": ("loss with perturbed anchor features", ("change",), ("nll", "cost")),
-    "samples": (
-        "samples with perturbed anchor features",
-        ("change",),
-        ("nfe", "gen_ppl", "entropy", "distinct_2", "repetition_4"),
-    ),
+    "samples": ("samples with perturbed anchor features", ("change",), QUALITY),
     "reveals": ("mean rank of reveals", ("sampler",), ("anchors", "others", "gap", "anchor_share")),
 }
 COLUMN_NAMES = {"change": "anchor features", "nfe": "NFE", "gen_ppl": "Gen-PPL", "anchor_share": "share of anchors"}
@@ -532,16 +516,10 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
     for study in studies:
         if len(studies) == 1 or len(study["losses"]) > 1:
             for part, (title, texts, numbers) in STUDY_TABLES.items():
-                columns = [
-                    Column(
-                        COLUMN_NAMES.get(key, key.replace("_", " ")),
-                        1 if key in ("nfe", "gen_ppl") else 3,
-                        key in texts,
-                    )
-                    for key in (*texts, *numbers)
-                ]
+                names = {key: COLUMN_NAMES.get(key, key.replace("_", " ")) for key in (*texts, *numbers)}
+                columns = [Column(names[key], 1 if key in ("nfe", "gen_ppl") else 3, key in texts) for key in names]
                 rows = [
-                    [*(row[key] for key in texts), *(_get_cell(row, key) for key in numbers)]
+                    [*(HEADS.get(row[key], row[key]) for key in texts), *(_get_cell(row, key) for key in numbers)]
                     for row in study[part]
                     if part != "guesses" or (row["mask_rate"] == ALL_RATES and row["kind"] != "every")
                 ]
@@ -549,11 +527,11 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
                     tables.append(Table(columns, rows, f"{study['model']}: {title}"))
             tables[-1] = replace(tables[-1], notes=[NOTE])
     if len(studies) > 1:
-        metrics, names = shared_metrics(studies), name_runs(studies)
+        metrics, runs = shared_metrics(studies), name_runs(studies)
         columns = [Column("run", is_text=True), Column("step"), Column(ACCURACY)]
         columns += [Column(METRICS[name], digits=1 if name == "gen_ppl" else 3) for name in metrics]
         models = [
-            [names[find_run(study)], study["step"], *(get_metric(study, name) for name in (ACCURACY, *metrics))]
+            [runs[find_run(study)], study["step"], *(get_metric(study, name) for name in (ACCURACY, *metrics))]
             for study in studies
         ]
         tables.append(Table(columns, models, "Models", ["± is a standard error over rows or texts."]))

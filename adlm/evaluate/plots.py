@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adlm.evaluate.anchors import ACCURACY, METRICS, find_guess, find_run, get_metric, name_runs
+from adlm.evaluate.anchors import ACCURACY, HEADS, METRICS, find_guess, find_run, get_metric, name_runs
 from adlm.evaluate.results import EvalResult
 from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
 from adlm.view.look import COLORS, GREY, STYLE
@@ -33,11 +33,8 @@ LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seco
 
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
-    kinds: dict[str, Callable[..., Path]] = {
-        "frontier": draw_frontier,
-        "anchors": draw_anchors,
-        "correlation": draw_correlation,
-    }
+    kinds: dict[str, Callable[..., Path]]
+    kinds = {"frontier": draw_frontier, "anchors": draw_anchors, "correlation": draw_correlation}
     paths = []
     for name, figure in result.figures.items():
         arguments = {key: value for key, value in figure.items() if key != "kind"}
@@ -136,17 +133,8 @@ def _split_errors(rows: Sequence[Row], name: str) -> tuple[list[float], list[flo
 
 def _draw_line(axes: Axes, line: Sequence[Row], x: str, y: str, color: str, marker: str, style: Any) -> None:
     (xs, x_errors), (ys, y_errors) = (_split_errors(line, name) for name in (x, y))
-    axes.errorbar(
-        xs,
-        ys,
-        y_errors,
-        x_errors if x == "entropy" else None,
-        color=color,
-        linestyle=style,
-        linewidth=1.2,
-        elinewidth=0.8,
-        alpha=0.9,
-    )
+    look: Any = {"color": color, "linestyle": style, "linewidth": 1.2, "elinewidth": 0.8, "alpha": 0.9}
+    axes.errorbar(xs, ys, y_errors, x_errors if x == "entropy" else None, **look)
     for point, across, up in zip(line, xs, ys, strict=True):
         edge: Any = {"markeredgecolor": "white", "markeredgewidth": 0.6, "zorder": 4}
         if point["is_pareto"]:
@@ -196,7 +184,6 @@ SERIES = (
     ("final", "anchors", COLORS[1], "-", "o"),
     ("final", "others", COLORS[1], (0, (3, 2)), "s"),
 )
-HEADS = {"anchor": "anchor network", "final": "denoiser"}
 CHANGE_COLORS = {"none": "black", "noise": COLORS[4], "stale": COLORS[2], "permuted": COLORS[3], "other_row": COLORS[3]}
 CHANGE_LABELS = {"none": "unchanged", "other_row": "from another row"}
 MIN_BIN_TOKENS = 20  # of a point in the calibration plot
@@ -289,8 +276,7 @@ def _draw_costs(axes: Axes, study: Row) -> None:
 
 def _label_rows(axes: Axes, rows: Sequence[Row], name: str) -> None:
     """Name the rows of a horizontal plot from top to bottom."""
-    labels: list[str] = [CHANGE_LABELS.get(row[name], row[name]) for row in rows]
-    axes.set_yticks(range(len(rows))[::-1], labels)
+    axes.set_yticks(range(len(rows))[::-1], [str(CHANGE_LABELS.get(row[name], row[name])) for row in rows])
     axes.set_ylim(-0.6, len(rows) - 0.4)
 
 
@@ -298,9 +284,8 @@ def _draw_samples(axes: Axes, study: Row) -> None:
     """Plot Gen-PPL with entropy in the margin, or entropy only, for every change."""
     samples = study["samples"]
     name = "gen_ppl" if all(sample["gen_ppl"] is not None for sample in samples) else "entropy"
-    for place, sample, value, error in zip(
-        range(len(samples))[::-1], samples, *_split_errors(samples, name), strict=True
-    ):
+    places, (values, errors) = range(len(samples))[::-1], _split_errors(samples, name)
+    for place, sample, value, error in zip(places, samples, values, errors, strict=True):
         look: Any = {"color": CHANGE_COLORS[sample["kind"]], "marker": "o", "markersize": 5, "elinewidth": 0.9}
         axes.errorbar([value], [place], xerr=[2 * error], capsize=2, **look)
         if name == "gen_ppl":
