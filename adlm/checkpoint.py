@@ -15,9 +15,9 @@ import errno
 import json
 import os
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -100,7 +100,7 @@ def _copy_to_host(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
 
 
 class CheckpointWriter:
-    """Writes snapshots, by default in a background thread; its errors are raised by the next call."""
+    """Writes snapshots, by default in a background thread, whose errors the next call raises."""
 
     def __init__(
         self,
@@ -116,32 +116,22 @@ class CheckpointWriter:
     ) -> None:
         self.folder, self.config, self.method, self.tokenizer, self.rows = folder, config, method, tokenizer, rows
         self.keep, self.background, self.group = keep, background, group
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.pending: Future[None] | None = None
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a snapshot after the one before it is written."""
         self.wait()
-        if not self.background:
+        if self.background:
+            self.pending = self.executor.submit(self._write, snapshot)
+        else:
             self._write(snapshot)
-            return
-        self.thread = threading.Thread(target=self._write_in_thread, args=(snapshot,), name="checkpoint")
-        self.thread.start()
 
     def wait(self) -> None:
         """Wait until the last snapshot is on the disk, and raise the error if writing it failed."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-
-    def _write_in_thread(self, snapshot: Snapshot) -> None:
-        try:
-            self._write(snapshot)
-        except BaseException as error:  # raised by wait(), in the main thread
-            self.error = error
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
     def _write(self, snapshot: Snapshot) -> None:
         final = self.folder / name_checkpoint(snapshot.step)
@@ -333,12 +323,12 @@ def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
     return LoadedModel(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
 
 
-def export_model(loaded: LoadedModel, folder: Path) -> Path:
-    """Write a model folder for distribution: folded, quantized to one byte per weight, with its tokenizer."""
-    model = loaded.model.fold()
+def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True) -> Path:
+    """Write a model folder with its tokenizer, by default folded and quantized to one byte per weight."""
+    model = loaded.model.fold() if is_quantized else loaded.model
     weights = {name: t for name, t in model.state_dict().items() if not (model.config.tied and name == "head.weight")}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(quantize(weights), folder / "model.safetensors")
+    save_file(quantize(weights) if is_quantized else weights, folder / "model.safetensors")
     write_json(folder / "config.json", describe_model(model.config, loaded.method, loaded.step, loaded.rows))
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)

@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ PATH_KEYS = ("folder", "resume", "data.path", "data.stream")
 RESUMABLE_SECTIONS = ("log", "checkpoint", "samples", "valid", "parallel", "guard")
 RESUMABLE_KEYS = ("folder", "steps", "device", "micro_batch", "compile", "memory_check", "resume")
 RESUMABLE_DATA_KEYS = ("data.path", "data.workers", "data.verify")
+POSITIVE_KEYS = """
+steps batch micro_batch log.every valid.every valid.rows valid.batch valid.draws samples.every samples.rows
+samples.steps checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr
+optimizer.clip objective.discrete_steps guard.spike guard.window parallel.shard
+"""
 
 
 @dataclass(frozen=True)
@@ -183,24 +189,9 @@ class Config:
         def require_choice(key: str, value: str, *choices: str) -> None:
             require(value in choices, f"{key} {value!r} is not one of {', '.join(choices)}")
 
-        positive = {
-            "": ("steps", "batch", "micro_batch"),
-            "data": ("shuffle",),
-            "model": ("dim", "heads"),
-            "objective": ("discrete_steps",),
-            "optimizer": ("lr", "muon_lr", "clip"),
-            "valid": ("every", "rows", "batch", "draws"),
-            "samples": ("every", "rows", "steps"),
-            "checkpoint": ("every", "keep"),
-            "log": ("every",),
-            "guard": ("spike", "window"),
-            "parallel": ("shard",),
-        }
-        for section, names in positive.items():
-            for name in names:
-                value = getattr(getattr(self, section) if section else self, name)
-                key = f"{section}.{name}".removeprefix(".")
-                require(value is None or value > 0, f"{key} must be above 0, got {value}")
+        for key in POSITIVE_KEYS.split():
+            value = attrgetter(key)(self)
+            require(value is None or value > 0, f"{key} must be above 0, got {value}")
         optimizer, objective = self.optimizer, self.objective
         require(self.valid.rows is None or self.valid.rows > 1, "valid.rows must be at least 2 for a standard error")
         require(

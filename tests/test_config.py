@@ -65,6 +65,8 @@ def test_a_wrong_value_is_named(change: str, said: str) -> None:
         load_config(GIVEN, change)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="write key=value"):
+        load_config(GIVEN, [change])  # type: ignore[arg-type]
 
 
 def test_what_is_missing_is_named() -> None:
@@ -190,6 +192,20 @@ def test_a_folders_name_is_taken_as_it_is(name: str) -> None:
     assert (config.folder, config.data.path, config.data.stream) == (name, name, None)
 
 
-def test_a_list_is_no_change() -> None:
-    with pytest.raises(ValueError, match="write key=value"):
-        load_config("cpu-nano", ["steps=3"])  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", [f"{data}-{method}" for data in ("owt", "lm1b") for method in METHODS])
+def test_a_recipe_of_the_paper_has_the_papers_settings(name: str) -> None:
+    """The numbers of METHOD, section 3, whatever the defaults become."""
+    data, method = name.split("-")
+    config = load_config(list_recipes()[name], **GIVEN)
+    optimizer, objective = config.optimizer, config.objective
+    assert (config.method, config.batch, config.ema) == (method, 512, 0.9999)
+    assert config.steps == (500_000 if METHODS[method].is_causal else 1_000_000)
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("adamw", 3e-4, (0.9, 0.999))
+    assert (optimizer.eps, optimizer.weight_decay, optimizer.clip) == (1e-8, 0, 1.0)
+    assert (optimizer.warmup, optimizer.decay) == (2500, "constant")
+    assert (objective.schedule, objective.anchor_rule, objective.max_count) == ("loglinear", "rare_in_sequence", 5)
+    assert (objective.anchor_weight, objective.anchor_ramp, objective.anchor_scope) == (3e-3, True, "all")
+    assert objective.attend_padding == (data == "lm1b" and not METHODS[method].is_causal)
+    changes = {key for key, value in vars(config.model).items() if value is not None}
+    assert changes == {"preset"} | ({"time_conditioning"} if method == "sedd" else set())
+    assert config.model.preset == "small"

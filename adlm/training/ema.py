@@ -28,15 +28,9 @@ class EMA:
         averages, weights = zip(*self._pairs(model), strict=True)
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
-    @torch.no_grad()
-    def copy_to(self, model: nn.Module) -> None:
-        """Copy the average into a model; frozen parameters have none and do not change."""
-        for average, weight in self._pairs(model):
-            weight.copy_(average)
-
     @contextmanager
     def swap_in(self, model: nn.Module) -> Iterator[None]:
-        """A context in which the model has the averaged weights."""
+        """A context in which the model has the averaged weights; frozen parameters do not change."""
         self._swap(model)
         try:
             yield
@@ -65,15 +59,6 @@ class EMA:
                 mesh, placements = average.device_mesh, average.placements
                 full = distribute_tensor(full.to(average.device), mesh, placements, src_data_rank=None)
             _local(average).copy_(_local(full))
-
-    def state_dict(self) -> dict[str, Tensor | int | float]:
-        shadow = {f"shadow.{name}": average.clone() for name, average in self.shadow.items()}
-        return {"decay": self.decay, "updates": self.updates, **shadow}
-
-    def load_state_dict(self, state: dict[str, Tensor | int | float]) -> None:
-        self.decay = float(state["decay"])
-        weights = {name: value for name in self.shadow if isinstance(value := state[f"shadow.{name}"], Tensor)}
-        self.load(weights, int(state["updates"]))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -33,13 +34,10 @@ from adlm.training.guard import Diverged, LossGuard
 Record = dict[str, Any]
 
 STEP_METRICS = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
-# JSON has no such numbers, and the metrics of a diverged run must be readable.
-NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# JSON has no such numbers: they are written as text.
+NON_FINITE = ("nan", "inf", "-inf")
 PROJECT = "adlm"
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal
-
-
-# The metrics of training steps.
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,6 @@ class MetricWindow:
         return {name: sum(column) / len(column) for name, column in zip(STEP_METRICS, columns, strict=True)}, stall
 
 
-# metrics.jsonl
-
-
 class MetricsFile:
     """An append-only file of JSON lines; a resumed run first calls `cut_after` with its checkpoint's step."""
 
@@ -118,9 +113,10 @@ class MetricsFile:
         line = format_record(record) + "\n"
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and not _ends_with_newline(self.path):
-                raise ValueError(f"{self.path} ends in an incomplete line: call cut_after(checkpoint step) first")
             self._file = self.path.open("a", encoding="utf-8")
+            if self._file.tell() and not self.path.read_bytes().endswith(b"\n"):
+                self.close()
+                raise ValueError(f"{self.path} ends in an incomplete line: call cut_after(checkpoint step) first")
         self._file.write(line)
         self._file.flush()
 
@@ -129,8 +125,9 @@ class MetricsFile:
         self.close()
         if not self.path.exists():
             return 0
-        is_complete = _ends_with_newline(self.path)
-        lines = self.path.read_bytes().count(b"\n") + (not is_complete)
+        content = self.path.read_bytes()
+        is_complete = not content or content.endswith(b"\n")
+        lines = content.count(b"\n") + (not is_complete)
         records = [record for record in read_metrics(self.path) if record["step"] <= step]
         if len(records) < lines or not is_complete:
             write_atomically(self.path, "".join(format_record(record) + "\n" for record in records).encode("utf-8"))
@@ -154,7 +151,7 @@ def format_record(record: Mapping[str, Any]) -> str:
     if not isinstance(step, int) or isinstance(step, bool):
         raise ValueError(f'a record needs "step", an int; got {step!r} in a record of {", ".join(record) or "nothing"}')
     keys = sorted(record, key=lambda key: (key != "step", key == "time", key))
-    return json.dumps({key: _to_json(key, record[key]) for key in keys}, allow_nan=False)
+    return json.dumps({key: _to_json(record[key]) for key in keys}, allow_nan=False)
 
 
 def read_metrics(path: Path | str) -> list[Record]:
@@ -173,11 +170,6 @@ def read_metrics(path: Path | str) -> list[Record]:
     return records
 
 
-def drop_times(records: Iterable[Mapping[str, Any]]) -> list[Record]:
-    """Return the records without "time": equal for two runs with the same settings."""
-    return [{key: value for key, value in record.items() if key != "time"} for record in records]
-
-
 def _parse_line(line: bytes) -> Record:
     def refuse(name: str) -> float:
         raise ValueError(f"{name} is not JSON")
@@ -188,38 +180,16 @@ def _parse_line(line: bytes) -> Record:
     return record
 
 
-def _to_json(key: str, value: object) -> object:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _to_json(f"{key}/{k}", value[k]) for k in sorted(value)}
-    if isinstance(value, list | tuple):
-        return [_to_json(key, v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, str) and value in NON_FINITE:
-        raise ValueError(f"{key} is the text {value!r}, which would be read as a number: use float({value!r})")
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{key} is a {type(value).__name__}: records hold numbers and text; call float(…) or .item() first")
+        return {key: _to_json(value[key]) for key in sorted(value)}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _from_json(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_from_json(v) for v in value]
-    return NON_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _ends_with_newline(path: Path) -> bool:
-    """True for an empty file too."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
-
-
-# Trackers.
+        return {key: _from_json(item) for key, item in value.items()}
+    return float(value) if value in NON_FINITE else value
 
 
 class Tracker(Protocol):
@@ -235,7 +205,7 @@ def open_trackers(
     *,
     folder: Path,
     run: str,
-    config: Mapping[str, Any],
+    config: Record,
     resumed_after: int | None = None,
 ) -> list[Tracker]:
     """Open trackers by name; `resumed_after` is the step of the checkpoint that the run resumes from."""
@@ -245,7 +215,7 @@ def open_trackers(
     trackers: list[Tracker] = []
     try:
         for name in names:
-            trackers.append(TRACKERS[name](folder, run, _to_plain(config), resumed_after))
+            trackers.append(TRACKERS[name](folder, run, config, resumed_after))
     except BaseException as error:
         for tracker in trackers:
             tracker.close()
@@ -253,17 +223,6 @@ def open_trackers(
             raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
         raise
     return trackers
-
-
-def _to_plain(value: Any) -> Any:
-    """Convert dataclasses and paths to what every tracker can show."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {str(key): _to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
@@ -348,9 +307,6 @@ TRACKERS: dict[str, Callable[[Path, str, Record, int | None], Tracker]] = {
 }
 
 
-# The terminal, and all of it together.
-
-
 class ProgressDisplay:
     """Loss, speed and time left: a progress bar on a terminal, lines elsewhere, nothing if `console` is None."""
 
@@ -389,22 +345,14 @@ class ProgressDisplay:
         now = time.perf_counter()
         if now - self.last_line >= SECONDS_BETWEEN_LINES or step >= self.steps:
             self.last_line = now
-            left = (now - self.start) / max(step - self.first_step + 1, 1) * (self.steps - step)
-            self.console.print(f"step {step:>7,} of {self.steps:,}  {text}  {format_duration(left)} left", markup=False)
+            seconds = (now - self.start) / max(step - self.first_step + 1, 1) * (self.steps - step)
+            left = timedelta(seconds=round(seconds))
+            self.console.print(f"step {step:>7,} of {self.steps:,}  {text}  {left} left", markup=False)
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
         if self.console is not None:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as 1 h 02 min, 3 min 20 s or 12 s."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    if hours:
-        return f"{hours:,} h {minutes:02d} min"
-    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
 
 
 class RunLogger:
@@ -436,7 +384,7 @@ class RunLogger:
                 self.config.log.track,
                 folder=self.folder,
                 run=self.folder.name,
-                config=vars(self.config),
+                config=asdict(self.config),
                 resumed_after=self.last_step or None,
             )
             for tracker in self.trackers:

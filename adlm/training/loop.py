@@ -13,43 +13,20 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from adlm.checkpoint import (
-    LATEST,
-    CheckpointWriter,
-    gather_weights,
-    load_training_tensors,
-    read_state,
-    read_weights,
-    take_snapshot,
-)
+from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
 from adlm.likelihood import estimate_nll
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
+from adlm.training import setup
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel, init_distributed, parallelize
 from adlm.training.ema import EMA
 from adlm.training.guard import EXIT_CODES, Diverged, LossGuard, Preempted, catch_stop_signals, save_failed_batch
 from adlm.training.logging import MetricWindow, RunLogger, StepMetrics, describe_run, format_validation
 from adlm.training.objective import Objective
 from adlm.training.optim import build_optimizers, get_lr_multiplier, get_training_tensors, set_lr, step_optimizers
-from adlm.training.setup import (
-    build_dataloader,
-    build_model_config,
-    build_objective,
-    build_run_sampler,
-    check_memory,
-    compute_unigram_ppl,
-    find_resume_checkpoint,
-    hash_data,
-    lock_run_folder,
-    open_data_on_all_ranks,
-    open_stream,
-    open_valid_rows,
-    restore_data_state,
-    write_samples,
-)
 
 
 def train_steps(
@@ -135,7 +112,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        return self.folder / "checkpoints" / LATEST
+        return self.folder / "checkpoints" / checkpoint.LATEST
 
 
 def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any) -> Run:
@@ -145,7 +122,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
     """
     config = load_config(recipe, *changes, **settings)
     folder = Path(config.folder)
-    latest = folder / "checkpoints" / LATEST
+    latest = folder / "checkpoints" / checkpoint.LATEST
     with init_distributed(config.device) as context, catch_stop_signals() as stop, ExitStack() as exit_stack:
         # Where we run: the device, its precision, and the rows of this process.
         device, on_gpu = context.device, context.device.type == "cuda"
@@ -158,21 +135,21 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         micro_batch = min(config.micro_batch or config.batch, config.batch // context.world_size)
 
         # What we train: the data, the model and its objective.
-        data, stream = open_data_on_all_ranks(config, context), open_stream(config)
-        data_hash, valid_rows = hash_data(data, stream), open_valid_rows(data)
-        shape = build_model_config(config, data)
-        objective = build_objective(config, shape, data, on_gpu=on_gpu)
-        sampler = build_run_sampler(config, shape)
-        check_memory(config, shape, context, micro_batch, precision)
-        exit_stack.enter_context(lock_run_folder(folder, context))
-        source = context.run_on_rank0(lambda: find_resume_checkpoint(config, data_hash))
+        data, stream = setup.open_data_on_all_ranks(config, context), setup.open_stream(config)
+        data_hash, valid_rows = setup.hash_data(data, stream), setup.open_valid_rows(data)
+        shape = setup.build_model_config(config, data)
+        objective = setup.build_objective(config, shape, data, on_gpu=on_gpu)
+        sampler = setup.build_run_sampler(config, shape)
+        setup.check_memory(config, shape, context, micro_batch, precision)
+        exit_stack.enter_context(setup.lock_run_folder(folder, context))
+        source = context.run_on_rank0(lambda: setup.find_resume_checkpoint(config, data_hash))
         model = LanguageModel(shape, seed=config.seed).to(device)
-        if config.compile if config.compile is not None else on_gpu:
+        if on_gpu if config.compile is None else config.compile:
             model.compile_layers()
         loss_module = LossModule(model, score_entropy=METHODS[config.method].score_entropy)
         parallel = parallelize(loss_module, context, config.parallel)
-        batches = build_dataloader(config, data, stream, context)
-        unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
+        batches = setup.build_dataloader(config, data, stream, context)
+        unigram_ppl = setup.compute_unigram_ppl(data, valid_rows, config.valid.rows)
 
         # How: optimizers, the average of the weights, and a guard against divergence.
         optimizers = build_optimizers(model, config.optimizer)
@@ -183,11 +160,11 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         # From where: `state` is a plain dict, and with the tensors it is all that a checkpoint holds.
         state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
         if source is not None:
-            load_training_tensors(source, get_training_tensors(model, optimizers), context.checkpoint_group)
-            state = read_state(source)
+            checkpoint.load_training_tensors(source, get_training_tensors(model, optimizers), context.checkpoint_group)
+            state = checkpoint.read_state(source)
             if ema is not None:
-                ema.load(read_weights(source), state["ema_updates"])
-            batches.load_state_dict(restore_data_state(state["batches"], context, is_stream=stream is not None))
+                ema.load(checkpoint.read_weights(source), state["ema_updates"])
+            batches.load_state_dict(setup.restore_data_state(state["batches"], context, is_stream=stream is not None))
             window.values = state["window"]
             window.guard.recent.extend(state["recent"])
         state["data"] = data_hash
@@ -195,7 +172,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         # What it writes: config.yaml, checkpoints, metrics.
         if context.is_main:
             save_config(config, folder / "config.yaml")
-        writer = CheckpointWriter(
+        writer = checkpoint.CheckpointWriter(
             folder / "checkpoints",
             shape,
             config.method,
@@ -246,7 +223,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             state.update(window=list(window.values), recent=list(window.guard.recent))
             logger.sync()
             writer.wait()  # at most one snapshot in host memory
-            snapshot = take_snapshot(
+            snapshot = checkpoint.take_snapshot(
                 step,
                 weights,
                 get_training_tensors(model, optimizers),
@@ -285,9 +262,11 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                     if step % config.valid.every == 0 or is_last:
                         validate(metrics)
                     if config.samples.every and (step % config.samples.every == 0 or is_last):
-                        gathered = gather_weights(weights, is_main=context.is_main)
+                        gathered = checkpoint.gather_weights(weights, is_main=context.is_main)
                         if context.is_main:
-                            logger.print(write_samples(config, shape, gathered, data.tokenizer, sampler, step, device))
+                            logger.print(
+                                setup.write_samples(config, shape, gathered, data.tokenizer, sampler, step, device)
+                            )
                         context.barrier()
                     # Ranks may receive a signal at different steps: they agree at the steps that are logged.
                     can_stop = is_logged or context.world_size == 1

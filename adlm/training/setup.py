@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adlm import checkpoint
+from adlm import checkpoint, methods
 from adlm.checkpoint import format_bytes
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, StreamedRows, is_valid
@@ -29,15 +29,6 @@ from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.generate import compile_for_sampling, generate_texts
 from adlm.likelihood import unigram_nll
-from adlm.methods import (
-    ANCHOR_RULES,
-    METHODS,
-    build_anchor_rule,
-    build_config,
-    build_sampler,
-    build_schedule,
-    look_up,
-)
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.training.distributed import DistributedContext
@@ -138,9 +129,9 @@ def build_model_config(config: Config, data: PreparedData) -> ModelConfig:
     changes = {key: value for key, value in vars(config.model).items() if key != "preset" and value is not None}
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
-    if not look_up(METHODS, config.method, "method").two_stages and changes.pop("anchor_layers", 0):
+    if not methods.look_up(methods.METHODS, config.method, "method").two_stages and changes.pop("anchor_layers", 0):
         raise ValueError(f"model.anchor_layers: {config.method} has one stage; set model.denoiser_layers instead")
-    return build_config(
+    return methods.build_config(
         config.method,
         config.model.preset,
         vocab_size=data.vocab_size,
@@ -154,17 +145,17 @@ def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, o
     """Build the training objective of a recipe."""
     settings, rule = config.objective, None
     if model.anchor_layers:
-        known = inspect.signature(look_up(ANCHOR_RULES, settings.anchor_rule, "anchor rule")).parameters
+        known = inspect.signature(methods.look_up(methods.ANCHOR_RULES, settings.anchor_rule, "anchor rule")).parameters
         given = {**vars(settings), "seed": config.seed, "vocab_size": data.vocab_size}
         options = {key: value for key, value in given.items() if key in known and value is not None}
         if "counts" in known:
             options["counts"] = data.counts()
         if "document_counts" in known:
             options |= count_documents(data)
-        rule = build_anchor_rule(settings.anchor_rule, **options)
+        rule = methods.build_anchor_rule(settings.anchor_rule, **options)
     process = ForwardProcess(
         model.mask_id,
-        schedule=build_schedule(settings.schedule, **settings.schedule_options),
+        schedule=methods.build_schedule(settings.schedule, **settings.schedule_options),
         anchor_rule=rule,
         anchor_scope=settings.anchor_scope,
         attend_padding=settings.attend_padding,
@@ -188,7 +179,7 @@ def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, An
 
 def build_run_sampler(config: Config, shape: ModelConfig) -> Plan | Order | None:
     """Build the sampler of samples.sampler; a causal model has none."""
-    return None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
+    return None if shape.is_causal else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
 
 
 def write_samples(
@@ -232,13 +223,10 @@ def check_memory(
     available = get_available_memory(context.device)
     processes = 1 if is_cuda else context.local_world_size  # that share this memory
     if config.memory_check and available is not None and needed.total * processes > available:
-        activations = needed.activations + needed.head
-        total, fixed, passing = (
-            format_bytes(count * processes) for count in (needed.total, needed.total - activations, activations)
-        )
+        total, activations = needed.total * processes, (needed.activations + needed.head) * processes
         raise MemoryError(
-            f"a step of {rows} × {model.length} tokens takes about {total} (weights, gradients, optimizer and EMA "
-            f"{fixed}, activations {passing}), and {format_bytes(available)} are free on {context.device}. Reduce "
+            f"a step of {rows} × {model.length} tokens takes about {format_bytes(total)} (activations "
+            f"{format_bytes(activations)}), and {format_bytes(available)} are free on {context.device}. Reduce "
             f"micro_batch (now {rows}), set parallel.checkpoint_activations=true, shard the weights with "
             "parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this estimate"
         )

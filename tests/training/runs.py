@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from adlm import checkpoint
 from adlm.data.prepare import prepare
 from adlm.data.sources import load_excerpt
-from adlm.training.logging import Record, drop_times, read_metrics
+from adlm.methods import METHODS, build_config
+from adlm.models.language_model import ModelConfig
+from adlm.training.logging import Record, read_metrics
 from adlm.training.loop import Run, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +78,12 @@ def data(rows: str = "wrapped") -> Path:
     return folder
 
 
+def tiny_config(method: str = "adlm", **sizes: Any) -> ModelConfig:
+    """A model of one layer per stage."""
+    layers = {"anchor_layers": 1, "denoiser_layers": 1} if METHODS[method].two_stages else {"denoiser_layers": 1}
+    return build_config(method, "nano", **(layers | sizes))
+
+
 @cache
 def tiny_recipe() -> Path:
     """The tiny recipe as a file (JSON is YAML)."""
@@ -95,8 +103,9 @@ def run(folder: Path, *changes: str, rows: str = "wrapped") -> Run:
 
 
 def curve(folder: Path) -> list[Record]:
-    """What a run recorded, apart from times."""
-    return drop_times(read_metrics(folder / "metrics.jsonl"))
+    """The metrics of a run without times: equal for two runs with the same settings."""
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if key != "time"} for record in records]
 
 
 def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
@@ -109,7 +118,7 @@ def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Two runs ended with the same bits and told the same figures."""
+    """Two runs ended with the same bits and logged the same metrics."""
     mine, theirs = tensors(one), tensors(other)
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

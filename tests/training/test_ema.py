@@ -56,9 +56,9 @@ def test_saved_and_resumed_it_goes_on_as_if_nothing_happened():
         with torch.no_grad():
             model.p0.copy_(golden[f"param0_{i}"])
         if i == 5:
-            state = {key: v.clone() if torch.is_tensor(v) else v for key, v in halved.state_dict().items()}
-            halved = EMA(Pair(torch.ones(3), torch.ones(2, 2)), decay=0.1)
-            halved.load_state_dict(state)
+            shadow, count = {name: v.clone() for name, v in halved.shadow.items()}, halved.updates
+            halved = EMA(Pair(torch.ones(3), torch.ones(2, 2)))
+            halved.load(shadow, count)
         straight.update(model)
         halved.update(model)
     assert halved.decay == straight.decay and halved.updates == straight.updates
@@ -66,24 +66,16 @@ def test_saved_and_resumed_it_goes_on_as_if_nothing_happened():
         assert torch.equal(halved.shadow[name], value)
 
 
-def test_copying_takes_the_average_and_leaves_it():
-    _, model = build()
-    ema = EMA(model)
-    with torch.no_grad():
-        model.p0.add_(1.0)
-    ema.update(model)
-    ema.copy_to(model)
-    assert torch.equal(model.p0, ema.shadow["p0"])
-    with torch.no_grad():
-        model.p0.zero_()
-    assert ema.shadow["p0"].any()
-
-
-def test_frozen_parameters_may_stay_out():
-    """A model with a frozen part is averaged where it learns, and copied back without complaint."""
+def test_the_average_is_swapped_in_and_out():
+    """Frozen parameters are not averaged and do not change."""
     _, model = build()
     model.p1.requires_grad_(False)
     ema = EMA(model)
     assert set(ema.shadow) == {"p0"}
+    with torch.no_grad():
+        model.p0.add_(1.0)
     ema.update(model)
-    ema.copy_to(model)
+    weights, average = model.p0.detach().clone(), ema.shadow["p0"].clone()
+    with ema.swap_in(model):
+        assert torch.equal(model.p0, average) and not torch.equal(average, weights)
+    assert torch.equal(model.p0, weights) and torch.equal(ema.shadow["p0"], average)

@@ -7,15 +7,13 @@ import os
 import sqlite3
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from adlm.training import logging
-from adlm.training.logging import MetricsFile, drop_times, flatten_record, format_record, open_trackers, read_metrics
+from adlm.training.logging import MetricsFile, flatten_record, format_record, open_trackers, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,11 +57,6 @@ def test_a_diverged_run_is_recorded_in_strict_json(tmp_path: Path) -> None:
     assert math.isnan(found["a"]) and found["b"] == math.inf and found["time"]["c"] == -math.inf
 
 
-def test_text_that_would_come_back_as_a_number_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"note is the text 'nan'.*float"):
-        format_record({"step": 1, "note": "nan"})
-
-
 def test_keys_have_one_order() -> None:
     forth = {"step": 3, "a": 1, "val/nll": 2.0, "zebra": 1, "time": {"b": 1, "a": 2}}
     back = dict(reversed(forth.items())) | {"time": {"a": 2, "b": 1}}
@@ -75,11 +68,6 @@ def test_keys_have_one_order() -> None:
 def test_a_record_needs_its_step(step: object) -> None:
     with pytest.raises(ValueError, match='needs "step", an int'):
         format_record({"step": step, "a": 1.0})
-
-
-def test_what_is_not_a_number_is_named() -> None:
-    with pytest.raises(TypeError, match=r"time/now is a Tensor.*float"):
-        format_record({"step": 1, "time": {"now": torch.tensor(1.0)}})
 
 
 def test_a_resumed_file_is_that_of_a_run_without_interruption(tmp_path: Path) -> None:
@@ -148,13 +136,6 @@ def test_damage_elsewhere_is_an_error_with_its_place(tmp_path: Path, damage: str
         read_metrics(path)
 
 
-def test_runs_compare_without_their_times() -> None:
-    slow, fast = ([record(s, time={"seconds": s * pace}) for s in (1, 2)] for pace in (1.0, 2.0))
-    assert slow != fast and drop_times(slow) == drop_times(fast)
-    assert drop_times(slow) == [{"step": s, "train/nll": 5.0 - s / 10} for s in (1, 2)]
-    assert "time" in slow[0]  # the caller's are left alone
-
-
 def test_flat_names() -> None:
     found = flatten_record({"step": 3, "a": 1, "text": "x", "none": None, "time": {"seconds": 2.5}})
     assert found == {"a": 1, "time/seconds": 2.5}
@@ -197,24 +178,6 @@ def test_a_tracker_that_fails_closes_the_others(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="no"):
         open_trackers(["good", "bad"], folder=tmp_path, run="r", config={})
     assert closed == [True]
-
-
-@dataclass(frozen=True)
-class Part:
-    dim: int = 8
-
-
-def test_the_config_arrives_as_plain_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
-
-    def keep(folder: Path, run: str, config: object, resumed_after: int | None) -> logging.Tracker:
-        given.append(config)
-        raise RuntimeError("seen")
-
-    monkeypatch.setattr(logging, "TRACKERS", {"keep": keep})
-    with pytest.raises(RuntimeError, match="seen"):
-        open_trackers(["keep"], folder=tmp_path, run="r", config={"model": Part(), "parts": [Part(9)], "at": tmp_path})
-    assert given == [{"model": {"dim": 8}, "parts": [{"dim": 9}], "at": str(tmp_path)}]
 
 
 def test_tensorboard_shows_what_the_checkpoint_has_seen(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from adlm.config import OptimizerSettings, ParallelSettings
 from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import every_token
-from adlm.methods import METHODS, build_config
+from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.training.distributed import DistributedContext, LossModule, parallelize
 from adlm.training.ema import EMA
@@ -23,7 +23,7 @@ from adlm.training.logging import MetricWindow, StepMetrics
 from adlm.training.loop import train_steps
 from adlm.training.objective import Objective
 from adlm.training.optim import build_optimizers, find_muon_parameters, get_lr_multiplier
-from tests.training.runs import curve, data, run
+from tests.training.runs import curve, data, run, tiny_config
 
 FAST = OptimizerSettings(lr=3e-3, betas=(0.9, 0.95))
 
@@ -34,23 +34,12 @@ def rows(padded: bool = False) -> TensorRows:
 
 
 def tiny(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
-    layers = {"anchor_layers": 1, "denoiser_layers": 1} if METHODS[method].two_stages else {"denoiser_layers": 1}
     prepared = open_data(data())
-    config = build_config(
-        method,
-        "nano",
-        vocab_size=prepared.vocab_size,
-        mask_id=prepared.mask_id,
-        dim=32,
-        heads=2,
-        length=32,
-        dropout=dropout,
-        **layers,
-    )
-    return LanguageModel(config, seed=1)
+    sizes = {"vocab_size": prepared.vocab_size, "mask_id": prepared.mask_id, "dim": 32, "heads": 2, "length": 32}
+    return LanguageModel(tiny_config(method, **sizes, dropout=dropout), seed=1)
 
 
-def steps_of(
+def take_steps(
     model: LanguageModel,
     *,
     seed: int = 0,
@@ -76,7 +65,7 @@ def steps_of(
 
 
 def losses(seed: int, **options: Any) -> list[float]:
-    return [record.loss for record in steps_of(tiny(dropout=0.1), seed=seed, **options)]
+    return [record.loss for record in take_steps(tiny(dropout=0.1), seed=seed, **options)]
 
 
 def plain_descent(model: LanguageModel) -> list[Optimizer]:
@@ -98,8 +87,8 @@ def awake(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
 def assert_equal_runs(method: str, whole: dict[str, Any], cut: dict[str, Any], dropout: float = 0.0) -> None:
     """The same losses and weights to rounding."""
     one, other = awake(method, dropout), awake(method, dropout)
-    first = steps_of(one, method=method, optimizers=plain_descent(one), **whole)
-    second = steps_of(other, method=method, optimizers=plain_descent(other), **cut)
+    first = take_steps(one, method=method, optimizers=plain_descent(one), **whole)
+    second = take_steps(other, method=method, optimizers=plain_descent(other), **cut)
     figures = [torch.stack([record.values for record in records]) for records in (first, second)]
     torch.testing.assert_close(figures[1], figures[0], rtol=1e-5, atol=1e-6)
     moved = 0.0
@@ -127,7 +116,7 @@ def test_the_callers_generator_is_left_alone() -> None:
 def test_every_method_trains(method: str) -> None:
     model = tiny(method)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    nlls = [record.nll for record in steps_of(model, method=method, steps=40)]
+    nlls = [record.nll for record in take_steps(model, method=method, steps=40)]
     assert sum(nlls[-10:]) < 0.95 * sum(nlls[:10])
     # The head is zero at first, so what lies below it moves from the second step on: nothing is left out.
     still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
@@ -135,7 +124,7 @@ def test_every_method_trains(method: str) -> None:
 
 
 def test_records_count_steps_and_say_what_they_were() -> None:
-    seen = steps_of(tiny(), steps=6, first_step=3, lr_multiplier=lambda step: step / 10)
+    seen = take_steps(tiny(), steps=6, first_step=3, lr_multiplier=lambda step: step / 10)
     assert [record.step for record in seen] == [3, 4, 5, 6]
     assert [record.lr_multiplier for record in seen] == [0.3, 0.4, 0.5, 0.6]
     assert all(record.stall >= 0 and len(record.batch.tokens) == 8 for record in seen)
@@ -143,25 +132,25 @@ def test_records_count_steps_and_say_what_they_were() -> None:
 
 
 def test_the_anchor_term_is_optimized_and_not_reported() -> None:
-    record = steps_of(tiny(), steps=1, task={"anchor_rule": every_token(), "peak_anchor_weight": 0.05})[0]
+    record = take_steps(tiny(), steps=1, task={"anchor_rule": every_token(), "peak_anchor_weight": 0.05})[0]
     assert record.anchor_weight == 0.05
     assert record.loss > record.nll
-    plain = steps_of(tiny(), steps=1, task={"peak_anchor_weight": 0.0})[0]
+    plain = take_steps(tiny(), steps=1, task={"peak_anchor_weight": 0.0})[0]
     assert plain.loss == plain.nll == record.nll
 
 
 def test_the_anchor_weight_ramps() -> None:
-    weights = [r.anchor_weight for r in steps_of(tiny(), steps=4, task={"peak_anchor_weight": 0.6})]
+    weights = [r.anchor_weight for r in take_steps(tiny(), steps=4, task={"peak_anchor_weight": 0.6})]
     assert weights == [0.25, 0.5, 0.6, 0.6]
     flat = {"peak_anchor_weight": 0.6, "anchor_ramp": False}
-    assert {r.anchor_weight for r in steps_of(tiny(), steps=4, task=flat)} == {0.6}
+    assert {r.anchor_weight for r in take_steps(tiny(), steps=4, task=flat)} == {0.6}
 
 
 def test_the_average_follows_the_weights() -> None:
     model = tiny()
     ema = EMA(model)
     start: Tensor = ema.shadow["head.bias"].clone()
-    steps_of(model, steps=5, ema=ema)
+    take_steps(model, steps=5, ema=ema)
     end = model.head.bias.detach()
     assert ema.updates == 5
     assert 0 < float((ema.shadow["head.bias"] - start).norm()) < float((end - start).norm())
@@ -181,7 +170,7 @@ def test_activations_may_be_computed_again(dropout: float) -> None:
 
 
 def test_dropout_does_something() -> None:
-    assert losses(3) != [record.loss for record in steps_of(tiny(), seed=3)]
+    assert losses(3) != [record.loss for record in take_steps(tiny(), seed=3)]
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -231,7 +220,7 @@ matrix_ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
 def test_each_moves_its_own(lr: float, muon_lr: float) -> None:
     model = awake()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    steps_of(model, steps=2, optimizers=build_optimizers(model, OptimizerSettings("muon", lr=lr, muon_lr=muon_lr)))
+    take_steps(model, steps=2, optimizers=build_optimizers(model, OptimizerSettings("muon", lr=lr, muon_lr=muon_lr)))
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     matrices = set(find_muon_parameters(model))
     if lr == 0:
@@ -241,7 +230,7 @@ def test_each_moves_its_own(lr: float, muon_lr: float) -> None:
         assert {"embed.weight", "head.weight"} <= moved
 
 
-def test_what_is_told_is_the_mean_since_it_was_last_told(tmp_path: Path) -> None:
+def test_logged_metrics_are_means_since_the_last_log(tmp_path: Path) -> None:
     run(tmp_path / "each", "log.every=1")
     run(tmp_path / "some", "log.every=4")
     each = [record for record in curve(tmp_path / "each") if "train/loss" in record]
@@ -256,7 +245,7 @@ def test_what_is_told_is_the_mean_since_it_was_last_told(tmp_path: Path) -> None
     ]
 
 
-def record_of(step: int, figures: list[float]) -> StepMetrics:
+def make_metrics(step: int, figures: list[float]) -> StepMetrics:
     empty = torch.zeros(1, 1, dtype=torch.int64)
     batch = Batch(empty, None, torch.zeros(1), torch.zeros(1), 1, {})
     return StepMetrics(step, torch.tensor(figures), 1.0, 0.0, batch, 0.0)
@@ -265,9 +254,9 @@ def record_of(step: int, figures: list[float]) -> StepMetrics:
 @pytest.mark.parametrize("bad", [[1.0, float("nan"), 0.0, 1.0], [1.0, 1.0, 0.0, float("inf")]])
 def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(bad: list[float]) -> None:
     window = MetricWindow(LossGuard(None, 4), DistributedContext(torch.device("cpu")))
-    window.add(record_of(1, [1.0, 1.0, 0.0, 1.0]))
+    window.add(make_metrics(1, [1.0, 1.0, 0.0, 1.0]))
     window.read()
-    window.add(bad_one := record_of(2, bad))
+    window.add(bad_one := make_metrics(2, bad))
     with pytest.raises(Diverged, match="step 2") as caught:
         window.read()
     assert caught.value.step == 2 and caught.value.batch is bad_one.batch
@@ -291,7 +280,7 @@ def test_weights_that_are_not_finite_stop_before_the_weights_move() -> None:
         model.head.bias[0] = torch.nan
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(Diverged, match="step 1") as caught:
-        steps_of(model, steps=1)
+        take_steps(model, steps=1)
     assert caught.value.batch is not None and len(caught.value.batch.tokens) == 8
     assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in model.named_parameters())
 

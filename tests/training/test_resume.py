@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import find_latest_checkpoint, read_state
+from adlm.checkpoint import find_latest_checkpoint, load_model, read_json, read_state, write_json
+from adlm.data.shards import hash_file
 from adlm.methods import METHODS
 from adlm.training.logging import ProgressDisplay
 from tests.training.runs import assert_same, curve, data, ended, in_process, run, tensors, until
@@ -36,7 +37,7 @@ def of_method(method: str) -> tuple[str, ...]:
     return f"method={method}", *(() if METHODS[method].two_stages else ("model.anchor_layers=null",))
 
 
-def checked(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") -> None:
+def check_resume(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") -> None:
     """A run that crashed and went on is the run that did not."""
     straight, torn = tmp_path / "straight", tmp_path / "torn"
     run(straight, *changes, rows=rows)
@@ -52,44 +53,35 @@ def checked(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") ->
     assert done.step == states[0]["step"] and done.valid.items() <= states[0]["valid"].items()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ("optimizer.name=adamw",),
-        ("optimizer.name=muon", "optimizer.muon_lr=0.01"),
-        ("ema=null",),
-        ("model.dropout=0.1", "parallel.checkpoint_activations=true"),
-        ("model.tied=true", "micro_batch=3", "optimizer.decay=wsd"),
-        ("data.workers=2", "batch=96", "checkpoint.background=false"),  # into a second epoch
-        ("objective.anchor_ramp=false", "objective.anchor_rule=random", "objective.fraction=0.3"),
-    ],
-    ids=lambda changes: changes[0],
-)
-def test_ten_steps_are_five_and_five(tmp_path: Path, changes: tuple[str, ...]) -> None:
-    checked(tmp_path, *changes, crash=7)
+CASES: dict[str, tuple[str, ...]] = {
+    "adamw": ("optimizer.name=adamw",),
+    "muon": ("optimizer.name=muon", "optimizer.muon_lr=0.01"),
+    "no ema": ("ema=null",),
+    "dropout": ("model.dropout=0.1", "parallel.checkpoint_activations=true"),
+    "tied": ("model.tied=true", "micro_batch=3", "optimizer.decay=wsd"),
+    "second epoch": ("data.workers=2", "batch=96", "checkpoint.background=false"),
+    "random anchors": ("objective.anchor_ramp=false", "objective.anchor_rule=random", "objective.fraction=0.3"),
+    **{method: (*of_method(method), "model.dropout=0.1") for method in METHODS},
+    **{f"padded {method}": of_method(method) for method in ("adlm", "a2r")},
+}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ten_steps_are_five_and_five_for_every_method(tmp_path: Path, method: str) -> None:
-    checked(tmp_path, *of_method(method), "model.dropout=0.1", crash=7)
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_are_five_and_five(tmp_path: Path, case: str) -> None:
+    check_resume(tmp_path, *CASES[case], crash=7, rows="documents" if "padded" in case else "wrapped")
 
 
-@pytest.mark.parametrize("method", ["adlm", "a2r"])
-def test_padded_rows_go_on_too(tmp_path: Path, method: str) -> None:
-    checked(tmp_path, *of_method(method), crash=7, rows="documents")
-
-
-def test_figures_that_were_not_yet_told_are_not_lost(tmp_path: Path) -> None:
+def test_metrics_that_were_not_yet_logged_are_not_lost(tmp_path: Path) -> None:
     """A checkpoint between two records: the mean is over steps of both lives, and the guard remembers."""
-    checked(tmp_path, "log.every=5", "checkpoint.every=3", "guard.window=4", crash=8)
+    check_resume(tmp_path, "log.every=5", "checkpoint.every=3", "guard.window=4", crash=8)
     state = read_state(tmp_path / "torn/checkpoints/step-00000009")
     assert len(state["window"]) == 4 and len(state["recent"]) == 4
     assert state["recent"] == [row[1] for row in state["window"]]  # steps 6 to 9
     assert [record["step"] for record in curve(tmp_path / "torn")] == [5, 5, 10, 10]
 
 
-def test_a_checkpoint_before_anything_was_told(tmp_path: Path) -> None:
-    checked(tmp_path, "log.every=10", "valid.every=10", "checkpoint.every=2", crash=5)
+def test_a_checkpoint_before_anything_was_logged(tmp_path: Path) -> None:
+    check_resume(tmp_path, "log.every=10", "valid.every=10", "checkpoint.every=2", crash=5)
 
 
 def test_what_a_later_life_did_not_see_is_cut_from_the_record(tmp_path: Path) -> None:
@@ -124,6 +116,22 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     assert before == ((tmp_path / "config.yaml").read_bytes(), curve(tmp_path))
     free = ("log.every=3", "micro_batch=2", "checkpoint.keep=5", "samples.rows=1", "data.workers=1")
     assert run(tmp_path, "steps=6", *free).step == 6
+
+
+def test_a_run_of_an_older_format_is_refused_but_its_model_loads(tmp_path: Path) -> None:
+    """Run folders written before format 2 have no format number, and spell config keys differently."""
+    run(tmp_path, "steps=5")
+    path = tmp_path / "checkpoints" / "step-00000005"
+    state = read_state(path)
+    del state["format"]
+    write_json(path / "state.json", state)
+    write_json(
+        path / "checksums.json", read_json(path / "checksums.json") | {"state.json": hash_file(path / "state.json")}
+    )
+    (tmp_path / "config.yaml").write_text("optimiser:\n  lr: 0.1\n", "utf-8")
+    with pytest.raises(ValueError, match="run format 1, and this version of adlm resumes format 2: start a new"):
+        run(tmp_path)
+    assert load_model(tmp_path, verify=True).step == 5
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
