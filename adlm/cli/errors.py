@@ -1,4 +1,4 @@
-"""What a user did wrong is told in a line, without a traceback; what we did wrong keeps its own."""
+"""Errors of users become one line on stderr; errors of the package keep their traceback."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-USER = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)  # the last: weights that are no numbers
-# Typer brings its own copy of click or uses the installed one, by its version; this is the class either way.
+USER_ERRORS = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)  # the last: weights that are NaN
+# Typer has its own copy of click or uses the installed one, by its version; this is the class either way.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-def say(message: str) -> None:
-    """One line on stderr, however long."""
+def print_error(message: str) -> None:
+    """Print an error as one line on stderr."""
     line = " ".join(part.strip() for part in f"error: {message}".splitlines())
     Console(stderr=True, highlight=False).print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn errors that name a remedy into one message and an exit code; ADLM_TRACEBACK=1 shows where they come from."""
+    """Context manager: turn user errors into one message and an exit code; ADLM_TRACEBACK=1 shows the traceback."""
     try:
         yield
     except BrokenPipeError:
-        raise  # who read our output has seen enough: typer ends quietly
+        raise  # the reader of our output has closed it: typer ends quietly
     except Exception as error:
         from adlm.training.guard import Diverged
 
-        if os.environ.get("ADLM_TRACEBACK") or not isinstance(error, (*USER, Diverged)):
+        if os.environ.get("ADLM_TRACEBACK") or not isinstance(error, (*USER_ERRORS, Diverged)):
             raise
-        say(str(error))
+        print_error(str(error))
         raise typer.Exit(1 if isinstance(error, Diverged) else 2) from error
 
 
 class Commands(TyperGroup):
-    """The commands; an option that is wrong is told in one line too."""
+    """A group of commands that reports a wrong option in one line, too."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the words name."""
+        """Run the command that the arguments name."""
         try:
             return super().invoke(ctx)
         except UsageError as error:
-            at = getattr(error, "ctx", None) or ctx
+            context = getattr(error, "ctx", None) or ctx
             message = error.format_message() if hasattr(error, "format_message") else str(error)
-            say(f"{message.removesuffix('.')} (see {at.command_path} --help)")
+            print_error(f"{message.removesuffix('.')} (see {context.command_path} --help)")
             raise typer.Exit(2) from error

@@ -1,27 +1,25 @@
-"""The command line: thin, every command calls a function that does the work.
+"""The command line: every command parses options, calls one function and prints.
 
-What takes long to import is imported by the command that needs it: `--help` and `--version` answer at once.
+Commands import what is slow to import when they run, so that `--help` and `--version` are fast.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from adlm import __version__
 from adlm.cli import options
+from adlm.cli.demo import demo
 from adlm.cli.doctor import doctor
-from adlm.cli.errors import Commands, report_errors
+from adlm.cli.errors import Commands
 from adlm.cli.eval import app as eval_app
-from adlm.cli.infill import infill
-from adlm.cli.output import check_output_files, json_stdout, print_json
+from adlm.cli.generate import infill, sample
+from adlm.cli.output import print_json
 from adlm.cli.plot import plot
 from adlm.cli.prepare import prepare
-from adlm.cli.sample import sample
 from adlm.cli.score import score
 from adlm.cli.train import train
 
@@ -31,9 +29,9 @@ app = typer.Typer(
 )
 
 
-def tell_version(is_asked: bool) -> None:
-    """Print the version and end."""
-    if is_asked:
+def print_version(is_set: bool) -> None:
+    """Print the version and exit."""
+    if is_set:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -41,11 +39,11 @@ def tell_version(is_asked: bool) -> None:
 @app.callback()
 def adlm(
     version: Annotated[
-        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Anchored diffusion language models: write, fill in and score text; prepare data, train, plot."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal without a ✓ gets a stand-in for it, no error
+    """Anchored diffusion language models: generate, infill and score text; prepare data, train, evaluate, plot."""
+    for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks is escaped, not an error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
@@ -59,27 +57,7 @@ def version(is_json: options.Json = False) -> None:
         typer.echo(__version__)
 
 
-@app.command()
-def demo(
-    seconds: Annotated[float, typer.Option(min=1, help="About how long to train; the number of steps follows.")] = 45,
-    steps: Annotated[int | None, typer.Option(min=1, help="Train exactly this many steps, whatever they take.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the order, the noise and the samples.")] = 1,
-    out: Annotated[Path, typer.Option(help="The page that it leaves behind.")] = Path("adlm-demo.html"),
-    is_json: options.Json = False,
-) -> object:
-    """Watch the bundled model write and fill in, train a small one, and keep a page of it. All on the CPU."""
-    with report_errors():
-        check_output_files({"--out": out})
-        from adlm.cli.demo import run_demo
-
-        with json_stdout(is_json):
-            found = run_demo(seconds=seconds, steps=steps, seed=seed, out=out)
-        if is_json:
-            print_json(asdict(found))
-        return found
-
-
-for command in (sample, infill, score, prepare, train, plot, doctor):
+for command in (demo, sample, infill, score, prepare, train, plot, doctor):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
 

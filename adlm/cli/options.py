@@ -1,4 +1,4 @@
-"""The options that commands share, and how the shell completes them."""
+"""Options that commands share, and their shell completion."""
 
 from __future__ import annotations
 
@@ -9,89 +9,101 @@ import typer
 
 from adlm.bundled import DEFAULT, MODELS
 
-HOW, SEE = "How it is written", "What becomes of it"
+SAMPLING, OUTPUT = "Sampling", "Output"  # panels of the help
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Models that come with the package, and folders here."""
-    before, name = incomplete.rpartition("/")[:2], incomplete.rpartition("/")[2]
-    folder = Path("".join(before) or ".").expanduser()
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    folders = ["".join(before) + path.name + "/" for path in found if path.is_dir() and path.name.startswith(name)]
-    hidden = name.startswith(".")
-    return [each for each in MODELS if each.startswith(incomplete)] + [
-        each for each in folders if hidden or not each.rstrip("/").rpartition("/")[2].startswith(".")
-    ]
+    """Complete bundled models and folders."""
+    parent, slash, name = incomplete.rpartition("/")
+    folder = Path(parent + slash or ".").expanduser()
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    folders = [path.name for path in paths if path.is_dir() and path.name.startswith(name)]
+    visible = [each for each in folders if name.startswith(".") or not each.startswith(".")]
+    return [each for each in MODELS if each.startswith(incomplete)] + [f"{parent}{slash}{each}/" for each in visible]
 
 
 def complete_sampler(incomplete: str) -> list[str]:
-    """Samplers."""
+    """Complete samplers."""
     from adlm.methods import SAMPLERS
 
     return [name for name in SAMPLERS if name.startswith(incomplete)]
 
 
-def complete_beside(incomplete: str) -> list[str]:
-    """Samplers and models."""
+def complete_compare(incomplete: str) -> list[str]:
+    """Complete samplers and models."""
     return complete_sampler(incomplete) + complete_model(incomplete)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Recipes that come with the package."""
-    from adlm.config import shipped_recipes
+    """Complete bundled recipes."""
+    from adlm.config import list_recipes
 
-    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+    return [name for name in list_recipes() if name.startswith(incomplete)]
 
 
-MODEL_HELP = f"A bundled model's name, a run's folder, or a checkpoint's. ({DEFAULT})"
+MODEL_HELP = f"Name of a bundled model, or folder of a run, a checkpoint or a model. [default: {DEFAULT}]"
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)]
 ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same texts.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
-Count = Annotated[int, typer.Option("--n", "--rows", min=1, help="How many texts for each prompt or template.")]
+Count = Annotated[int, typer.Option("--n", "--rows", min=1, help="Number of texts for each prompt or template.")]
 Steps = Annotated[
     int | None,
-    typer.Option(min=1, help="Of the sampler. (128; confidence, margin: a token a step)", rich_help_panel=HOW),
+    typer.Option(
+        min=1,
+        help="Sampling steps. [default: 128; confidence and margin: one token per step]",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Sampler = Annotated[
     str | None,
     typer.Option(
-        help="remask_loop, ancestral, confidence, … (remask_loop; infill: confidence)",
+        help="Sampler: remask_loop, ancestral, confidence, … [default: remask_loop; for infill: confidence]",
         autocompletion=complete_sampler,
-        rich_help_panel=HOW,
+        rich_help_panel=SAMPLING,
     ),
 ]
-Temperature = Annotated[float, typer.Option(help="Below 1 safer, above 1 wilder; 0: likeliest.", rich_help_panel=HOW)]
-TopP = Annotated[float, typer.Option(help="Draw from the likeliest that make up this much.", rich_help_panel=HOW)]
-TopK = Annotated[int | None, typer.Option(min=1, help="Draw from so many likeliest tokens.", rich_help_panel=HOW)]
+Temperature = Annotated[float, typer.Option(help="Softmax temperature; 0 is greedy.", rich_help_panel=SAMPLING)]
+TopP = Annotated[float, typer.Option(help="Nucleus: total probability of the tokens kept.", rich_help_panel=SAMPLING)]
+TopK = Annotated[
+    int | None, typer.Option(min=1, help="Number of likeliest tokens kept. [default: all]", rich_help_panel=SAMPLING)
+]
 Block = Annotated[
-    int | None, typer.Option(min=1, help="Write so many tokens, then the next so many, …", rich_help_panel=HOW)
+    int | None,
+    typer.Option(min=1, help="Tokens per block, sampled left to right. [default: one block]", rich_help_panel=SAMPLING),
 ]
-Own = Annotated[
+SamplerOptions = Annotated[
     list[str] | None,
-    typer.Option("--option", help="name=value: one of the sampler's own, such as eta=0.04.", rich_help_panel=HOW),
+    typer.Option("--option", help="name=value: an option of the sampler, such as eta=0.04.", rich_help_panel=SAMPLING),
 ]
-Batch = Annotated[int, typer.Option(min=1, help="Texts at a time; it changes no text.", rich_help_panel=HOW)]
+Batch = Annotated[
+    int, typer.Option(min=1, help="Texts per batch; does not change the texts.", rich_help_panel=SAMPLING)
+]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="On a GPU: --batch changes no text there either.", rich_help_panel=HOW)
+    bool,
+    typer.Option("--deterministic", help="Make texts independent of --batch on a GPU, too.", rich_help_panel=SAMPLING),
 ]
 
 Out = Annotated[
-    Path | None, typer.Option(help="Write the texts to a file, <|endoftext|> between them.", rich_help_panel=SEE)
+    Path | None, typer.Option(help="Write the texts to this file, separated by <|endoftext|>.", rich_help_panel=OUTPUT)
 ]
-Html = Annotated[Path | None, typer.Option(help="Write a page that plays the first text's way.", rich_help_panel=SEE)]
-Gif = Annotated[Path | None, typer.Option(help="Write the first text's way as a picture.", rich_help_panel=SEE)]
-Beside = Annotated[
+Html = Annotated[
+    Path | None, typer.Option(help="Write a page that plays the sampling of the first text.", rich_help_panel=OUTPUT)
+]
+Gif = Annotated[
+    Path | None, typer.Option(help="Write the sampling of the first text as a GIF.", rich_help_panel=OUTPUT)
+]
+Compare = Annotated[
     str | None,
     typer.Option(
-        help="A second sampler, or a second model: its texts beside, on the same seed.",
-        autocompletion=complete_beside,
-        rich_help_panel=SEE,
+        help="Second sampler or second model, run with the same seed.",
+        autocompletion=complete_compare,
+        rich_help_panel=OUTPUT,
     ),
 ]
 Guesses = Annotated[
-    bool, typer.Option("--guesses/--no-guesses", help="Show what hidden tokens are taken for.", rich_help_panel=SEE)
+    bool, typer.Option("--guesses/--no-guesses", help="Show the likeliest hidden tokens.", rich_help_panel=OUTPUT)
 ]
-Pause = Annotated[float, typer.Option(min=0, help="Seconds between steps on a terminal.", rich_help_panel=SEE)]
+Pause = Annotated[float, typer.Option(min=0, help="Seconds between steps on a terminal.", rich_help_panel=OUTPUT)]

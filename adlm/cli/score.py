@@ -1,4 +1,4 @@
-"""`adlm score`: how likely texts are."""
+"""`adlm score`: the likelihood of texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,10 +17,7 @@ from adlm.cli import options
 from adlm.cli.errors import report_errors
 from adlm.cli.output import json_stdout, print_json, read_text_file, status_console
 
-if TYPE_CHECKING:
-    from adlm.text.scoring import Score
-
-SHOWN = 60  # characters of a text in the table
+MAX_TEXT_WIDTH = 60  # characters of a text in the table
 
 
 def score(
@@ -29,72 +26,64 @@ def score(
     ] = None,
     model: options.ModelOption = None,
     file: Annotated[
-        list[Path] | None, typer.Option(help="A file that is one text (without its last line end); repeatable.")
+        list[Path] | None, typer.Option(help="File with one text (without its last line end); repeatable.")
     ] = None,
     lines: Annotated[
-        list[str] | None, typer.Option(help="A file with a text in every line, - for stdin; repeatable.")
+        list[str] | None, typer.Option(help="File with one text per line, - for stdin; repeatable.")
     ] = None,
     draws: Annotated[
-        int, typer.Option(min=2, help="Noises a text; four times as many halve the error. (a causal model: none)")
+        int,
+        typer.Option(min=2, help="Noise samples per text; 4 times as many halve the error; causal models use none."),
     ] = 64,
     seed: options.Seed = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Rows at a time; it changes nothing but speed.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per batch; does not change the result.")] = 64,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
-    """Tell how likely texts are: nats per token with their standard error, perplexity and bits per byte.
+    """Compute the likelihood of texts: nats per token with their standard error, perplexity and bits per byte.
 
-    Of a masked model it is a bound from above (≤), of a causal one the figure itself.
+    Masked models give an upper bound (≤), causal ones the exact value.
     """
     with report_errors():
-        given, skipped = gather(texts or [], file or [], lines or [])
+        inputs, skipped = read_texts(texts or [], file or [], lines or [])
         if skipped:
-            status_console().print(f"empty lines left out: {skipped}", style="dim", markup=False)
+            status_console().print(f"empty lines skipped: {skipped}", style="dim", markup=False)
         with json_stdout(is_json):
             from adlm.bundled import DEFAULT
             from adlm.text.lm import load
 
             lm, began = load(model or DEFAULT, device=device), time.perf_counter()
             with status_console().status("scoring …"):
-                scores = lm.score(given, draws=draws, seed=seed, batch=batch)
-        settings = {
-            "model": lm.name,
-            "method": lm.method,
-            "draws": 1 if lm.row_format.is_causal else draws,
-            "seed": seed,
-        }
-        settings |= {"device": str(lm.device)}
+                scores = lm.score(inputs, draws=draws, seed=seed, batch=batch)
+        is_causal = lm.row_format.is_causal
         if is_json:
-            found = [{"text": text, **asdict(each), "ppl": each.ppl} for text, each in zip(given, scores, strict=True)]
-            print_json({"scores": found, "seconds": time.perf_counter() - began, "settings": settings})
+            settings = {"model": lm.name, "method": lm.method, "draws": 1 if is_causal else draws, "seed": seed}
+            rows = [{"text": text, **asdict(each), "ppl": each.ppl} for text, each in zip(inputs, scores, strict=True)]
+            seconds = time.perf_counter() - began
+            print_json({"scores": rows, "seconds": seconds, "settings": settings | {"device": str(lm.device)}})
             return
-        Console(highlight=False).print(tabled(given, scores))
-        kind = "exact" if lm.row_format.is_causal else f"≤: a bound from above, {draws} noises a text"
+        from adlm.view.terminal import escape_controls
+
+        table = Table(box=None, pad_edge=False)
+        table.add_column("text", no_wrap=True, overflow="ellipsis", max_width=MAX_TEXT_WIDTH)
+        for name in ("tokens", "nats/token", "± s.e.", "perplexity", "bits/byte"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for text, each in zip(inputs, scores, strict=True):
+            sign, error = ("", "exact") if each.is_exact else ("≤ ", f"{each.stderr:.3f}")
+            values = [f"{each.tokens:,}", f"{sign}{each.nll:.3f}", error]
+            values += [f"{sign}{each.ppl:,.1f}", f"{sign}{each.bits_per_byte:.3f}"]
+            table.add_row(Text(escape_controls(text.replace("\n", "↵"))), *values)
+        Console(highlight=False).print(table)
+        kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text"
         status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)
 
 
-def gather(texts: Sequence[str], files: Sequence[Path], lines: Sequence[str]) -> tuple[list[str], int]:
-    """The texts in the order of the options, and how many empty lines were left out."""
-    given = [read_text_file(text) if text == "-" else text for text in texts]
-    given += [read_text_file(str(path)) for path in files]
-    each = [line.removesuffix("\r") for name in lines for line in read_text_file(name).split("\n")]
-    kept = [line for line in each if line.strip()]
-    if not given and not kept:
+def read_texts(texts: Sequence[str], files: Sequence[Path], lines: Sequence[str]) -> tuple[list[str], int]:
+    """Read the texts in the order of the options; return them and the number of empty lines skipped."""
+    inputs = [read_text_file(text) if text == "-" else text for text in texts]
+    inputs += [read_text_file(str(path)) for path in files]
+    every_line = [line.removesuffix("\r") for name in lines for line in read_text_file(name).split("\n")]
+    kept = [line for line in every_line if line.strip()]
+    if not inputs and not kept:
         raise ValueError("there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin")
-    return given + kept, len(each) - len(kept)
-
-
-def tabled(texts: Sequence[str], scores: Sequence[Score]) -> Table:
-    """A line for each text."""
-    from adlm.view.terminal import tame
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("text", no_wrap=True, overflow="ellipsis", max_width=SHOWN)
-    for name in ("tokens", "nats/token", "± s.e.", "perplexity", "bits/byte"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for text, score in zip(texts, scores, strict=True):
-        sign = "" if score.is_exact else "≤ "
-        figures = [f"{score.tokens:,}", f"{sign}{score.nll:.3f}", "exact" if score.is_exact else f"{score.stderr:.3f}"]
-        figures += [f"{sign}{score.ppl:,.1f}", f"{sign}{score.bits_per_byte:.3f}"]
-        table.add_row(Text(tame(text.replace("\n", "↵"))), *figures)
-    return table
+    return inputs + kept, len(every_line) - len(kept)

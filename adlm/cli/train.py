@@ -1,4 +1,4 @@
-"""`adlm train`: a recipe, changes to it, a run."""
+"""`adlm train`: run training with a recipe and overrides."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ def train(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A YAML file, or the name of a recipe that ships (cpu-nano, …).",
-            autocompletion=options.complete_recipe,
+            help="YAML file, or name of a bundled recipe (cpu-nano, …).", autocompletion=options.complete_recipe
         ),
     ],
-    changes: Annotated[
+    overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value: data.path=DATA folder=RUN steps=1000 optimizer.lr=1e-3 …")
     ] = None,
     is_json: options.Json = False,
 ) -> object:
-    """Train a model on prepared data. A run that was stopped goes on with the same command.
+    """Train a model on prepared data. Running the same command again resumes a stopped run.
 
-    Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 and saved, to be started again; 2 a setting or a file is
+    Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
     wrong; 1 the loss diverged.
     """
     with report_errors():
@@ -36,11 +35,10 @@ def train(
 
         try:
             with json_stdout(is_json):
-                run = run_training(recipe, *(changes or []))
+                run = run_training(recipe, *(overrides or []))
         except Preempted as stopped:
             status_console().print(str(stopped), markup=False)
             raise typer.Exit(stopped.code) from stopped
-        if is_json and os.environ.get("RANK", "0") == "0":  # of many processes, one answers
-            found = {"folder": run.folder, "checkpoint": run.checkpoint, "step": run.step, "valid": run.valid}
-            print_json(found)
+        if is_json and os.environ.get("RANK", "0") == "0":  # only one process prints
+            print_json({"folder": run.folder, "checkpoint": run.checkpoint, "step": run.step, "valid": run.valid})
         return run

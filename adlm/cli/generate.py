@@ -1,0 +1,327 @@
+"""`adlm sample` and `adlm infill`: build requests, run one or two models, show and write the texts."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from adlm.cli import options
+from adlm.cli.errors import report_errors
+from adlm.cli.output import (
+    check_output_files,
+    join_texts,
+    json_stdout,
+    print_bytes,
+    print_json,
+    read_text_file,
+    status_console,
+)
+
+if TYPE_CHECKING:
+    from adlm.text.generation import GenerationRequest
+    from adlm.text.lm import LM, GeneratedRow, GenerationOutput
+    from adlm.trajectory import Trajectory, TrajectoryFrame
+
+GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal the first
+GIF_WIDTHS = {1: 720, 2: 1080}  # pixels by number of panels
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """The options that `sample` and `infill` share."""
+
+    n: options.Count = 1
+    seed: options.Seed = 0
+    steps: options.Steps = None
+    sampler: options.Sampler = None
+    temperature: options.Temperature = 1.0
+    top_p: options.TopP = 0.9
+    top_k: options.TopK = None
+    block: options.Block = None
+    option: options.SamplerOptions = None
+    batch: options.Batch = 16
+    deterministic: options.Deterministic = False
+    device: options.Device = "auto"
+    out: options.Out = None
+    html: options.Html = None
+    gif: options.Gif = None
+    compare: options.Compare = None
+    guesses: options.Guesses = True
+    pause: options.Pause = 0.05
+    is_json: options.Json = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether stdout is a terminal; color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file."""
+        return not self.is_json and sys.stdout.isatty()
+
+
+def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command whose first argument is GenerationOptions: its fields become command-line options."""
+    shared, hints = get_type_hints(GenerationOptions, include_extras=True), get_type_hints(command, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [p.replace(annotation=hints[p.name], kind=keyword) for p in inspect.signature(command).parameters.values()]
+    more = [
+        inspect.Parameter(f.name, keyword, default=f.default, annotation=shared[f.name])
+        for f in fields(GenerationOptions)
+    ]
+    parameters = [*own[1:], *more]
+
+    def run(**values: Any) -> None:
+        settings = GenerationOptions(**{name: values.pop(name) for name in shared})
+        with report_errors():
+            command(settings, **values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+@add_generation_options
+def sample(
+    settings: GenerationOptions,
+    model: options.ModelArgument = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Beginning of the text; - reads stdin; repeatable. [default: empty]")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a text, including the prompt. [default: the model's length]")
+    ] = None,
+) -> None:
+    """Generate texts. On a terminal, show the sampling of the first one; otherwise print only the texts."""
+    prompts = [read_text_file(each) if each == "-" else each for each in prompt or [""]]
+    run_generation(model, settings, prompt=prompts, length=length)
+
+
+@add_generation_options
+def infill(
+    settings: GenerationOptions,
+    template: Annotated[
+        list[str],
+        typer.Argument(help="Text with holes: `___` of any length, `___{2}` of 2 tokens, `___{2,8}`; - reads stdin."),
+    ],
+    model: options.ModelOption = None,
+) -> None:
+    """Fill the holes of a text, for example "The `___` sat on the `___{2}`." The rest stays the same, to the byte."""
+    templates = [read_text_file(each) if each == "-" else each for each in template]
+    run_generation(model, settings, template=templates)
+
+
+@dataclass
+class GenerationRun:
+    """One model with one request: the first text step by step where it is shown, the others in batches."""
+
+    lm: LM
+    request: GenerationRequest
+    title: str
+    rows: list[GeneratedRow] = field(default_factory=list)
+    frames: list[TrajectoryFrame] = field(default_factory=list)
+    seconds: float = 0.0  # of sampling, without drawing and pauses
+
+    def stream_first(self, guesses: int) -> Iterator[TrajectoryFrame]:
+        """Sample the first text and yield its frames."""
+        from adlm.text.lm import GeneratedRow
+
+        first = replace(self.request, layouts=self.request.layouts[:1], n=1)
+        began = time.perf_counter()
+        for step in self.lm.stream_request(first, guesses):
+            self.frames.append(step.trajectory_frame())
+            self.seconds += time.perf_counter() - began
+            yield self.frames[-1]
+            began = time.perf_counter()
+        self.rows.append(GeneratedRow(first.layouts[0], step.frame.tokens[0].tolist(), step.nfe[0]))
+
+    def generate_rest(self) -> None:
+        """Sample the texts that are left, in batches."""
+        began = time.perf_counter()
+        self.rows += self.lm.generate_rows(self.request, start=len(self.rows))
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def output(self) -> GenerationOutput:
+        from adlm.text.lm import GenerationOutput
+
+        return GenerationOutput.from_rows(self.rows, self.seconds, self.request.settings)
+
+    def as_dict(self, *, has_fills: bool) -> dict[str, Any]:
+        """Return the JSON form; `fills` are the texts of the holes, in their order."""
+        fills = [[text for text, is_given in row.pieces if not is_given] for row in self.rows]
+        return self.output.as_dict() | ({"fills": fills} if has_fills else {})
+
+    def describe(self) -> str:
+        output, steps = self.output, self.request.steps
+        count = f"{len(self.rows)} text" + "s" * (len(self.rows) > 1)
+        shown = "" if steps is None else f", {steps} steps"
+        return f"{self.title}{shown}: {count}, NFE {output.nfe}, {output.seconds:.1f} s, seed {self.request.seed}"
+
+
+def run_generation(model: str | None, settings: GenerationOptions, **texts: Any) -> None:
+    """Generate texts (`texts`: prompt and length, or template), then show and write them."""
+    files = {"--out": settings.out, "--html": settings.html, "--gif": settings.gif}
+    check_output_files(files)
+    if settings.gif is not None and settings.gif.suffix.lower() != ".gif":
+        raise ValueError(f"--gif {settings.gif} does not end in .gif: call it {settings.gif.with_suffix('.gif')}")
+    if settings.gif is not None and find_spec("PIL") is None:
+        raise ImportError("--gif needs Pillow: pip install 'adlm[view]'; --html needs nothing")
+    with json_stdout(settings.is_json):
+        runs = build_runs(model, settings, texts)
+        trajectories = generate_texts(runs, settings)
+        write_outputs(runs, trajectories, settings)
+    if settings.is_json:
+        first, *second = (run.as_dict(has_fills="template" in texts) for run in runs)
+        inputs = {key: texts[key] for key in ("prompt", "template") if key in texts}
+        written = {name.removeprefix("--"): path for name, path in files.items() if path is not None}
+        print_json(first | inputs | ({"compare": second[0]} if second else {}) | written)
+
+
+def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> list[GenerationRun]:
+    """Load the model, and with --compare a second one or sampler; build and check their requests."""
+    from adlm.bundled import DEFAULT
+    from adlm.text.lm import load
+
+    lm = load(model or DEFAULT, device=settings.device, deterministic=settings.deterministic)
+    sampler: dict[str, Any] = {"sampler": settings.sampler, "steps": settings.steps, "block": settings.block}
+    sampler |= parse_sampler_options(settings.option or [])
+    pairs = [(lm, sampler)]
+    if settings.compare is not None:
+        pairs = [(lm, drop_if_causal(lm, sampler)), find_compared(settings.compare, settings, lm, sampler)]
+    shared = {name: getattr(settings, name) for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")}
+    requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
+    names = [Path(each.name).name for each, _ in pairs]
+    samplers = [request.settings["sampler"] for request in requests]
+    if len({*zip(names, samplers)}) < len(pairs):  # two runs in folders of one name
+        names = [each.name for each, _ in pairs]
+    return [
+        GenerationRun(each, request, f"{name} · {request.settings['sampler']}")
+        for (each, _), request, name in zip(pairs, requests, names, strict=True)
+    ]
+
+
+def find_compared(name: str, settings: GenerationOptions, lm: LM, own: dict[str, Any]) -> tuple[LM, dict[str, Any]]:
+    """Return what --compare names: the same model with another sampler, or another model."""
+    from adlm.bundled import MODELS
+    from adlm.methods import ALIASES, SAMPLERS
+    from adlm.text.lm import load
+
+    sampler = SAMPLERS.get(name) or SAMPLERS.get(ALIASES.get(name, ""))
+    if sampler is not None:  # without the first sampler's options
+        takes_steps = "steps" in inspect.signature(sampler).parameters
+        return lm, {"sampler": name, "steps": own["steps"] if takes_steps else None, "block": own["block"]}
+    if name in MODELS or Path(name).exists():
+        other = load(name, device=settings.device, deterministic=settings.deterministic)
+        return other, drop_if_causal(other, own)
+    raise ValueError(
+        f"--compare {name!r} is neither a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a "
+        "folder): check the name"
+    )
+
+
+def drop_if_causal(lm: LM, sampler: dict[str, Any]) -> dict[str, Any]:
+    """Return no sampler options for a causal model, which is compared left to right."""
+    return {} if lm.row_format.is_causal else sampler
+
+
+def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
+    """Parse `--option name=value`: numbers, true and false."""
+    from adlm.text.lm import LM
+
+    known, parsed = inspect.signature(LM.build_request).parameters, {}
+    for each in values:
+        name, sign, value = each.partition("=")
+        if not sign or not name.isidentifier():
+            raise ValueError(f"--option {each!r}: give name=value, such as eta=0.04")
+        if name in known:
+            raise ValueError(f"--option {each!r} is not an option of a sampler: see --help for --{name}")
+        try:
+            parsed[name] = {"true": True, "false": False}[value] if value in ("true", "false") else float(value)
+        except ValueError:
+            raise ValueError(f"--option {each!r}: {value!r} is not a number, true or false") from None
+    return parsed
+
+
+def generate_texts(runs: Sequence[GenerationRun], settings: GenerationOptions) -> list[Trajectory]:
+    """Generate all texts; show the first ones on a terminal, and return their trajectories if they are written."""
+    is_recorded = settings.html is not None or settings.gif is not None
+    streams = [run.stream_first(GUESSES if settings.guesses else 0) for run in runs]
+    if settings.is_watched:
+        from adlm.view.terminal import watch
+
+        show_guesses = settings.guesses and any(not run.lm.row_format.is_causal for run in runs)
+        steps, titles = [run.request.steps for run in runs], [run.title for run in runs]
+        console = Console(highlight=False)
+        watch(streams, titles, console, steps=steps, pause=settings.pause, show_guesses=show_guesses)
+    with status_console().status("sampling …"):
+        if is_recorded and not settings.is_watched:
+            for stream in streams:
+                deque(stream, maxlen=0)  # the run keeps its frames
+        trajectories = [
+            run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
+            for run in (runs if is_recorded else ())
+        ]
+        for run in runs:
+            run.generate_rest()
+    return trajectories
+
+
+def write_outputs(
+    runs: Sequence[GenerationRun], trajectories: Sequence[Trajectory], settings: GenerationOptions
+) -> None:
+    """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
+    texts = join_texts([row.text for run in runs for row in run.rows])
+    if settings.is_watched:
+        print_texts(runs, Console(highlight=False))
+    elif not settings.is_json:
+        print_bytes(texts)
+    written = []
+    if settings.out is not None:
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        settings.out.write_bytes(texts)
+        written.append(settings.out)
+    if settings.html is not None:
+        from adlm.view.player import write_player
+
+        written.append(write_player(trajectories, settings.html))
+    if settings.gif is not None:
+        from adlm.view.gif import write_gif
+
+        width = GIF_WIDTHS[len(trajectories)]
+        written.append(write_gif(trajectories, settings.gif, width=width, show_guesses=settings.guesses))
+    for line in (*(run.describe() for run in runs), *(f"wrote {path}" for path in written)):
+        status_console().print(line, style="dim", markup=False)
+
+
+def print_texts(runs: Sequence[GenerationRun], console: Console) -> None:
+    """Print every text, numbered where there are several."""
+    for run in runs:
+        if len(runs) > 1:
+            console.print(f"\n{run.title}", style="bold", markup=False)
+        for number, row in enumerate(run.rows, 1):
+            console.print()
+            if len(run.rows) > 1:
+                console.print(f"{number}", style="bold")
+            console.print(style_row(row), soft_wrap=True)
+
+
+def style_row(row: GeneratedRow) -> Text:
+    """Style the given and the generated parts of a text; without given parts it is plain."""
+    from adlm.trajectory import GIVEN, REVEALED
+    from adlm.view.look import STATE_STYLES
+    from adlm.view.terminal import escape_controls
+
+    styled = Text()
+    is_plain = not any(is_given and text for text, is_given in row.pieces)
+    for text, is_given in row.pieces:
+        styled.append(escape_controls(text), None if is_plain else STATE_STYLES[GIVEN if is_given else REVEALED])
+    return styled
