@@ -126,7 +126,9 @@ def test_the_hash_is_of_the_bytes_that_are_written_down() -> None:
     assert hash_rows(TensorRows(tokens, lengths)) == expected
     tokens[1, 2] = 4  # padding
     assert hash_rows(TensorRows(tokens, lengths)) == expected
-    assert hash_rows(TensorRows(tokens)) == hashlib.sha256(struct.pack("<2Q8I", 2, 3, 9, 8, 7, 6, 5, 4, 3, 3)).hexdigest()
+    assert (
+        hash_rows(TensorRows(tokens)) == hashlib.sha256(struct.pack("<2Q8I", 2, 3, 9, 8, 7, 6, 5, 4, 3, 3)).hexdigest()
+    )
 
 
 def test_a_row_that_ends_with_its_document_is_followed_by_the_next() -> None:
@@ -155,7 +157,9 @@ def test_what_the_text_is_stands_in_the_settings(tmp_path: Path) -> None:
 def test_marks_of_unknown_words_are_counted_where_rows_hold_them(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a <unk> b <unk>", "c " * 30, "<unk>" * 9])
     for limit, count in ((1, 2), (2, 2), (3, 11)):
-        assert load_eval_data(path, tokenizer("bytes"), 90, rows="documents", limit=limit).settings["unk_marks"] == count
+        assert (
+            load_eval_data(path, tokenizer("bytes"), 90, rows="documents", limit=limit).settings["unk_marks"] == count
+        )
     assert load_eval_data(path, tokenizer("bytes"), 32, limit=1).settings["unk_marks"] == 2
 
 
@@ -178,10 +182,10 @@ def test_one_book_is_read_whole(tmp_path: Path) -> None:
 
 def test_text_that_fills_no_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a few words"])
-    with pytest.raises(ValueError, match=r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; give a smaller"):
+    with pytest.raises(ValueError, match=r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; use a smaller"):
         load_eval_data(path, tokenizer("bytes"), 64)  # a row a document would be one row, which has no error
     two = written(tmp_path / "b.jsonl", ["a few", "words"])
-    with pytest.raises(ValueError, match=r"10 tokens in 2 documents.*--rows documents"):
+    with pytest.raises(ValueError, match=r"10 tokens in 2 documents.*rows=documents"):
         load_eval_data(two, tokenizer("bytes"), 64)
     assert len(load_eval_data(path, tokenizer("bytes"), 64, rows="documents").rows) == 1
 
@@ -189,7 +193,7 @@ def test_text_that_fills_no_row(tmp_path: Path) -> None:
 def test_a_pipe_is_no_source(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for source in ("-", str(tmp_path / "pipe")):
-        with pytest.raises(ValueError, match=r"no file that can be read twice.*write it to a file first"):
+        with pytest.raises(ValueError, match=r"cannot be read twice.*save it to a file"):
             load_eval_data(source, tokenizer("bytes"), 64)
 
 
@@ -218,7 +222,7 @@ def test_wrong_arguments(tmp_path: Path, change: Any, said: str) -> None:
 
 
 def test_a_tokenizer_without_ends(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'bare' does not say which tokens begin and end"):
+    with pytest.raises(ValueError, match=r"'bare' does not define which tokens begin and end"):
         load_eval_data(written(tmp_path / "a.jsonl", ["text"]), tokenizer("bare"), 16)
 
 
@@ -228,8 +232,8 @@ def test_a_prepared_folder_must_fit(tmp_path: Path) -> None:
     assert len(load_eval_data(folder, tokenizer("bytes"), 32).rows) == len(open_data(folder).rows("valid"))
     other: dict[str, tuple[Tokenizer, int, dict[str, Any]]] = {
         r"prepared with the tokenizer 'bytes'.*model's is 'gpt2'.*prepare it again": (tokenizer("gpt2"), 32, {}),
-        r"have 32 tokens, and 16 are asked for.*--length 16": (tokenizer("bytes"), 16, {}),
-        r"are wrapped, and documents are asked for": (tokenizer("bytes"), 32, {"rows": "documents"}),
+        r"have 32 tokens, which is more than 16.*--length 16": (tokenizer("bytes"), 16, {}),
+        r"are wrapped, not documents": (tokenizer("bytes"), 32, {"rows": "documents"}),
         r"has no split 'test': it has train, valid": (tokenizer("bytes"), 32, {"split": "test"}),
     }
     for said, (words, length, how) in other.items():

@@ -10,13 +10,25 @@ import torch
 
 from adlm.data.corpora import CORPORA
 from adlm.data.packing import end_documents, wrap_rows
-from adlm.evaluate import zeroshot as suite
-from adlm.evaluate.likelihood import held_out_bound
-from adlm.evaluate.reading import Reading
-from adlm.evaluate.zeroshot import PAPER, SETS, Missing, against_paper, differences, find_set, locate, read_set
+from adlm.data.sources import open_source
+from adlm.evaluate.provenance import hash_weights
+from adlm.evaluate.zeroshot import (
+    PAPER,
+    SETS,
+    SPLIT,
+    MissingSetError,
+    compare_with_paper,
+    find_set,
+    list_deviations,
+    load_set,
+    locate_set,
+    locate_sets,
+    zero_shot,
+)
+from adlm.likelihood import estimate_nll
 from tests.data.test_corpora import hub, write_parquet  # noqa: F401
 from tests.data.test_sources import FIXTURES
-from tests.evaluate.test_lines import small
+from tests.evaluate.test_perplexity import small
 from tests.text.models import tokenizer
 
 # Sentences of our own in the form of each set; only WikiText's are real (see tests/data/fixtures).
@@ -98,8 +110,8 @@ def test_the_table_speaks_of_things_there_are() -> None:
     assert set(SETS) == set(WRITERS) and [find_set(name) for name in SETS] == list(SETS)
     for found in SETS.values():
         corpus = CORPORA[found.corpus]
-        assert corpus.splits[suite.SPLIT] in ("validation", "test") and found.rows == "wrapped"
-        assert len(found.paper) == len(PAPER) and found.documents > 1000 and found.places
+        assert corpus.splits[SPLIT] in ("validation", "test") and found.rows == "wrapped"
+        assert len(found.paper) == len(PAPER) and found.documents > 1000 and found.patterns
     assert {name for name in SETS if CORPORA[SETS[name].corpus].splits["valid"] == "test"} == {
         "lambada",  # has no other
         "lm1b",
@@ -113,7 +125,7 @@ def test_the_table_speaks_of_things_there_are() -> None:
 def test_names() -> None:
     lineage = ["lm1b-gpt2", "wikitext-2", "scientific_papers_arxiv", "ptb"]
     assert [find_set(name) for name in lineage] == ["lm1b", "wikitext2", "arxiv", "ptb"]
-    with pytest.raises(ValueError, match=r"no set is called 'c4'; there are lambada, ptb, .*, pubmed, arxiv"):
+    with pytest.raises(ValueError, match=r"unknown set 'c4'; known: lambada, ptb, .*, pubmed, arxiv"):
         find_set("c4")
 
 
@@ -122,33 +134,35 @@ def test_names() -> None:
 
 def test_a_folder_of_sets(tmp_path: Path) -> None:
     write_sets(tmp_path)
-    assert locate("ptb", folder=tmp_path) == f"ptb:{tmp_path / 'ptb'}"
-    assert locate("pubmed", folder=tmp_path) == f"scientific_papers_pubmed:{tmp_path / 'pubmed'}"
+    assert locate_set("ptb", data_dir=tmp_path) == f"ptb:{tmp_path / 'ptb'}"
+    assert locate_set("pubmed", data_dir=tmp_path) == f"scientific_papers_pubmed:{tmp_path / 'pubmed'}"
     (tmp_path / "wikitext2").rename(tmp_path / "wikitext-2")
-    assert locate("wikitext2", folder=tmp_path) == f"wikitext2:{tmp_path / 'wikitext-2'}"
+    assert locate_set("wikitext2", data_dir=tmp_path) == f"wikitext2:{tmp_path / 'wikitext-2'}"
     (tmp_path / "lambada").rename(tmp_path / "elsewhere")
-    with pytest.raises(Missing, match=r"lambada is not in .*put its files there as lambada or lambada_test\.jsonl\*"):
-        locate("lambada", folder=tmp_path)
+    with pytest.raises(
+        MissingSetError, match=r"lambada is not in .*put its files there as lambada or lambada_test\.jsonl\*"
+    ):
+        locate_set("lambada", data_dir=tmp_path)
     loose = tmp_path / "lambada_test.jsonl.gz"
     loose.write_bytes(b"")
-    assert locate("lambada", folder=tmp_path) == f"lambada:{loose}"
+    assert locate_set("lambada", data_dir=tmp_path) == f"lambada:{loose}"
     (tmp_path / "lambada_test.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match=r"may be any of .*choose one with --set lambada=PATH"):
-        locate("lambada", folder=tmp_path)
-    assert locate("lambada", folder=tmp_path, given={"lambada": loose}) == f"lambada:{loose}"
-    with pytest.raises(Missing, match="no file or folder"):
-        locate("lambada", folder=tmp_path, given={"lambada": tmp_path / "nowhere"})
-    with pytest.raises(ValueError, match="is no folder"):
-        locate("ptb", folder=tmp_path / "nowhere")
+        locate_set("lambada", data_dir=tmp_path)
+    assert locate_set("lambada", data_dir=tmp_path, path=loose) == f"lambada:{loose}"
+    with pytest.raises(MissingSetError, match="no file or folder"):
+        locate_set("lambada", data_dir=tmp_path, path=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is not a folder"):
+        locate_set("ptb", data_dir=tmp_path / "nowhere")
 
 
 def test_missing_sets_are_an_error_or_a_list(tmp_path: Path) -> None:
     (tmp_path / "ptb").mkdir()
-    how: dict[str, Any] = {"folder": tmp_path, "given": {}}
-    found, missing = suite.located(["ptb", "arxiv"], **how, skip_missing=True)
+    options: dict[str, Any] = {"data_dir": tmp_path, "paths": {}}
+    found, missing = locate_sets(["ptb", "arxiv"], **options, skip_missing=True)
     assert list(found) == ["ptb"] and list(missing) == ["arxiv"] and "arxiv is not in" in missing["arxiv"]
-    with pytest.raises(Missing, match="arxiv is not in"):
-        suite.located(["ptb", "arxiv"], **how, skip_missing=False)
+    with pytest.raises(MissingSetError, match="arxiv is not in"):
+        locate_sets(["ptb", "arxiv"], **options, skip_missing=False)
 
 
 def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
@@ -156,14 +170,14 @@ def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
     sentences = ["it is n't so", "no <unk> was found"] * 12
     write_parquet(repo / "train/0000.parquet", [{"sentence": "not this"}])
     write_parquet(repo / "validation/0000.parquet", [{"sentence": each} for each in sentences])
-    assert locate("ptb") == "ptb"
-    reading = read_set("ptb", "ptb", tokenizer("bytes"), 24)
+    assert locate_set("ptb") == "ptb"
+    reading = load_set("ptb", "ptb", tokenizer("bytes"), 24)
     words = tokenizer("bytes")
     text = "".join(chr(token) for row in reading.rows.fetch([0, 1])[0].tolist() for token in row if token < 256)
     assert text.startswith("it isn't sono ? was found") and words.eos_id == 256
     assert reading.settings["identity"]["kind"] == "hub" and reading.settings["split"] == "valid"
-    with pytest.raises(Missing, match=r"lambada: .*could not be had from the Hub.*give --set lambada=PATH"):
-        locate("lambada")
+    with pytest.raises(MissingSetError, match=r"lambada: .*from the Hub failed.*give --set lambada=PATH"):
+        locate_set("lambada")
 
 
 # Rows.
@@ -172,14 +186,14 @@ def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize("name", SETS)
 def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None:
     root, words = write_sets(tmp_path), tokenizer("gpt2")
-    reading = read_set(name, locate(name, folder=root), words, 32)
+    reading = load_set(name, locate_set(name, data_dir=root), words, 32)
     rows, lengths = reading.rows.fetch(torch.arange(len(reading.rows)))
     assert lengths is None and set(rows[:, 0].tolist()) == {words.bos_id} == set(rows[:, -1].tolist())
     first = words.encode(BEGINNINGS[name])[:30]
     assert rows[0, 1 : 1 + len(first)].tolist() == first
     if len(first) < 30:
         assert rows[0, 1 + len(first)] == words.eos_id  # behind every document
-    texts = [text for text, _ in suite.open_source(locate(name, folder=root), split="valid").read()]
+    texts = [text for text, _ in open_source(locate_set(name, data_dir=root), split="valid").read()]
     ids, sizes = words.encode_batch(texts)
     expected, rest = wrap_rows(
         end_documents(ids, sizes, words.eos_id or 0), ids[:0], 32, bos_id=words.bos_id or 0, eos_id=words.eos_id or 0
@@ -191,9 +205,9 @@ def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None
 def test_a_file_that_is_another_split_is_read_and_said(tmp_path: Path) -> None:
     root = write_sets(tmp_path)
     given = {"ptb": root / "ptb/ptb.test.txt", "ag_news": root / "ag_news/test.csv"}
-    reading = read_set("ptb", locate("ptb", given=given), tokenizer("gpt2"), 32)
-    assert reading.settings["split"] == "test" and "split test, not valid" in differences("ptb", reading)
-    reading = read_set("ag_news", locate("ag_news", given=given), tokenizer("gpt2"), 32)
+    reading = load_set("ptb", locate_set("ptb", path=given["ptb"]), tokenizer("gpt2"), 32)
+    assert reading.settings["split"] == "test" and "split test, not valid" in list_deviations("ptb", reading.settings)
+    reading = load_set("ag_news", locate_set("ag_news", path=given["ag_news"]), tokenizer("gpt2"), 32)
     assert reading.settings["split"] == "valid"  # the lineage validates on this file
 
 
@@ -219,9 +233,9 @@ PAPERS: dict[str, Any] = {
         ({"stand_in": "novels"}, ["stand-in: novels"]),
         (
             {"tokenizer": "mine", "tokenizer_sha256": "0"},
-            ["tokenizer mine, not gpt2: other tokens, other perplexity a token"],
+            ["tokenizer mine, not gpt2: perplexities per token do not compare"],
         ),
-        ({"unk_marks": 1234}, ["1,234 <unk> marks in the text, which the lineage reads in its raw form"]),
+        ({"unk_marks": 1234}, ["1,234 <unk> marks in the text, where the lineage reads the raw form"]),
         ({"split": "test"}, ["split test, not valid"]),
         ({"length": 128}, ["rows of 128 tokens, not 1024"]),
         ({"rows": "documents"}, ["rows documents, not wrapped"]),
@@ -230,57 +244,49 @@ PAPERS: dict[str, Any] = {
     ],
 )
 def test_what_is_not_as_in_the_paper_is_said(change: dict[str, Any], said: list[str]) -> None:
-    reading = Reading(None, torch.arange(80), 1, "", PAPERS | change)  # type: ignore[arg-type]
-    assert differences("ptb", reading) == said
+    assert list_deviations("ptb", PAPERS | change) == said
+    assert compare_with_paper("ptb", PAPERS | change)["is_comparable"] is not said
 
 
 def test_plain_text_in_place_of_articles_is_a_stand_in(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").write_text("We find that cells grow.\n<|endoftext|>\nThey do.\n" * 9)
-    reading = read_set("arxiv", f"scientific_papers_arxiv:{tmp_path}", tokenizer("bytes"), 16)
+    reading = load_set("arxiv", f"scientific_papers_arxiv:{tmp_path}", tokenizer("bytes"), 16)
     assert reading.settings["stand_in"] == "plain text, in place of the published articles"
-    named = suite.labelled(reading, "eLife")
-    assert named.settings["stand_in"] == "eLife" and named.rows_hash == reading.rows_hash
-    assert suite.labelled(reading, None) is reading
 
 
-# Figures.
+# Estimates.
 
 
-def test_a_line_is_the_held_out_bound_with_the_papers_beside_it(tmp_path: Path) -> None:
-    root, found = write_sets(tmp_path), small()
-    specs = {name: locate(name, folder=root) for name in ("ptb", "pubmed")}
-    ptb, pubmed = (line for line, _ in suite.zeroshot([found], specs))
-    reading = read_set("ptb", specs["ptb"], tokenizer("bytes"), 32)
-    bound = held_out_bound(found.network, reading.rows, draws=2, seed=3, documents=reading.documents)
-    assert ptb["nll"] == pytest.approx(bound.nll, abs=1e-5) and ptb["tokens"] == bound.tokens
-    assert ptb["set"] == "ptb" and ptb["rows_hash"] == reading.rows_hash and ptb["model"] == "small"
+def test_an_entry_is_the_estimate_with_the_papers_numbers(tmp_path: Path) -> None:
+    root, model = write_sets(tmp_path), small()
+    found = zero_shot(model, ["ptb", "pubmed"], data_dir=root, seed=3)
+    ptb, pubmed = found["sets"]
+    data = load_set("ptb", locate_set("ptb", data_dir=root), tokenizer("bytes"), 32)
+    expected = estimate_nll(model.model, data.rows, draws=2, seed=3, documents=data.documents)
+    assert ptb["nll"] == pytest.approx(expected.nll, abs=1e-5) and ptb["tokens"] == expected.tokens
+    assert ptb["set"] == "ptb" and ptb["rows_hash"] == data.rows_hash and ptb["model"] == "small"
     assert ptb["paper"] == {"ADLM": 95.37, "MDLM": 95.26, "AR": 82.05} and not ptb["is_comparable"]
-    assert ptb["differs"] == differences("ptb", reading)
+    assert ptb["differs"] == list_deviations("ptb", data.settings)
     assert pubmed["paper"] is None and pubmed["label"] == "stand-in: abstracts, in place of full articles"
-    assert json.loads(json.dumps([ptb, pubmed])) == [ptb, pubmed]
+    assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
 
 
-def test_the_lineages_rows_compare_with_the_papers() -> None:
-    reading = Reading(None, torch.arange(80), 1, "", PAPERS)  # type: ignore[arg-type]
-    assert against_paper("ptb", reading)["is_comparable"] is True
-
-
-def test_a_label_is_part_of_what_is_known(tmp_path: Path) -> None:
-    specs = {"arxiv": locate("arxiv", folder=write_sets(tmp_path))}
-    ((line, _),) = suite.zeroshot([small()], specs)
-    ((again, is_new),) = suite.zeroshot([small()], specs, known=[line], workers=2)
-    assert again == line and not is_new
-    ((other, is_new),) = suite.zeroshot([small()], specs, known=[line], stand_ins={"arxiv": "novels"})
-    assert is_new and other["label"] == "stand-in: novels" and other["nll"] == line["nll"]
+def test_a_label_replaces_the_papers_numbers(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"paths": {"arxiv": write_sets(tmp_path / "sets") / "arxiv"}, "out": tmp_path / "out"}
+    (line,) = zero_shot(small(), **options)["sets"]
+    (again,) = zero_shot(small(), **options, workers=2)["sets"]
+    assert again == line
+    (other,) = zero_shot(small(), **options, stand_ins={"scientific_papers_arxiv": "novels"})["sets"]
+    assert other["label"] == "stand-in: novels" and other["nll"] == line["nll"] and other["paper"] is None
 
 
 def test_weights_are_known_by_their_hash() -> None:
-    model = small().network
-    before = suite.weights_hash(model)
-    assert before == suite.weights_hash(model)
+    model = small().model
+    before = hash_weights(model)
+    assert before == hash_weights(model)
     with torch.no_grad():
         model.head.bias[0] += 1
-    changed = suite.weights_hash(model)
+    changed = hash_weights(model)
     with torch.no_grad():
         model.head.bias[0] -= 1
     assert changed != before

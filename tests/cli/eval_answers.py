@@ -1,0 +1,30 @@
+"""What `adlm eval …` prints, and text to evaluate on."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.cli.terminal import invoke
+from tests.training.runs import TEXT, shelf
+
+
+@cache
+def documents() -> Path:
+    """A file with documents of 3 to 40 words, <|endoftext|> between them."""
+    path, words, texts = shelf() / "documents.txt", TEXT[:12_000].split(), []
+    while words:
+        count = 3 + 7 * len(texts) % 38
+        texts.append(" ".join(words[:count]))
+        words = words[count:]
+    path.write_text("\n<|endoftext|>\n".join(texts), "utf-8")
+    return path
+
+
+def evaluate(*words: object) -> dict[str, Any]:
+    """The one JSON object that `adlm eval WORDS --json` prints."""
+    result = invoke("eval", *words, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found

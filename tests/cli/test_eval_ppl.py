@@ -1,0 +1,284 @@
+"""`adlm eval ppl`: one estimate however it is computed, equal to the API's and, for GPT-2's weights, transformers'."""
+
+import itertools
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import adlm
+from adlm.bundled import DEFAULT
+from adlm.checkpoint import describe_model, write_json
+from adlm.data.batches import is_valid
+from adlm.data.prepare import prepare
+from adlm.evaluate.data import load_eval_data
+from adlm.evaluate.provenance import hash_weights
+from adlm.likelihood import ORDERS, estimate_nll, estimate_order_nll
+from tests.cli.eval_answers import documents, evaluate
+from tests.cli.terminal import assert_told, invoke, process, trained
+from tests.training.runs import TEXT, data, torchrun
+
+KEYS = {"nll", "ppl", "se", "se_noise", "bits_per_byte", "tokens", "is_bound", "rows", "documents", "bytes", "settings",
+        "rows_hash", "provenance", "seconds"}  # fmt: skip
+METRICS = ("nll", "ppl", "se", "se_noise", "bits_per_byte", "bits_per_byte_se", "tokens")
+
+
+def run_ppl(*words: object, source: Path | str | None = None) -> dict[str, Any]:
+    return evaluate("ppl", *words, "--data", source or documents())
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same metrics, to 1e-5, of the same rows with the same settings."""
+    for name in METRICS:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert ("unmasking" in found) == ("unmasking" in expected)
+    if "unmasking" in expected:
+        assert all(found["unmasking"][name] == pytest.approx(expected["unmasking"][name], rel=1e-5) for name in METRICS)
+    assert found["rows_hash"] == expected["rows_hash"] and found["settings"] == expected["settings"]
+
+
+def test_the_bundled_model_in_a_process_of_its_own() -> None:
+    words = ("eval", "ppl", "--data", documents(), "--limit", 6, "--length", 24, "--draws", 2, "--device", "cpu")
+    done = process(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"\n") == 1
+    found = json.loads(done.stdout)
+    assert found.keys() >= KEYS
+    settings = found["settings"]
+    assert settings["model"] == DEFAULT and settings["draws"] == 2 and settings["count"] == "lineage"
+    assert settings["weights_sha256"] == hash_weights(adlm.load(DEFAULT, device="cpu").model)
+    assert settings["data"]["length"] == 24 and settings["data"]["rows"] == "wrapped" and found["rows"] == 6
+    assert settings["data"]["tokenizer_sha256"] and found["is_bound"] is True and found["tokens"] == 6 * 24
+    assert math.isclose(found["ppl"], math.exp(found["nll"]), rel_tol=1e-9)
+    assert found["provenance"]["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "rows"),
+    [
+        *itertools.product(("adlm", "ar"), ("lineage", "text"), ("wrapped", "documents")),
+        ("mdlm", "text", "documents"),
+        ("a2r", "lineage", "wrapped"),
+    ],
+)
+def test_the_estimates_are_the_apis(method: str, count: str, rows: Any) -> None:
+    found = run_ppl(trained(method), "--count", count, "--rows", rows, "--draws", 3, "--seed", 5, "--limit", 40)
+    lm = adlm.load(trained(method), device="cpu")
+    loaded = load_eval_data(documents(), lm.tokenizer, 32, rows=rows, limit=40)
+    frame: Any = (lm.tokenizer.bos_id, lm.tokenizer.eos_id) if count == "text" else ()
+    nll = estimate_nll(lm.model, loaded.rows, draws=3, seed=5, given_tokens=frame, documents=loaded.documents)
+    assert found["rows_hash"] == loaded.rows_hash and found["bytes"] == loaded.bytes
+    for name, expected in (("nll", nll.nll), ("se", nll.stderr), ("se_noise", nll.noise_stderr)):
+        assert math.isclose(found[name], expected or 0, rel_tol=1e-5), name
+    assert math.isclose(found["bits_per_byte"], nll.nll * nll.tokens / math.log(2) / loaded.bytes, rel_tol=1e-5)
+    assert found["is_bound"] is (method in ("adlm", "mdlm")) and found["settings"]["error_over"] == "documents"
+    tokens, lengths = loaded.rows.fetch(range(40))
+    counted = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else is_valid(lengths, 32)
+    if count == "text":
+        counted &= ~torch.isin(tokens, torch.tensor(frame))
+    elif method in ("ar", "a2r"):
+        counted[:, 0] = False
+    assert found["tokens"] == nll.tokens == int(counted.sum())
+
+
+@cache
+def estimate(method: str, *words: object) -> dict[str, Any]:
+    return run_ppl(trained(method), "--draws", 2, "--limit", 50, *words)
+
+
+@pytest.mark.parametrize("rows", ["wrapped", "documents"])
+@pytest.mark.parametrize("change", [("--batch", 1), ("--batch", 7), ("--workers", 4)])
+@pytest.mark.parametrize("method", ["adlm", "ar"])
+def test_batch_and_workers_change_nothing(method: str, change: tuple[object, ...], rows: str) -> None:
+    assert_same(estimate(method, "--rows", rows, *change), estimate(method, "--rows", rows))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_batch_changes_nothing_in_an_order(order: str) -> None:
+    words = (trained(), "--limit", 9, "--draws", 2, "--order", order, "--tokens-a-step", 4, "--rows", "documents")
+    assert_same(run_ppl(*words, "--batch", 2), run_ppl(*words))
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Both tokenize, each computes half of the batches, one prints and writes; stored estimates are known to both."""
+    models = (trained(), trained("mdlm"))
+    words = ("--draws", 2, "--limit", 50, "--rows", "documents", "--order", "confidence", "--tokens-a-step", 8)
+    words = (*words, "--batch", 7, "--device", "cpu")
+    expected = run_ppl(*models, *words)
+    run_ppl(models[0], *words, "--out", tmp_path)
+    given = ["eval", "ppl", *models, *map(str, words), "--data", str(documents()), "--out", str(tmp_path)]
+    done = torchrun(2, "-m", "adlm", *given, "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["provenance"]["processes"] == 2 and json.loads((tmp_path / "perplexity.json").read_text()) == found
+    for mine, theirs in zip(found["models"], expected["models"], strict=True):
+        assert_same(mine, theirs)
+    assert found["differences"][0]["se"] == pytest.approx(expected["differences"][0]["se"], rel=1e-4)
+    assert len((tmp_path / "cache.0.jsonl").read_text().splitlines()) == 2  # the other two are in cache.jsonl
+
+
+def test_several_models_and_texts(tmp_path: Path) -> None:
+    """Text by text a list, with paired differences to the first model; each entry is that of the model alone."""
+    second = tmp_path / "second.txt"
+    second.write_text(TEXT[:8000], "utf-8")
+    models, words = (trained(), trained("ar")), ("--limit", 12, "--draws", 2)
+    found = evaluate("ppl", *models, "--data", f"docs={documents()}", "--data", f"book={second}", *words)
+    entries = found["models"]
+    assert [(each["data"], each["model"]) for each in entries] == [(d, m) for d in ("docs", "book") for m in models]
+    assert all(each.keys() >= KEYS - {"provenance"} for each in entries)
+    for entry, source in zip(entries, (documents(), documents(), second, second)):
+        alone = run_ppl(entry["model"], *words, source=source)
+        assert all(alone[name] == entry[name] for name in METRICS) and alone["settings"] == entry["settings"]
+    assert [(each["data"], each["model"], each["baseline"], each["unit"]) for each in found["differences"]] == [
+        (name, models[1], models[0], "bits/byte") for name in ("docs", "book")
+    ]
+    result = invoke("eval", "ppl", *models, "--data", f"docs={documents()}", "--data", f"book={second}", *words)
+    rows = [line.strip("│").split("│") for line in result.stdout.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row[:2]] for row in rows[:4]] == [
+        [name, model] for name in ("docs", "book") for model in ("run-adlm", "run-ar")
+    ]
+    assert ["≤" in row[3] for row in rows[:4]] == [True, False] * 2
+    assert rows[4][1].strip() == "run-ar − run-adlm" and f"{found['differences'][0]['difference']:.4f} ±" in rows[4][3]
+
+
+def test_an_order_is_a_second_estimate() -> None:
+    words = (trained(), "--limit", 10, "--draws", 2, "--count", "text")
+    plain, found = run_ppl(*words), run_ppl(*words, "--order", "margin", "--tokens-a-step", 3)
+    assert found["nll"] == plain["nll"] and found["kind"] == "nelbo" and "unmasking" not in plain
+    second = found["unmasking"]
+    assert second["kind"] == "unmasking_exact" and second["is_bound"] is False and second["se_noise"] == 0
+    assert (second["order"], second["tokens_a_step"], second["draws"]) == ("margin", 3, 1)
+    assert second["tokens"] == found["tokens"]
+    lm = adlm.load(trained(), device="cpu")
+    loaded = load_eval_data(documents(), lm.tokenizer, 32, limit=10)
+    frame: Any = (lm.tokenizer.bos_id, lm.tokenizer.eos_id)
+    options: dict[str, Any] = {"given_tokens": frame, "documents": loaded.documents}
+    expected = estimate_order_nll(lm.model, loaded.rows, "margin", tokens_a_step=3, **options)
+    assert math.isclose(second["nll"], expected.nll, rel_tol=1e-5)
+    assert math.isclose(second["se"], expected.stderr, rel_tol=1e-4)
+    random = run_ppl(*words, "--order", "random", "--tokens-a-step", 8)["unmasking"]
+    assert random["is_bound"] is True and random["kind"] == "unmasking_bound" and random["se_noise"] > 0
+
+
+def test_settings_are_those_of_the_estimate() -> None:
+    discrete = estimate("adlm", "--steps", 8)
+    assert discrete["kind"] == "discrete_nelbo" and discrete["settings"]["steps"] == 8
+    assert discrete["nll"] != estimate("adlm")["nll"]
+    assert run_ppl(trained(), "--limit", 20, "--draws", 1)["se_noise"] is None
+    assert estimate("ar")["se_noise"] == 0 and estimate("ar")["settings"]["draws"] == 1
+    words = ("--rows", "documents", "--limit", 30, "--draws", 2)
+    found, plain = run_ppl(trained(), *words, "--attend-padding"), run_ppl(trained(), *words)
+    lm = adlm.load(trained(), device="cpu")
+    loaded = load_eval_data(documents(), lm.tokenizer, 32, rows="documents", limit=30)
+    nll = estimate_nll(lm.model, loaded.rows, draws=2, attend_padding=True, documents=loaded.documents)
+    assert math.isclose(found["nll"], nll.nll, rel_tol=1e-5) and found["tokens"] == plain["tokens"]
+    assert found["nll"] != plain["nll"] and found["settings"]["attend_padding"] is True
+    assert plain["settings"]["attend_padding"] is False
+    causal = run_ppl(trained("ar"), *words, "--attend-padding")  # padding comes after the text and is never read
+    assert causal["settings"]["attend_padding"] is False
+
+
+def test_a_prepared_folder_is_its_text(tmp_path: Path) -> None:
+    tokenizer = data() / "tokenizer.json"
+    prepare(documents(), tmp_path / "data", tokenizer=tokenizer, length=32, valid=documents(), workers=1)
+    found, expected = run_ppl(trained("ar"), source=tmp_path / "data"), run_ppl(trained("ar"))
+    assert found["rows_hash"] == expected["rows_hash"]
+    assert math.isclose(found["nll"], expected["nll"], rel_tol=1e-6)
+    assert math.isclose(found["bits_per_byte"], expected["bits_per_byte"], rel_tol=1e-3)
+
+
+def test_warnings(tmp_path: Path) -> None:
+    lm = adlm.load(trained(), device="cpu")
+    lm.tokenizer.save(tmp_path)
+    save_file(lm.model.state_dict(), tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", describe_model(lm.model.config, "adlm", 0, "documents"))
+    book = tmp_path / "book.txt"
+    book.write_text(" ".join(TEXT[:3000].split()), "utf-8")
+    words = ("eval", "ppl", tmp_path, "--draws", 1, "--data")
+    framed = "trained on rows of one document each, these are wrapped"
+    assert framed in invoke(*words, documents()).stderr and framed not in invoke(*words, book).stderr
+    assert "warning: standard error estimated from only 3 rows" in invoke(*words, book, "--limit", 3).stderr
+    assert "estimated from only" not in invoke(*words, documents()).stderr
+    cut = invoke("eval", "ppl", trained(), "--data", documents(), "--rows", "documents", "--draws", 1)
+    assert "documents are longer than a row and cut" in cut.stderr
+
+
+def test_the_table_has_the_numbers_of_the_json() -> None:
+    words = (trained(), "--draws", 2, "--limit", 20, "--order", "left_to_right", "--tokens-a-step", 8)
+    result, found = invoke("eval", "ppl", *words, "--data", documents()), run_ppl(*words)
+    assert result.exit_code == 0, result.output
+    first, second = (line for line in result.stdout.splitlines() if line.startswith("│"))
+    assert "NELBO, continuous time" in first and f"≤ {found['nll']:.4f} ± {found['se']:.4f}" in first
+    assert f"≤ {found['ppl']:,.2f}" in first and f"{found['se_noise']:.4f}" in first
+    assert "left_to_right order: exact" in second and f" {found['unmasking']['nll']:.4f} ±" in second
+    assert "≤" not in second and found["rows_hash"][:8] in second
+    assert "an upper bound" in result.stdout and "every token but padding" in result.stdout
+
+
+@pytest.mark.parametrize("rows", ["wrapped", "documents"])
+def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
+    """Every row by itself through GPT2LMHeadModel, its own loss over what follows the first token."""
+    from adlm.interop.gpt2 import from_state_dict
+    from tests.interop.test_gpt2 import gpt2
+
+    tokenizer = adlm.Tokenizer.load(data())
+    theirs = gpt2(vocab_size=tokenizer.vocab_size, n_positions=32)
+    ours = from_state_dict(theirs.state_dict(), heads=2)
+    tokenizer.save(tmp_path)
+    save_file({k: v for k, v in ours.state_dict().items() if k != "head.weight"}, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", describe_model(ours.config, "ar", 0, rows))
+    nats = tokens = 0.0
+    every, lengths = load_eval_data(documents(), tokenizer, 32, rows=rows).rows.fetch(range(60))
+    with torch.no_grad():
+        for number, row in enumerate(every):
+            row = row if lengths is None else row[: lengths[number]]
+            nats += float(theirs(row[None], labels=row[None]).loss) * (len(row) - 1)
+            tokens += len(row) - 1
+    found = run_ppl(tmp_path, "--rows", rows, "--limit", 60)
+    assert found["tokens"] == tokens and found["is_bound"] is False and found["kind"] == "exact"
+    assert math.isclose(found["nll"], nats / tokens, rel_tol=1e-5)
+    assert math.isclose(found["ppl"], math.exp(nats / tokens), rel_tol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--data is required: a text file, a folder or a dataset name"),
+        (("--data", "nowhere.txt"), "nowhere.txt"),
+        (("--data", "a=x", "--data", "a=y"), "--data names a twice"),
+        (("--data", "a="), "--data 'a=' is not NAME=VALUE"),
+        (("--data", "EMPTY"), "holds no document"),
+        (("--data", "SHORT"), "fills no row of 32 tokens"),
+        (("--data", "SHORT", "--rows", "documents"), "at least 2: give more text, or leave rows=documents out"),
+        (("--data", "-"), "save it to a file"),
+        (("--data", "TEXT", "--order", "random", "--attend-padding"), "leave attend_padding out"),
+        (("--data", "TEXT", "--length", "33"), "length 33 is more than the 32 tokens of"),
+        (("--data", "TEXT", "--rows", "columns"), "rows must be one of wrapped, documents, got 'columns'"),
+        (("--data", "TEXT", "--count", "words"), "count must be one of lineage, text, got 'words'"),
+        (("--data", "TEXT", "--order", "sideways"), "order must be one of left_to_right, confidence, margin, entropy"),
+        (("--data", "TEXT", "--tokens-a-step", "2"), "give order too"),
+        (("--data", "TEXT", "--draws", "0"), "--draws"),
+        (("--data", "TEXT", "--out", "TEXT"), "is a file: give the name of a folder"),
+        (("nobody", "--data", "TEXT"), "'nobody'"),
+        (("--data", "OTHER"), "was prepared with the tokenizer"),
+    ],
+)
+def test_mistakes_are_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    places = {"TEXT": documents(), "EMPTY": tmp_path / "empty.txt", "SHORT": tmp_path / "short.txt"}
+    places["EMPTY"].write_text("\n", "utf-8")
+    places["SHORT"].write_text("few words", "utf-8")
+    if "OTHER" in words:
+        places["OTHER"] = tmp_path / "data"
+        prepare(documents(), places["OTHER"], tokenizer="bytes", length=32, workers=1)
+    given = [places.get(word, word) for word in words]
+    assert_told(invoke("eval", "ppl", trained(), *given, "--json"), message)
+    assert_told(invoke("eval", "ppl", trained(), *given), message)
+
+
+def test_a_causal_model_has_no_order_to_choose() -> None:
+    assert_told(invoke("eval", "ppl", trained("ar"), "--data", documents(), "--order", "margin"), "leave order out")

@@ -1,0 +1,199 @@
+"""`adlm eval zeroshot`: one table, one JSON object, and a folder from which a stopped command resumes."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+import adlm
+from adlm.checkpoint import describe_model, write_json
+from adlm.cli.main import app
+from adlm.evaluate.zeroshot import SETS
+from tests.cli.eval_answers import evaluate
+from tests.cli.terminal import assert_told, invoke, trained
+from tests.evaluate.test_zeroshot import write_sets
+from tests.training.runs import TEXT, torchrun
+
+METRICS = ("nll", "se", "se_noise", "ppl", "bits_per_byte", "bits_per_byte_se", "tokens")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sets(tmp_path_factory.mktemp("sets"))
+
+
+def run_zeroshot(*words: object) -> dict[str, Any]:
+    return evaluate("zeroshot", trained(), *words)
+
+
+def assert_same(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> None:
+    """The same entries of the same rows with the same settings, their metrics to 1e-5."""
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in METRICS:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
+        rest = [{key: value for key, value in entry.items() if key not in METRICS} for entry in (mine, theirs)]
+        assert rest[0] == rest[1]
+
+
+def test_one_object_with_every_set(folder: Path) -> None:
+    found = run_zeroshot("--data-dir", folder, "--limit", 12)
+    assert [row["set"] for row in found["sets"]] == list(SETS) and found["missing"] == {}
+    assert found["settings"]["draws"] == 2 and found["settings"]["length"] == 32 and found["provenance"]["versions"]
+    for row in found["sets"]:
+        assert row["ppl"] == pytest.approx(math.exp(row["nll"])) and row["se"] > 0 and row["se_noise"] > 0
+        assert row["bits_per_byte"] == pytest.approx(row["nll"] * row["tokens"] / row["bytes"] / math.log(2))
+        assert len(row["rows_hash"]) == 64 and row["rows"] <= 12 and not row["is_comparable"]
+        assert row["settings"]["length"] == 32 and row["settings"]["rows"] == "wrapped"
+        assert any("not gpt2" in reason for reason in row["differs"])
+    assert [row["set"] for row in found["sets"] if row["paper"] is None] == ["pubmed"]
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(folder: Path, tmp_path: Path) -> None:
+    words = (trained("ar"), "--data-dir", folder, "--sets", "ptb,pubmed", "--batch", 3, "--skip-missing")
+    expected = run_zeroshot(*words, "--device", "cpu", "--workers", 4)
+    given = [trained(), *map(str, words), "--device", "cpu", "--out", str(tmp_path), "--json"]
+    done = torchrun(2, "-m", "adlm", "eval", "zeroshot", *given)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["provenance"]["processes"] == 2
+    assert_same(found["sets"], expected["sets"])
+    assert json.loads((tmp_path / "zero_shot.json").read_text("utf-8")) == found
+
+
+@pytest.mark.slow
+def test_processes_that_find_other_sets_evaluate_those_of_rank_0(folder: Path, tmp_path: Path) -> None:
+    """As where the Hub answers one of them and not the other: they would add up nats of different sets."""
+    (tmp_path / "ag_news").symlink_to(folder / "ag_news")
+    words = ("--sets", "ptb,ag_news", "--limit", 12, "--device", "cpu", "--skip-missing", "--json")
+    done = torchrun(2, "-m", "tests.cli.test_eval_zeroshot", str(folder), str(tmp_path), trained(), *map(str, words))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert_same(found["sets"], run_zeroshot("--data-dir", folder, *words[:-1])["sets"])
+    assert found["missing"] == {} and len(found["sets"]) == 2
+
+
+def main(*words: str) -> None:
+    """What the processes of the test above run: each looks for the sets in a folder of its own."""
+    app(["eval", "zeroshot", "--data-dir", words[int(os.environ["RANK"])], *words[2:]])
+
+
+def test_several_models_are_each_alone(folder: Path) -> None:
+    words, models = ("--data-dir", folder, "--sets", "ptb,ag_news"), [trained(), trained("ar")]
+    found = run_zeroshot(models[1], *words)
+    assert [(row["set"], row["model"]) for row in found["sets"]] == [(s, m) for s in ("ptb", "ag_news") for m in models]
+    assert [each["model"] for each in found["models"]] == models and "model" not in found
+    assert [(each["data"], each["unit"]) for each in found["differences"]] == [
+        ("ptb", "bits/byte"), ("ag_news", "bits/byte")
+    ]  # fmt: skip
+    for model in models:
+        alone = evaluate("zeroshot", model, *words, "--batch", 7)
+        assert_same([row for row in found["sets"] if row["model"] == model], alone["sets"])
+        assert alone["model"] == model and alone["method"] == alone["models"][0]["method"]
+    causal = found["sets"][1]
+    assert not causal["is_bound"] and causal["settings"]["draws"] == 1 and causal["se_noise"] == 0
+    lines = invoke("eval", "zeroshot", *models, *words).stdout.splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert [row[1] for row in rows[:4]] == ["run-adlm", "run-ar"] * 2
+    assert ["≤" in row[2] for row in rows[:4]] == [True, False] * 2 and rows[0][5] == "(95.37/95.26/82.05)"
+
+
+def test_the_table_has_the_numbers_of_the_json(folder: Path) -> None:
+    words = ("--data-dir", folder, "--sets", "lambada", "--sets", "pubmed")
+    result = invoke("eval", "zeroshot", trained(), *words)
+    assert result.exit_code == 0, result.output
+    lambada, pubmed = run_zeroshot(*words)["sets"]
+    first, second = (line for line in result.stdout.splitlines() if line.startswith("│"))
+    for line, row in ((first, lambada), (second, pubmed)):
+        assert f"{row['nll']:.3f} ± {row['se']:.3f}" in line and f"{row['bits_per_byte']:.3f}" in line
+        assert row["rows_hash"][:8] in line and f"{row['ppl']:,.2f}" in line
+    assert "(44.32/47.52/51.28)" in first
+    assert second.startswith("│ pubmed*") and "stand-in" in second and "37.56" not in second
+    warnings = result.stderr.splitlines()
+    assert any(line.startswith("warning: all: tokenizer") and "not gpt2" in line for line in warnings)
+    assert any(line.startswith("warning: pubmed: stand-in: abstracts") for line in warnings)
+    assert 2 <= pubmed["error_units"] <= 12
+    assert f"standard error estimated from only {pubmed['error_units']} documents" in result.stderr
+    assert "Bits per byte compare across tokenizers" in result.stdout
+
+
+def test_the_same_command_resumes(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "zeroshot"
+    words: tuple[object, ...] = ("--data-dir", folder, "--out", out)
+    first = run_zeroshot(*words, "--sets", "ptb")
+    assert json.loads((out / "zero_shot.json").read_text())["sets"] == first["sets"]
+    again = run_zeroshot(*words, "--sets", "ptb,ag_news")
+    assert again["sets"][0] == first["sets"][0] and len(again["sets"]) == 2
+    stored = [path.read_text().splitlines() for path in sorted(out.glob("cache*.jsonl"))]
+    assert [len(lines) for lines in stored] == [1, 1]  # ag_news in this command's file, ptb in the merged one
+    (row,) = run_zeroshot(*words, "--sets", "ptb", "--limit", 2)["sets"]
+    assert row["rows"] == 2 and row["nll"] != first["sets"][0]["nll"]
+
+
+def test_missing_sets_are_an_error_or_skipped(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "ptb").symlink_to(folder / "ptb")
+    words = ("--data-dir", tmp_path, "--sets", "ptb,lm1b")
+    result = invoke("eval", "zeroshot", trained(), *words)
+    assert_told(result, "lm1b is not in", "put its files there as lm1b or", "--skip-missing")
+    found = run_zeroshot(*words, "--skip-missing")
+    assert [row["set"] for row in found["sets"]] == ["ptb"] and list(found["missing"]) == ["lm1b"]
+    result = invoke("eval", "zeroshot", trained(), *words, "--skip-missing")
+    assert "warning: missing: lm1b is not in" in result.stderr and "--skip-missing" not in result.stderr
+    none = invoke("eval", "zeroshot", trained(), "--data-dir", tmp_path, "--sets", "lm1b", "--skip-missing")
+    assert_told(none, "none of the sets was found")
+
+
+def test_a_set_may_be_anywhere(folder: Path) -> None:
+    words = ("--set", f"arxiv={folder / 'pubmed'}", "--stand-in", "arxiv=made-up abstracts")
+    (row,) = run_zeroshot(*words)["sets"]
+    assert row["set"] == "arxiv" and row["label"] == "stand-in: made-up abstracts" and row["paper"] is None
+    documents = run_zeroshot(*words, "--rows", "documents", "--length", 16)["sets"][0]
+    assert documents["settings"]["documents_cut"] > 0 and "rows documents, not wrapped" in documents["differs"]
+
+
+def test_bad_data_and_weights(tmp_path: Path) -> None:
+    text = tmp_path / "ptb.valid.txt"
+    text.write_text("\n")
+    words = ("eval", "zeroshot", trained(), "--set", f"ptb={text}")
+    assert_told(invoke(*words), "holds no document")
+    text.write_text("one word\n")
+    assert_told(invoke(*words, "--length", 32), "fills no row of 32 tokens", "a smaller length")
+    text.write_text(TEXT[:3000], "utf-8")
+    lm = adlm.load(trained(), device="cpu")
+    weights = {name: value.clone() for name, value in lm.model.state_dict().items()}
+    weights["head.bias"][:] = math.nan
+    lm.tokenizer.save(tmp_path)
+    save_file(weights, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", describe_model(lm.model.config, "adlm", 0, "wrapped"))
+    for command in (("zeroshot", tmp_path, "--set", f"ptb={text}"), ("ppl", tmp_path, "--data", text)):
+        assert_told(invoke("eval", *command, "--limit", 8), "cannot be evaluated on", "the loss is nan")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--sets", "c4"), "unknown set 'c4'; known: lambada, ptb"),
+        (("--set", "c4=x"), "unknown set 'c4'"),
+        (("--set", "ptb"), "--set 'ptb' is not NAME=VALUE"),
+        (("--set", "ptb=a", "--set", "ptb=b"), "names ptb twice"),
+        (("--set", "ptb=nowhere"), "no file or folder 'nowhere'"),
+        (("--sets", "lambada", "--set", "ptb=x"), "ptb has a path or a label and is not evaluated"),
+        (("--data-dir", "nowhere"), "is not a folder"),
+        (("--sets", "ptb", "--data-dir", "SETS", "--length", "64"), "is more than the 32 tokens"),
+        (("--sets", "ptb", "--data-dir", "SETS", "--rows", "lines"), "rows must be one of wrapped, documents"),
+        (("--out", "README.md"), "is a file"),
+    ],
+)
+def test_mistakes_are_one_line(words: tuple[str, ...], message: str, folder: Path) -> None:
+    given = [str(folder) if word == "SETS" else word for word in words]
+    assert_told(invoke("eval", "zeroshot", trained(), *given), message)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

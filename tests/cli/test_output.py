@@ -1,0 +1,67 @@
+"""Tables keep their numbers at any width; results and lists are printed and parsed in one place."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from adlm.cli.output import check_output_files, check_output_folder, parse_list, print_result, print_table
+from adlm.evaluate.results import Column, Estimate, EvalResult, Table, render_markdown, shorten_names, to_json
+
+COLUMNS = [Column("model", is_text=True), Column("nll"), Column("tokens", is_optional=True)]
+TABLE = Table(
+    COLUMNS, [["a rather long name of a model", Estimate(1.23456, 0.5), 12345], ["b[i]", None, 7]], notes=["how"]
+)
+
+
+@pytest.mark.parametrize("width", [120, 40, 20])
+def test_numbers_are_never_cut(width: int) -> None:
+    screen = io.StringIO()
+    print_table(TABLE, Console(file=screen, force_terminal=True, width=width, color_system=None))
+    text = screen.getvalue()
+    assert "1.235 ± 0.500" in text and "b[i]" in text and "how" in text
+    assert ("12,345" in text) == (width == 120)  # an optional column
+
+
+def test_without_a_terminal_nothing_is_left_out() -> None:
+    screen = io.StringIO()
+    print_table(TABLE, Console(file=screen, width=20))
+    assert "a rather long name of a model │ 1.235 ± 0.500 │ 12,345 " in screen.getvalue()
+    assert render_markdown(TABLE).splitlines()[1:3] == [
+        "| --- | ---: | ---: |", "| a rather long name of a model | 1.235 ± 0.500 | 12,345 |"
+    ]  # fmt: skip
+
+
+def test_a_result_is_json_or_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = EvalResult("code", {"share": Estimate(0.5, None, (0.1, float("inf")))}, {}, {}, [TABLE], ["few texts"])
+    print_result(result, is_json=True, out=tmp_path)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["share"] == {"value": 0.5, "stderr": None, "interval": [0.1, None]}
+    assert json.loads((tmp_path / "code.json").read_text()) == json.loads(out) == to_json(result.as_dict())
+    assert "warning: few texts" in err and f"wrote {tmp_path / 'code.json'}" in err
+    print_result(result, is_json=False)
+    assert "1.235 ± 0.500" in capsys.readouterr().out
+
+
+def test_lists_and_names() -> None:
+    assert parse_list("--steps", " 16,32,,16", int) == [16, 32] and parse_list("--steps", "", int) == []
+    with pytest.raises(ValueError, match="--steps '1,x': 'x' is not a whole number; separate them by commas: 1,2"):
+        parse_list("--steps", "1,x", int)
+    assert shorten_names(["runs/a", "runs/b", "prose"]) == {"runs/a": "a", "runs/b": "b", "prose": "prose"}
+    assert shorten_names(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
+
+
+def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"--out .* is a folder: give the name of a file in it"):
+        check_output_files({"--out": tmp_path})
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        check_output_files({"--out": file / "x"})
+    with pytest.raises(ValueError, match="--gif and --out are the same file"):
+        check_output_files({"--out": file, "--gif": file})
+    with pytest.raises(ValueError, match="is a file: give the name of a folder"):
+        check_output_folder("--out", file)
+    check_output_folder("--out", tmp_path / "new")
