@@ -1,4 +1,4 @@
-"""How likely is a text? A bound with its standard error for a masked model, exactly for a causal one."""
+"""Scores of texts: nats per token, an upper bound with its standard error for a masked model, else exact."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
-from adlm.diffusion.objectives import training_loss
-from adlm.diffusion.rng import CounterRng
+from adlm.likelihood import estimate_token_nats
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.text.templates import Layout
@@ -31,62 +27,29 @@ class Score:
         return math.exp(self.nll) if self.nll < 700 else math.inf
 
 
-@torch.no_grad()
 def score_rows(
     model: LanguageModel,
     layouts: Sequence[Layout],
-    asked: Sequence[tuple[int, int]],
+    sizes: Sequence[tuple[int, int]],
     *,
     method: str,
     draws: int,
     seed: int,
     batch: int,
 ) -> list[Score]:
-    """Scores of rows of given text, each `asked` for so many tokens and bytes: what begins and ends it is given.
+    """Score rows of text by `draws` noises each; `sizes` are their scored tokens and bytes, BOS and EOS are given.
 
-    Every text gets `draws` noises, their times spread evenly; a text's score does not depend on its neighbours. The
-    draws are counted as if they were independent, so the standard error is on the safe side.
+    The draws are counted as if they were independent, so the standard error is on the safe side.
     """
-    config, device = model.config, model.embed.weight.device
-    draws = 1 if config.is_causal else draws
-    if draws < 2 and not config.is_causal:
+    is_causal = model.config.is_causal
+    if draws < 2 and not is_causal:
         raise ValueError(f"draws must be at least 2, or there is no standard error; got {draws}: 64 is usual")
-    numbers = [(text, draw) for text in range(len(layouts)) for draw in range(draws)]
-    nats = torch.zeros(len(layouts), draws, dtype=torch.float64)
-    for start in range(0, len(numbers), batch):
-        part = numbers[start : start + batch]
-        rows = [layouts[text] for text, _ in part]
-        widest = max(len(row) for row in rows)
-        x0 = torch.tensor([[*row.ids, *[0] * (widest - len(row))] for row in rows])
-        lengths = torch.tensor([len(row) for row in rows])
-        valid = torch.arange(widest) < lengths[:, None]
-        if config.is_causal:
-            noised = shift_tokens(x0, valid=valid)
-        else:
-            assert config.mask_id is not None
-            draw = torch.tensor([number for _, number in part])
-            is_frame = torch.ones_like(valid)
-            for i, row in enumerate(rows):
-                for span in row.spans:
-                    is_frame[i, span.start : span.end] = False
-            noised = corrupt(
-                x0,
-                ForwardProcess(config.mask_id),
-                CounterRng.from_seed(seed, draw),
-                0,
-                index=draw,
-                total=draws,
-                valid=valid,
-                is_fixed=is_frame,
-            )
-        loss = training_loss(model, noised.to(device), score_entropy=METHODS[method].score_entropy)
-        for (text, number), value in zip(part, loss.row_nll.double().tolist(), strict=True):
-            nats[text, number] = value
+    is_scored = [[any(span.start <= i < span.end for span in row.spans) for i in range(len(row))] for row in layouts]
+    rows, score_entropy = [row.ids for row in layouts], METHODS[method].score_entropy
+    nats = estimate_token_nats(model, rows, is_scored, draws=draws, seed=seed, batch=batch, score_entropy=score_entropy)
     scores = []
-    for (tokens, size), values in zip(asked, nats, strict=True):
-        error = 0.0 if config.is_causal else float(values.std() / math.sqrt(draws))
+    for (tokens, size), values in zip(sizes, nats, strict=True):
+        error = 0.0 if is_causal else float(values.std() / math.sqrt(draws))
         mean = float(values.mean())
-        scores.append(
-            Score(mean / tokens, error / tokens, tokens, mean / math.log(2) / size, is_exact=config.is_causal)
-        )
+        scores.append(Score(mean / tokens, error / tokens, tokens, mean / math.log(2) / size, is_exact=is_causal))
     return scores
