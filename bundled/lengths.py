@@ -17,7 +17,7 @@ from rich.progress import track
 
 import adlm
 from adlm.text.hole_length import choose_hole_lengths
-from adlm.text.templates import Hole, holes_of, parsed
+from adlm.text.templates import Hole, find_holes, parse_template
 
 MOST = 8  # tokens of a hole
 CONTEXT = 24  # words kept on each side
@@ -55,13 +55,13 @@ def main() -> None:
             continue
         before, words, after = parts
         length = len(lm.tokenizer.encode(" " + words))  # the hole brings the blank
-        if length > MOST or len(lm.row_format.lay(parsed((before, Hole.of(MOST), after)))) > lm.row_format.row:
+        if length > MOST or len(lm.row_format.build_layout(parse_template((before, Hole.of_length(MOST), after)))) > lm.row_format.row:
             continue
         pieces = choose_hole_lengths(
-            lambda: lm.predictor, parsed((before, Hole(1, MOST), after)), MOST, lay=lm.row_format.lay
+            lambda: lm.predictor, parse_template((before, Hole(1, MOST), after)), MOST, build_layout=lm.row_format.build_layout
         )
         truth.append(length)
-        found.append(holes_of(pieces)[0].least)
+        found.append(find_holes(pieces)[0].min_tokens)
         if len(truth) == asked.holes:
             break
     if not truth:

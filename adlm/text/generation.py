@@ -1,34 +1,96 @@
-"""What is asked of a model, checked before anything runs: the rows to be written, the sampler, the settings."""
+"""Generation requests, checked before anything runs: the rows to fill, the sampler, the settings."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.methods import SAMPLERS, build_sampler, look_up
-from adlm.text.templates import Hole, Layout, Pieces, Template, tokenize_piece, find_holes, build_layout, parse_template, set_hole_lengths
+from adlm.text.templates import (
+    Hole,
+    Layout,
+    Pieces,
+    Template,
+    build_layout,
+    find_holes,
+    parse_template,
+    set_hole_lengths,
+    tokenize_piece,
+)
 
-DEFAULT_STEPS = 128  # of a plan, unless told
-SETTINGS = ("length", "n", "sampler", "temperature", "top_p", "top_k", "seed", "block", "batch")
+DEFAULT_STEPS = 128  # of a plan
+DEFAULT_BATCH = 16  # rows that are sampled at a time
+SETTINGS = ("max_new_tokens", "length", "n", "sampler", "temperature", "top_p", "top_k", "seed", "block", "batch")
 Templates = Template | Sequence[Template]
-Fit = Callable[[Pieces, int], Pieces]  # pieces and the tokens there is room for -> pieces with holes of one length
+ChooseLengths = Callable[[Pieces, int], Pieces]  # pieces and the tokens there is room for -> holes of one length each
+T = TypeVar("T")
+
+
+class SamplerOptions(TypedDict, total=False):
+    """Options that only some samplers take, then other libraries' names of arguments."""
+
+    eta: float  # remask_cap, remask_rescale, remask_loop: the remasking probability or its scale
+    t_on: float  # remask_loop: the time at which the loop starts
+    t_off: float  # remask_loop: the time at which it ends
+    alpha_on: float  # remask_loop: the share of visible tokens in it
+    bound: float  # entropy_bounded: nats
+    compat: bool  # plans: the lineage's time grid and last step
+    num_return_sequences: int  # n
+    num_inference_steps: int  # steps
+    gen_length: int  # max_new_tokens
+    block_length: int  # block
+    do_sample: bool  # False: temperature 0
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The settings that `generate`, `infill`, `stream` and `record` share, as they are given."""
+
+    n: int = 1
+    steps: int | None = None
+    sampler: str | None = None
+    temperature: float = 1.0
+    top_p: float = 0.9
+    top_k: int | None = None
+    seed: int = 0
+    block: int | None = None
+    batch: int = DEFAULT_BATCH
+    options: SamplerOptions = field(default_factory=SamplerOptions)
+
+    def resolve(self) -> GenerationConfig:
+        """Replace other libraries' names by ours and check the numbers."""
+        options = dict(self.options)
+        n = pick_alias("n", self.n, 1, options, "num_return_sequences")
+        steps = pick_alias("steps", self.steps, None, options, "num_inference_steps")
+        block = pick_alias("block", self.block, None, options, "block_length")
+        temperature = self.temperature
+        if (do_sample := options.pop("do_sample", None)) is not None:
+            if do_sample == (temperature == 0) and temperature != 1:
+                raise ValueError(f"do_sample={do_sample} contradicts temperature={temperature}: leave one of them out")
+            temperature = temperature if do_sample else 0.0
+        check_whole_numbers(1, n=n, batch=self.batch, steps=steps, block=block)
+        check_whole_numbers(0, seed=self.seed)
+        rest = cast(SamplerOptions, options)
+        return GenerationConfig(
+            n, steps, self.sampler, temperature, self.top_p, self.top_k, self.seed, block, self.batch, rest
+        )
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is to be written, and how."""
+    """Rows to fill and how their tokens are sampled."""
 
     layouts: list[Layout]
     n: int
     sampler: Plan | Order | None
-    how: SamplingParams
+    sampling: SamplingParams
     seed: int
     block: int | None
     batch: int
@@ -41,7 +103,7 @@ class GenerationRequest:
 
     @property
     def steps(self) -> int | None:
-        """How many steps it takes, where that is known: block by block, every block takes its own."""
+        """The number of steps, where it is known: block by block, every block takes its own."""
         if self.block is not None:
             return None
         return len(self.sampler) if isinstance(self.sampler, Plan) else self.settings.get("steps")
@@ -49,10 +111,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a model's rows look like.
+    """The format of a model's rows.
 
-    Where every document had a row of its own, a masked model is told where a text ends: all of its `length` tokens are
-    text. Elsewhere a text may end early, where an end token is written.
+    Where every document had a row of its own in training, a masked model's text has exactly `length` tokens between
+    the tokens that begin and end it. Elsewhere a text may end early, at an end token.
     """
 
     tokenizer: Tokenizer
@@ -66,46 +128,46 @@ class RowFormat:
         ends = self.is_framed and self.tokenizer.eos_id is not None
         return self.row - int(self.tokenizer.bos_id is not None) - int(ends)
 
-    def lay(self, pieces: Pieces) -> Layout:
-        """Pieces as a row."""
+    def build_layout(self, pieces: Pieces) -> Layout:
+        """Lay pieces out as a row."""
         return build_layout(pieces, self.tokenizer, ends=self.is_framed, may_end=not self.is_framed)
 
-    def given(self, text: str) -> Layout:
-        """A whole text as a row."""
+    def layout_text(self, text: str) -> Layout:
+        """Lay a whole text out, to be scored."""
         if not isinstance(text, str):
             raise ValueError(f"a text is a string; got {text!r}: give one, or a list of them")
         tokens, least = len(tokenize_piece(self.tokenizer, text)[0]), 1
-        why = ""
-        if self.is_causal and self.tokenizer.bos_id is None:  # the first token is not asked for
-            least, why = 2, " (this tokenizer has no token that begins one)"
+        reason = ""
+        if self.is_causal and self.tokenizer.bos_id is None:  # the first token is not predicted
+            least, reason = 2, " (this tokenizer has no token that begins one)"
         if tokens < least:
             raise ValueError(
                 f"the text {shorten(text)} has {tokens} tokens, and a score takes at least {least}: "
-                f"give more text{why}"
+                f"give more text{reason}"
             )
-        layout = self.lay((text,))
+        layout = self.build_layout((text,))
         self._require_room(len(layout), f"the text {shorten(text)}")
         return layout
 
-    def asked(self, layout: Layout) -> tuple[int, int]:
-        """Tokens and bytes of a given text that a model is asked for: all, or what follows the first token."""
+    def count_scored(self, layout: Layout) -> tuple[int, int]:
+        """Count the tokens and bytes of a text that a score is over: all, or what follows the first token."""
         tokens, texts = len(layout.spans[0].texts or ()), layout.spans[0].texts or ()
         if self.is_causal and self.tokenizer.bos_id is None:
             tokens, texts = tokens - 1, texts[1:]
         return tokens, len("".join(texts).encode("utf-8"))
 
-    def continuation(self, prompt: str, length: int | None) -> Layout:
-        """A row that begins with the prompt."""
+    def layout_prompt(self, prompt: str, length: int | None = None, max_new_tokens: int | None = None) -> Layout:
+        """Lay a prompt and the tokens after it out: `length` in all or `max_new_tokens`, by default as many as fit."""
         if not isinstance(prompt, str):
             raise ValueError(f"a prompt is a string, or a list of strings; got {prompt!r}")
-        length = self.longest if length is None else length
-        if not isinstance(length, Integral) or not 1 <= length <= self.longest:
+        if length is not None and (not isinstance(length, Integral) or not 1 <= length <= self.longest):
             raise ValueError(
                 f"length must be a whole number between 1 and {self.longest}, got {length}: this model's rows have "
                 f"{self.row} tokens, {self.row - self.longest} of which begin or end a text"
             )
         pieces = parse_template((prompt, Hole.of_length(1)))
-        taken = sum(span.end - span.start for span in self.lay(pieces).spans) - 1
+        taken = sum(span.end - span.start for span in self.build_layout(pieces).spans) - 1
+        length = self.longest if length is None else length
         if taken >= length:
             larger = f"make length larger (at most {self.longest}) or " if taken < self.longest else ""
             raise ValueError(
@@ -117,10 +179,15 @@ class RowFormat:
                 f"the prompt {shorten(prompt)} has no tokens, and this causal model's tokenizer has none that "
                 "begins a text: give a prompt to continue"
             )
-        return self.lay(parse_template((prompt, Hole.of_length(length - taken))))
+        if max_new_tokens is not None and max_new_tokens > length - taken:
+            raise ValueError(
+                f"max_new_tokens is {max_new_tokens} and the prompt {shorten(prompt)} has {taken} tokens: this model's "
+                f"texts have at most {length}; use max_new_tokens up to {length - taken}, or a shorter prompt"
+            )
+        return self.build_layout(parse_template((prompt, Hole.of_length(max_new_tokens or length - taken))))
 
-    def filling(self, template: Template, fit: Fit) -> Layout:
-        """A row with holes, all of one length now."""
+    def layout_template(self, template: Template, choose_lengths: ChooseLengths) -> Layout:
+        """Lay a template out, with a length chosen for every hole."""
         pieces = parse_template(template)
         shown = shorten("".join(str(piece) for piece in pieces))
         if not find_holes(pieces):
@@ -134,31 +201,31 @@ class RowFormat:
                 "fill in with a masked model (adlm, mdlm), or continue with generate(prompt=…)"
             )
         holes = find_holes(pieces)
-        # Counted before it is laid out: a hole may be asked for that no memory holds.
-        given = len(self.lay(set_hole_lengths(pieces, [1] * len(holes)))) - len(holes)
-        least = given + sum(hole.least for hole in holes)
-        self._require_room(least, f"the template {shown} with its holes as short as can be")
+        # Counted before it is laid out: a hole may be longer than any memory.
+        given = len(self.build_layout(set_hole_lengths(pieces, [1] * len(holes)))) - len(holes)
+        least = given + sum(hole.min_tokens for hole in holes)
+        self._require_room(least, f"the template {shown} with its shortest holes")
         room = self.row - given
-        if self.is_causal:  # nothing stands after its hole: the text ends where it writes an end
-            return self.lay(set_hole_lengths(pieces, [min(holes[0].most, room)]))
-        return self.lay(fit(pieces, room))
+        if self.is_causal:  # nothing follows its hole: the text ends at an end token
+            return self.build_layout(set_hole_lengths(pieces, [min(holes[0].max_tokens, room)]))
+        return self.build_layout(choose_lengths(pieces, room))
 
-    def _require_room(self, tokens: int, what: str) -> None:
+    def _require_room(self, tokens: int, name: str) -> None:
         if tokens > self.row:
             raise ValueError(
-                f"{what} takes {tokens} tokens with what begins and ends it; this model's rows have {self.row}: "
-                "make it shorter, or take a model with longer rows"
+                f"{name} takes {tokens} tokens with what begins and ends it; this model's rows have {self.row}: "
+                "make it shorter, or use a model with longer rows"
             )
 
 
 def choose_sampler(
-    name: str | None, steps: int | None, options: dict[str, Any], *, is_causal: bool, fills: bool, hidden: int
+    name: str | None, steps: int | None, options: Mapping[str, Any], *, is_causal: bool, fills: bool, hidden: int
 ) -> tuple[Plan | Order | None, dict[str, Any]]:
-    """The sampler by name, and what to say of it. Unless told: the paper's for writing, the surest first for holes."""
+    """Build a sampler and return its settings too. The default is remask_loop for texts, confidence for holes."""
     if is_causal:
         if name not in (None, "left_to_right") or steps is not None or options:
-            said = name or ", ".join(["steps"] * (steps is not None) + list(options))
-            raise ValueError(f"a causal model writes from left to right, a token a step: leave {said} out")
+            given = name or ", ".join(["steps"] * (steps is not None) + list(options))
+            raise ValueError(f"a causal model generates from left to right, a token a step: leave {given} out")
         return None, {"sampler": "left_to_right"}
     name = name or ("confidence" if fills else "remask_loop")
     if not isinstance(name, str):
@@ -172,13 +239,21 @@ def choose_sampler(
         )
     if "steps" in own and steps is None:
         steps = hidden if factory in (SAMPLERS["confidence"], SAMPLERS["margin"]) else DEFAULT_STEPS
-    if steps is not None:
-        options = {"steps": steps, **options}
-    return build_sampler(name, **options), {"sampler": name, **options}
+    settings = {**({} if steps is None else {"steps": steps}), **options}
+    return build_sampler(name, **settings), {"sampler": name, **settings}
+
+
+def as_texts(prompt: str | Sequence[str]) -> list[str]:
+    """Return one text or several as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a text is a string, or there is a list of them; got {prompt!r}")
+    return list(prompt)
 
 
 def as_templates(template: Templates) -> list[Template]:
-    """One template or a list of them: a list that has a Hole in it is one."""
+    """Return one template or several as a list; a list that has a Hole in it is one template."""
     if isinstance(template, str):
         return [template]
     if not isinstance(template, Sequence):
@@ -188,13 +263,22 @@ def as_templates(template: Templates) -> list[Template]:
     return list(cast(Sequence[Template], template))
 
 
+def pick_alias(name: str, value: T, default: T, options: dict[str, Any], alias: str) -> T:
+    """Return an argument or its alias, which is taken out of the options; both is an error."""
+    if alias not in options:
+        return value
+    if value != default:
+        raise ValueError(f"{name}={value} and {alias}={options[alias]} are one setting: give {name} alone")
+    return cast(T, options.pop(alias))
+
+
 def check_whole_numbers(least: int, **values: int | None) -> None:
-    """Every number that is given is a whole one, and not less than `least`."""
+    """Raise for a value that is given and is not a whole number from `least` on."""
     for name, value in values.items():
         if value is not None and (not isinstance(value, Integral) or value < least):
             raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
 
 
 def shorten(text: str) -> str:
-    """A text in an error: its beginning, quoted."""
+    """Quote the beginning of a text, for an error."""
     return repr(text if len(text) <= 60 else text[:57] + "…")

@@ -19,7 +19,7 @@ LENGTH_PENALTY = 2.0
 
 
 def choose_hole_lengths(
-    predictor: Callable[[], Predictor], pieces: Pieces, room: int, *, lay: Callable[[Pieces], Layout]
+    predictor: Callable[[], Predictor], pieces: Pieces, room: int, *, build_layout: Callable[[Pieces], Layout]
 ) -> Pieces:
     """The pieces with every hole of one length; those that leave a choice are chosen one by one, from the left.
 
@@ -28,11 +28,13 @@ def choose_hole_lengths(
     stand in all holes together.
     """
     holes = find_holes(pieces)
-    lengths = [hole.least for hole in holes]
+    lengths = [hole.min_tokens for hole in holes]
     for number, hole in enumerate(holes):
-        most = min(hole.most, room - sum(lengths) + lengths[number])
-        if most > hole.least:
-            lengths[number] = choose_hole_length(predictor(), pieces, lay, lengths, number, Hole(hole.least, most))
+        most = min(hole.max_tokens, room - sum(lengths) + lengths[number])
+        if most > hole.min_tokens:
+            lengths[number] = choose_hole_length(
+                predictor(), pieces, build_layout, lengths, number, Hole(hole.min_tokens, most)
+            )
     return set_hole_lengths(pieces, lengths)
 
 
@@ -40,7 +42,7 @@ def choose_hole_lengths(
 def choose_hole_length(
     predictor: Predictor,
     pieces: Pieces,
-    lay: Callable[[Pieces], Layout],
+    build_layout: Callable[[Pieces], Layout],
     lengths: list[int],
     number: int,
     hole: Hole,
@@ -48,16 +50,16 @@ def choose_hole_length(
     """The length of hole `number`, the others as they are."""
     rows: list[list[int]] = []
     asked: list[tuple[int, int, int]] = []  # length, place and token of each row's question
-    for length in range(hole.least, hole.most + 1):
-        layout = lay(set_hole_lengths(pieces, [length if i == number else n for i, n in enumerate(lengths)]))
+    for length in range(hole.min_tokens, hole.max_tokens + 1):
+        layout = build_layout(set_hole_lengths(pieces, [length if i == number else n for i, n in enumerate(lengths)]))
         for place in find_neighbors(layout, number):
             row = list(layout.ids)
             asked.append((length, place, row[place]))
             row[place] = layout.tokenizer.mask_id
             rows.append(row)
     if not asked:  # nothing is given: every length is as good as another
-        return hole.most
-    scores = {length: -LENGTH_PENALTY * math.log(length) for length in range(hole.least, hole.most + 1)}
+        return hole.max_tokens
+    scores = {length: -LENGTH_PENALTY * math.log(length) for length in range(hole.min_tokens, hole.max_tokens + 1)}
     for start in range(0, len(rows), MAX_ROWS):
         part, questions = rows[start : start + MAX_ROWS], asked[start : start + MAX_ROWS]
         widest = max(len(row) for row in part)

@@ -1,7 +1,7 @@
-"""A trained model as a tool: `load` one, then write, fill in, watch and score text.
+"""A trained model with its tokenizer: `load` one, then generate, fill in, stream and score text.
 
 A text depends on the seed, on its number among the `n` of its prompt, and on its own prompt and settings: not on the
-prompts beside it, on the batch, or on whether it is watched.
+other prompts, on the batch, or on whether it is streamed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +21,35 @@ from torch import Tensor
 
 from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
-from adlm.diffusion.categorical import TokenLimits, SamplingParams
+from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoise import Frame
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
-from adlm.text.generation import GenerationRequest, RowFormat, Templates, as_templates, choose_sampler, check_whole_numbers
+from adlm.models.costs import count_parameters
+from adlm.text.generation import (
+    DEFAULT_BATCH,
+    GenerationConfig,
+    GenerationRequest,
+    RowFormat,
+    SamplerOptions,
+    Templates,
+    as_templates,
+    as_texts,
+    check_whole_numbers,
+    choose_sampler,
+    pick_alias,
+)
 from adlm.text.hole_length import choose_hole_lengths
 from adlm.text.scoring import Score, score_rows
 from adlm.text.stream import StreamStep, predict_guesses
 from adlm.text.templates import Layout, Template, banned_tokens, classify_tokens
 from adlm.trajectory import Trajectory, TrajectoryFrame
 
-DEFAULT_BATCH = 16  # rows at a time, unless told
 Prompts = str | Sequence[str]
 
 
 @dataclass(frozen=True)
 class GeneratedRow:
-    """A text that is written, by its tokens."""
+    """A generated text, by its tokens."""
 
     layout: Layout
     ids: list[int]
@@ -53,8 +66,8 @@ class GeneratedRow:
 
 
 @dataclass(frozen=True)
-class GenerationOutput:
-    """Texts, `n` for every prompt or template one after the other, and what they took."""
+class GenerationOutput(Sequence[str]):
+    """A sequence of texts, `n` for every prompt or template one after the other, and what they took."""
 
     texts: list[str]
     nfe: int  # network evaluations of the text that took most
@@ -63,101 +76,65 @@ class GenerationOutput:
     nfe_each: list[int]
 
     @classmethod
-    def of(cls, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
-        """The texts of rows that are written."""
+    def from_rows(cls, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
+        """Collect the texts of generated rows."""
         nfe = [row.nfe for row in rows]
         return cls([row.text for row in rows], max(nfe), seconds, settings, nfe)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return self.texts[index]
 
     def __str__(self) -> str:
         return "\n\n".join(self.texts)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return asdict(self)
 
 
-class LM:
-    """A model with its tokenizer. `adlm.load` makes one."""
+class LMEngine:
+    """A model that runs generation requests; `LM` adds the methods for users."""
 
     def __init__(
         self, loaded: checkpoint.LoadedModel, name: str, *, device: str = "auto", deterministic: bool = False
     ) -> None:
         if loaded.tokenizer is None:
             raise ValueError(
-                f"{name} has no tokenizer.json, and its tokens cannot be read as text without: put the one that its "
-                "data was prepared with (`adlm prepare` keeps it beside the data) into the checkpoint's folder"
+                f"{name} has no tokenizer.json, so its tokens cannot be read as text: copy the one that its data was "
+                "prepared with (`adlm prepare` writes it into the data's folder) into the checkpoint's folder"
             )
         self.model, self.tokenizer, config = loaded.model.eval(), loaded.tokenizer, loaded.model.config
         if not config.is_causal and config.mask_id != self.tokenizer.mask_id:
             raise ValueError(
-                f"{name}: the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: this "
-                "tokenizer.json is not the one that the model was trained with"
+                f"{name}: the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
+                "the tokenizer.json that the model was trained with"
             )
-        self.method, self.step, self.name = loaded.method, loaded.step, name
+        self.loaded, self.method, self.step, self.name = loaded, loaded.method, loaded.step, name
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
         self.row_format = RowFormat(self.tokenizer, config.length, is_framed, config.is_causal)
 
     @cached_property
     def predictor(self) -> Predictor:
-        """The model ready to sample."""
-        return compile_for_sampling(
-            self.model, self.device, fixed_batch=DEFAULT_BATCH if self.deterministic else None, is_compiled=False
-        )
-
-    def generate(self, prompt: Prompts = "", *, length: int | None = None, n: int = 1, **how: Any) -> GenerationOutput:
-        """Texts that begin with the prompt, `length` tokens long (the prompt counts; as long as can be unless told).
-
-        `how`: steps, sampler and its own options, temperature, top_p, top_k, seed, block, batch.
-        """
-        return self.run_request(self.build_request(prompt, length=length, n=n, **how))
-
-    def infill(self, template: Templates, *, n: int = 1, **how: Any) -> GenerationOutput:
-        """The template with its holes filled, such as "The ___ sat on the ___{2}."; or a list of templates."""
-        return self.run_request(self.build_request(template=template, n=n, **how))
-
-    def stream(
-        self, prompt: Prompts = "", *, template: Templates | None = None, guesses: int = 0, **how: Any
-    ) -> Iterator[StreamStep]:
-        """The texts of `generate` (with a template: of `infill`) step by step.
-
-        With `guesses` a shot holds so many guesses of the anchor network for every position.
-        """
-        return self.stream_request(self.build_request(prompt, template=template, **how), guesses)
-
-    def record(
-        self, prompt: str = "", *, template: Template | None = None, title: str = "", guesses: int = 3, **how: Any
-    ) -> Trajectory:
-        """One text from its masks to its end, for `adlm.write_player` and `adlm.write_gif`."""
-        job = self.build_request(prompt, template=template, **how)
-        began = time.perf_counter()
-        stills = [shot.trajectory_frame() for shot in self.stream_request(job, guesses)]
-        return self.build_trajectory(stills, job, title=title, seconds=time.perf_counter() - began)
-
-    def build_trajectory(
-        self, stills: Sequence[TrajectoryFrame], job: GenerationRequest, *, title: str = "", seconds: float = 0.0
-    ) -> Trajectory:
-        """The stills of a job's first text as a recording."""
-        guesser = "anchor network" if self.model.anchor is not None else "network"
-        title = title or f"{self.name} · {job.settings['sampler']}"
-        return Trajectory(title, stills[-1].text, tuple(stills), seconds, job.settings, guesser)
-
-    def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
-        """How likely each text is: nats per token (of a masked model an upper bound), its error, bits per byte."""
-        check_whole_numbers(1, draws=draws, batch=batch)
-        check_whole_numbers(0, seed=seed)
-        layouts = [self.row_format.given(text) for text in as_list(texts)]
-        if not layouts:
-            raise ValueError("there is no text to score: give one, or a list of them")
-        asked = [self.row_format.asked(layout) for layout in layouts]
-        model = self.model.to(self.device)
-        return score_rows(model, layouts, asked, method=self.method, draws=draws, seed=seed, batch=batch)
+        """The model, prepared for sampling."""
+        fixed_batch = DEFAULT_BATCH if self.deterministic else None
+        return compile_for_sampling(self.model, self.device, fixed_batch=fixed_batch, is_compiled=False)
 
     def build_request(
         self,
         prompt: Prompts = "",
         *,
         template: Templates | None = None,
+        max_new_tokens: int | None = None,
         length: int | None = None,
         n: int = 1,
         steps: int | None = None,
@@ -168,105 +145,251 @@ class LM:
         seed: int = 0,
         block: int | None = None,
         batch: int = DEFAULT_BATCH,
-        **options: Any,
+        **options: Unpack[SamplerOptions],
     ) -> GenerationRequest:
-        """A request, checked: what is wrong with it is said before anything runs."""
-        check_whole_numbers(1, n=n, batch=batch, steps=steps, block=block)
-        check_whole_numbers(0, seed=seed)
-        how = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-        is_causal, fills = self.row_format.is_causal, template is not None
-        if is_causal and block is not None:
-            raise ValueError(f"a causal model writes from left to right, a token a step: leave block={block} out")
-        choose = partial(choose_sampler, sampler, steps, options, is_causal=is_causal, fills=fills)
-        choose(hidden=1)  # what is wrong with it is said before a network looks for the lengths of holes
-        if template is None:
-            layouts = [self.row_format.continuation(text, length) for text in as_list(prompt)]
-        elif prompt != "" or length is not None:
-            raise ValueError("a template says where everything stands: leave prompt and length out")
-        else:
-            fit = partial(choose_hole_lengths, lambda: self.predictor, lay=self.row_format.lay)
-            layouts = [self.row_format.filling(one, fit) for one in as_templates(template)]
-        if not layouts:
-            raise ValueError("there is nothing to write: give a prompt (it may be empty) or a template, or a list")
-        hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-        made, said = choose(hidden=hidden)
-        settings = {"model": self.name, "method": self.method, **said, "temperature": temperature, "top_p": top_p}
-        settings |= {"top_k": top_k, "seed": seed, "n": n, "block": block, "device": str(self.device)}
-        settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
-        return GenerationRequest(layouts, n, made, how, seed, block, batch, settings)
+        """Check the arguments of `generate` or `infill` and return what is to be sampled."""
+        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
+        return self._make_request(config, prompt, template, max_new_tokens=max_new_tokens, length=length)
 
-    def stream_request(self, job: GenerationRequest, guesses: int = 0) -> Iterator[StreamStep]:
-        """A job's texts step by step, all in one batch; step 0 is before the first."""
-        known = int((~classify_tokens(self.tokenizer).special).sum())
-        if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
-            raise ValueError(f"guesses must be a whole number between 0 and {known}, this model's words; got {guesses}")
-        layouts = tuple(layout for layout, _ in job.rows)
-        asked = guesses if not self.row_format.is_causal else 0
-        return (
-            StreamStep(frame.step, frame, layouts, predict_guesses(self.predictor, frame, layouts, asked) if asked else None)
-            for frame in denoise_rows(self.predictor, job, job.rows, with_start=True)
+    def _make_request(
+        self,
+        config: GenerationConfig,
+        prompt: Prompts = "",
+        template: Templates | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        length: int | None = None,
+    ) -> GenerationRequest:
+        config, is_causal = config.resolve(), self.row_format.is_causal
+        options = dict(config.options)
+        max_new_tokens = pick_alias("max_new_tokens", max_new_tokens, None, options, "gen_length")
+        check_whole_numbers(1, max_new_tokens=max_new_tokens)
+        if length is not None and max_new_tokens is not None:
+            raise ValueError(
+                f"length={length} counts the prompt's tokens, max_new_tokens={max_new_tokens} those after it: give one"
+            )
+        sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+        if is_causal and config.block is not None:
+            raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
+        choose = partial(
+            choose_sampler, config.sampler, config.steps, options, is_causal=is_causal, fills=template is not None
+        )
+        choose(hidden=1)  # raises before a network chooses the lengths of holes
+        if template is None:
+            layouts = [self.row_format.layout_prompt(text, length, max_new_tokens) for text in as_texts(prompt)]
+        elif prompt != "" or length is not None or max_new_tokens is not None:
+            raise ValueError("a template decides where everything stands: leave prompt, length and max_new_tokens out")
+        else:
+            lengths = partial(choose_hole_lengths, lambda: self.predictor, build_layout=self.row_format.build_layout)
+            layouts = [self.row_format.layout_template(each, lengths) for each in as_templates(template)]
+        if not layouts:
+            raise ValueError("there is nothing to generate: give a prompt (it may be empty) or a template, or a list")
+        hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
+        sampler, sampler_settings = choose(hidden=hidden)
+        settings = {"model": self.name, "method": self.method, **sampler_settings, "temperature": config.temperature}
+        settings |= {"top_p": config.top_p, "top_k": config.top_k, "seed": config.seed, "n": config.n}
+        settings |= {"block": config.block, "device": str(self.device)}
+        settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
+        return GenerationRequest(
+            layouts, config.n, sampler, sampling, config.seed, config.block, config.batch, settings
         )
 
-    def generate_rows(self, job: GenerationRequest, start: int = 0) -> Iterator[GeneratedRow]:
-        """A job's texts from number `start` on, some at a time."""
-        left = job.rows[start:]
-        for first in range(0, len(left), job.batch):
-            part = left[first : first + job.batch]
-            *_, frame = denoise_rows(self.predictor, job, part)
+    def generate_rows(self, request: GenerationRequest, start: int = 0) -> Iterator[GeneratedRow]:
+        """Generate a request's rows from number `start` on, a batch at a time."""
+        rows = request.rows[start:]
+        for first in range(0, len(rows), request.batch):
+            part = rows[first : first + request.batch]
+            *_, frame = denoise_rows(self.predictor, request, part)
             for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
                 yield GeneratedRow(layout, ids[: len(layout)], nfe)
 
-    def run_request(self, job: GenerationRequest) -> GenerationOutput:
-        """A job's texts."""
-        began = time.perf_counter()
-        rows = list(self.generate_rows(job))
-        return GenerationOutput.of(rows, time.perf_counter() - began, job.settings)
+    def run_request(self, request: GenerationRequest) -> GenerationOutput:
+        """Generate a request's texts."""
+        started = time.perf_counter()
+        rows = list(self.generate_rows(request))
+        return GenerationOutput.from_rows(rows, time.perf_counter() - started, request.settings)
+
+    def stream_request(self, request: GenerationRequest, guesses: int = 0) -> Iterator[StreamStep]:
+        """Yield a request's texts after every step, all in one batch; step 0 is before the first."""
+        known = int((~classify_tokens(self.tokenizer).special).sum())
+        if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
+            raise ValueError(f"guesses must be a whole number between 0 and {known}, this model's words; got {guesses}")
+        layouts = tuple(layout for layout, _ in request.rows)
+        count = guesses if not self.row_format.is_causal else 0
+        return (
+            StreamStep(
+                frame.step, frame, layouts, predict_guesses(self.predictor, frame, layouts, count) if count else None
+            )
+            for frame in denoise_rows(self.predictor, request, request.rows, with_start=True)
+        )
+
+    def build_trajectory(
+        self, frames: Sequence[TrajectoryFrame], request: GenerationRequest, *, title: str = "", seconds: float = 0.0
+    ) -> Trajectory:
+        """Collect the frames of a request's first text."""
+        guesser = "anchor network" if self.model.anchor is not None else "network"
+        title = title or f"{self.name} · {request.settings['sampler']}"
+        return Trajectory(title, frames[-1].text, tuple(frames), seconds, request.settings, guesser)
+
+
+class LM(LMEngine):
+    """A trained model with its tokenizer, as `adlm.load` returns it.
+
+    `max_new_tokens` counts the tokens after the prompt, `length` the prompt's too; by default a text is as long as the
+    model allows. The other names of transformers, diffusers and LLaDA are accepted as well (`SamplerOptions`).
+    """
+
+    def __repr__(self) -> str:
+        size = count_parameters(self.model.config)
+        return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
+
+    def generate(
+        self,
+        prompt: Prompts = "",
+        *,
+        max_new_tokens: int | None = None,
+        length: int | None = None,
+        n: int = 1,
+        steps: int | None = None,
+        sampler: str | None = None,
+        temperature: float = 1.0,
+        top_p: float = 0.9,
+        top_k: int | None = None,
+        seed: int = 0,
+        block: int | None = None,
+        batch: int = DEFAULT_BATCH,
+        **options: Unpack[SamplerOptions],
+    ) -> GenerationOutput:
+        """Generate `n` texts that begin with the prompt, or with each of several prompts."""
+        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
+        request = self._make_request(config, prompt, max_new_tokens=max_new_tokens, length=length)
+        started = time.perf_counter()
+        rows = list(self.generate_rows(request))
+        return GenerationOutput.from_rows(rows, time.perf_counter() - started, request.settings)
+
+    def infill(
+        self,
+        template: Templates,
+        *,
+        n: int = 1,
+        steps: int | None = None,
+        sampler: str | None = None,
+        temperature: float = 1.0,
+        top_p: float = 0.9,
+        top_k: int | None = None,
+        seed: int = 0,
+        block: int | None = None,
+        batch: int = DEFAULT_BATCH,
+        **options: Unpack[SamplerOptions],
+    ) -> GenerationOutput:
+        """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates."""
+        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
+        return self.run_request(self._make_request(config, template=template))
+
+    def stream(
+        self,
+        prompt: Prompts = "",
+        *,
+        template: Templates | None = None,
+        guesses: int = 0,
+        max_new_tokens: int | None = None,
+        length: int | None = None,
+        n: int = 1,
+        steps: int | None = None,
+        sampler: str | None = None,
+        temperature: float = 1.0,
+        top_p: float = 0.9,
+        top_k: int | None = None,
+        seed: int = 0,
+        block: int | None = None,
+        **options: Unpack[SamplerOptions],
+    ) -> Iterator[StreamStep]:
+        """Yield the texts of `generate` (with a template: of `infill`) after every step.
+
+        A step holds the anchor network's `guesses` likeliest tokens for every position.
+        """
+        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, options=options)
+        request = self._make_request(config, prompt, template, max_new_tokens=max_new_tokens, length=length)
+        return self.stream_request(request, guesses)
+
+    def record(
+        self,
+        prompt: str = "",
+        *,
+        template: Template | None = None,
+        title: str = "",
+        guesses: int = 3,
+        max_new_tokens: int | None = None,
+        length: int | None = None,
+        steps: int | None = None,
+        sampler: str | None = None,
+        temperature: float = 1.0,
+        top_p: float = 0.9,
+        top_k: int | None = None,
+        seed: int = 0,
+        block: int | None = None,
+        **options: Unpack[SamplerOptions],
+    ) -> Trajectory:
+        """Record one text at every step, for a notebook, `adlm.write_player` or `adlm.write_gif`."""
+        config = GenerationConfig(1, steps, sampler, temperature, top_p, top_k, seed, block, options=options)
+        request = self._make_request(config, prompt, template, max_new_tokens=max_new_tokens, length=length)
+        started = time.perf_counter()
+        frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
+        return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)
+
+    def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
+        """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte."""
+        check_whole_numbers(1, draws=draws, batch=batch)
+        check_whole_numbers(0, seed=seed)
+        layouts = [self.row_format.layout_text(text) for text in as_texts(texts)]
+        if not layouts:
+            raise ValueError("there is no text to score: give one, or a list of them")
+        sizes = [self.row_format.count_scored(layout) for layout in layouts]
+        model = self.model.to(self.device)
+        return score_rows(model, layouts, sizes, method=self.method, draws=draws, seed=seed, batch=batch)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write config.json, model.safetensors and tokenizer.json, from which `adlm.load` makes an equal model."""
+        return checkpoint.export_model(self.loaded, Path(folder), is_quantized=False)
 
 
 def denoise_rows(
-    predictor: Predictor, job: GenerationRequest, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
+    predictor: Predictor, request: GenerationRequest, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
 ) -> Iterator[Frame]:
-    """Rows of a job, written together; with the start, the first frame is what they begin as."""
-    widest = max(len(layout) for layout, _ in rows)
+    """Sample rows of a request together; with the start, the first frame is what they begin as."""
+    longest = max(len(layout) for layout, _ in rows)
 
     def stack(values: Sequence[Sequence[int]], pad: int) -> Tensor:
-        return torch.tensor([[*row, *[pad] * (widest - len(row))] for row in values])
+        return torch.tensor([[*row, *[pad] * (longest - len(row))] for row in values])
 
     layouts = [layout for layout, _ in rows]
-    any_text = int(layouts[0].tokenizer.mask_id == 0)  # what pads is read by nobody, but must not look hidden
-    xt = stack([layout.ids for layout in layouts], any_text).to(predictor.device)
+    pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
+    xt = stack([layout.ids for layout in layouts], pad_id).to(predictor.device)
     is_fixed = stack([layout.is_fixed for layout in layouts], 1).bool()
     banned = banned_tokens(layouts[0].tokenizer)
     extra = predictor.config.vocab_size - banned.shape[1]  # a causal model may have no mask, others ids to spare
     limits = TokenLimits(stack([layout.kinds for layout in layouts], 0), F.pad(banned, (0, extra), value=True))
-    valid = torch.arange(widest) < torch.tensor([len(layout) for layout in layouts])[:, None]
-    if with_start:
-        yield Frame(0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64))
-    yield from stream_tokens(
+    valid = torch.arange(longest) < torch.tensor([len(layout) for layout in layouts])[:, None]
+    frames = stream_tokens(
         predictor,
         xt,
-        job.sampler,
-        seed=job.seed,
+        request.sampler,
+        seed=request.seed,
         rows=torch.tensor([number for _, number in rows]),
-        sampling=job.how,
+        sampling=request.sampling,
         is_fixed=is_fixed,
         valid=None if bool(valid.all()) else valid,
         limits=limits,
-        block=job.block,
+        block=request.block,
     )
-
-
-def as_list(prompt: Prompts) -> list[str]:
-    """One text or several."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, Sequence):
-        raise ValueError(f"a text is a string, or there is a list of them; got {prompt!r}")
-    return list(prompt)
+    if not with_start:
+        return frames
+    start = Frame(0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64))
+    return chain([start], frames)
 
 
 def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool = False) -> LM:
-    """A trained model: one that comes with the package by name, a run's folder, or a checkpoint's.
+    """Load a trained model: one that comes with the package by name, a run folder, or a checkpoint's folder.
 
     On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes
     `deterministic`: every evaluation then has the same number of rows.
@@ -274,6 +397,7 @@ def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bo
     folder = find_bundled_model(str(model)) if str(model) in MODELS else Path(model)  # ./NAME is a folder of that name
     if not folder.exists():
         raise FileNotFoundError(
-            f"there is no model {str(model)!r}: give a run's folder, a checkpoint's, or one of {', '.join(MODELS)}"
+            f"there is no model {str(model)!r}: give a run folder, a checkpoint's, or one of {', '.join(MODELS)}"
         )
-    return LM(checkpoint.load_model(folder, verify=verify), str(model), device=device, deterministic=deterministic)
+    loaded = checkpoint.load_model(folder, verify=verify)
+    return LM(loaded, str(model), device=device, deterministic=deterministic)

@@ -33,29 +33,31 @@ SPACED, CONTINUED = ("Ġ", "▁"), "##"  # how vocabularies write the blank befo
 
 @dataclass(frozen=True)
 class Hole:
-    """A place for at least `least` and at most `most` tokens."""
+    """A hole of at least `min_tokens` and at most `max_tokens` tokens."""
 
-    least: int = 1
-    most: int = MAX_HOLE_TOKENS
+    min_tokens: int = 1
+    max_tokens: int = MAX_HOLE_TOKENS
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.least, Integral) and isinstance(self.most, Integral)):
-            raise ValueError(f"a hole's tokens are whole numbers, got {self.least!r} to {self.most!r}")
-        if self.least < 1:
+        low, high = self.min_tokens, self.max_tokens
+        if not (isinstance(low, Integral) and isinstance(high, Integral)):
+            raise ValueError(f"a hole's tokens are whole numbers, got {low!r} to {high!r}")
+        if low < 1:
             raise ValueError(f"a hole has at least 1 token, got {self}: leave it out if nothing is to stand there")
-        if self.most < self.least:
+        if high < low:
             raise ValueError(
-                f"a hole's least comes before its most, got {self}: write ___{{{self.most},{self.least}}} for "
-                f"{self.most} to {self.least} tokens, and with least=… give Hole most=… too"
+                f"a hole's min_tokens must not be above its max_tokens, got {self}: write ___{{{high},{low}}} for "
+                f"{high} to {low} tokens, and with min_tokens=… give Hole max_tokens=… too"
             )
 
     @classmethod
     def of_length(cls, length: int) -> Hole:
-        """A hole of exactly so many tokens."""
+        """Make a hole of exactly so many tokens."""
         return cls(length, length)
 
     def __str__(self) -> str:
-        return f"___{{{self.least}}}" if self.least == self.most else f"___{{{self.least},{self.most}}}"
+        low, high = self.min_tokens, self.max_tokens
+        return f"___{{{low}}}" if low == high else f"___{{{low},{high}}}"
 
 
 Pieces = tuple[str | Hole, ...]
@@ -233,8 +235,8 @@ def build_layout(
     for number, piece in enumerate(pieces):
         start, is_last = len(ids), number == len(pieces) - 1
         if isinstance(piece, Hole):
-            assert piece.least == piece.most, f"{piece} has no length yet"
-            put([tokenizer.mask_id] * piece.least, False, ENDED if may_end and is_last else TEXT)
+            assert piece.min_tokens == piece.max_tokens, f"{piece} has no length yet"
+            put([tokenizer.mask_id] * piece.min_tokens, False, ENDED if may_end and is_last else TEXT)
             if starts_word:
                 kinds[start] = WORD
             starts_word = False

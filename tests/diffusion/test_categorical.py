@@ -89,7 +89,7 @@ def test_a_partial_selection_is_the_full_sort(sampling, spread, monkeypatch):
         asked.append(size)
         return candidates(logits, sampling, size)
 
-    monkeypatch.setattr(categorical, "candidates", spy)
+    monkeypatch.setattr(categorical, "find_candidates", spy)
     part = draw(logits, u, sampling)
     assert torch.equal(part.tokens, whole.tokens)
     torch.testing.assert_close(part.probs, whole.probs, atol=1e-12, rtol=1e-9)

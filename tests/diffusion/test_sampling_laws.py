@@ -165,7 +165,12 @@ def test_causal_rows_do_not_depend_on_their_neighbours(method):
     def run(rows):
         frames = list(
             stream_tokens(
-                predictor, xt[rows], seed=9, rows=numbers[rows], is_fixed=is_fixed[rows], sampling=SamplingParams(top_k=6)
+                predictor,
+                xt[rows],
+                seed=9,
+                rows=numbers[rows],
+                is_fixed=is_fixed[rows],
+                sampling=SamplingParams(top_k=6),
             )
         )
         for frame in frames:
@@ -305,7 +310,9 @@ def test_a_row_that_is_all_hidden_shares_out_nothing():
     assert shared[0, 1] > shared[0, 0] and shared[0, 2] == 0
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)]
+)
 @pytest.mark.parametrize("name", ["confidence", "margin", "entropy_bounded"])
 def test_without_chance_the_seed_does_not_matter(name, sampling):
     xt = templates(6)

@@ -104,7 +104,9 @@ def test_a_causal_model_ends_its_hole_itself(method: str) -> None:
 
 def test_the_given_tokens_next_to_a_hole_are_asked() -> None:
     words = tokenizer("bytes")
-    layout = build_layout(parse_template(["abcdefg", Hole.of_length(2), "xy", Hole.of_length(1), Hole.of_length(3), "z"]), words)
+    layout = build_layout(
+        parse_template(["abcdefg", Hole.of_length(2), "xy", Hole.of_length(1), Hole.of_length(3), "z"]), words
+    )
     at = [[layout.ids[place] for place in find_neighbors(layout, number)] for number in range(3)]
     assert [bytes(each).decode() for each in at] == ["defgxy", "xy", "z"]
     assert len(at[0]) == MAX_NEIGHBORS + 2

@@ -1,16 +1,19 @@
 """Requests that cannot be met: the error says what was given, what is expected and what to do, before anything runs."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import adlm
 from adlm import Hole, checkpoint
 from adlm.bundled import MODELS
 from adlm.methods import SAMPLERS
+from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
 from tests.text.models import lm, tokenizer
 
@@ -34,7 +37,7 @@ def refused(call: Any, *said: str) -> None:
         ({"length": 9.5}, ("whole number", "got 9.5")),
         ({"prompt": "x" * 70}, ("'xxx", "has 70 tokens", "62 in all", "make the prompt shorter")),
         ({"prompt": "hello", "length": 5}, ("'hello'", "5 tokens", "make length larger (at most 62)")),
-        ({"prompt": []}, ("nothing to write", "give a prompt")),
+        ({"prompt": []}, ("nothing to generate", "give a prompt")),
         ({"prompt": 5}, ("a text is a string", "got 5")),
         ({"prompt": ["a", None]}, ("a prompt is a string", "got None")),
         ({"prompt": "a\ud800b"}, ("character 1", "\\ud800", "surrogate", "errors='replace'")),
@@ -59,13 +62,22 @@ def refused(call: Any, *said: str) -> None:
         ({"temprature": 0.1}, ("no setting temprature", "remask_loop", "eta", "temperature")),
         ({"sampler": "first_hitting", "steps": 5}, ("first_hitting", "no option steps")),
         ({"sampler": "remask_cap", "eta": 1.5}, ("eta", "between 0 and 1", "1.5")),
-        ({"template": "a ___", "prompt": "a"}, ("leave prompt and length out",)),
-        ({"template": "a ___", "length": 9}, ("leave prompt and length out",)),
+        ({"template": "a ___", "prompt": "a"}, ("leave prompt, length and max_new_tokens out",)),
+        ({"template": "a ___", "max_new_tokens": 9}, ("leave prompt, length and max_new_tokens out",)),
+        ({"prompt": "hello", "length": 9, "max_new_tokens": 4}, ("length=9", "max_new_tokens=4", "give one")),
+        ({"prompt": "hello", "max_new_tokens": 58}, ("max_new_tokens is 58", "at most 62", "up to 57")),
+        ({"max_new_tokens": 0}, ("max_new_tokens must be a whole number from 1", "got 0")),
+        ({"max_new_tokens": 4, "gen_length": 5}, ("max_new_tokens=4 and gen_length=5", "give max_new_tokens alone")),
+        ({"n": 2, "num_return_sequences": 2}, ("n=2 and num_return_sequences=2", "give n alone")),
+        ({"temperature": 0.7, "do_sample": False}, ("do_sample=False contradicts temperature=0.7",)),
+        ({"temperature": 0.0, "do_sample": True}, ("do_sample=True contradicts temperature=0.0",)),
+        ({"template": "a ___", "length": 9}, ("leave prompt, length and max_new_tokens out",)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> None:
     refused(lambda: FRAMED.build_request(**how), *said)
-    refused(lambda: FRAMED.stream(**how), *said)  # when it is asked for, not with the first shot
+    if "batch" not in how:
+        refused(lambda: FRAMED.stream(**how), *said)  # at the call, not with the first step
     if "template" not in how:
         refused(lambda: FRAMED.generate(**how), *said)
 
@@ -76,13 +88,13 @@ def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> N
         ("The cat sat.", ("'The cat sat.'", "no hole", "___{5}", "___{2,8}", "adlm.Hole")),
         ("", ("no hole", "write ___")),
         (["a", "b"], ("'a'", "no hole")),
-        ([], ("nothing to write",)),
+        ([], ("nothing to generate",)),
         (7, ("a template is a string", "got 7")),
         ([Hole(), 7], ("it holds 7", "strings and Holes")),
         (["a ___", 3], ("a template is a string", "3")),
         ("a ___{0} b", ("at least 1 token", "___{0}", "leave it out")),
         ("a ___{5,2} b", ("___{5,2}", "write ___{2,5}")),
-        ("x" * 60 + "___{3}", ("takes 65 tokens", "rows have 64", "as short as can be", "make it shorter")),
+        ("x" * 60 + "___{3}", ("takes 65 tokens", "rows have 64", "shortest holes", "make it shorter")),
         ("___{70}", ("takes 72 tokens", "rows have 64")),
         ("___{30}" * 3, ("takes 92 tokens",)),
         ("a ___{1000000000000}", ("takes 1000000000004 tokens", "rows have 64")),  # said, not tried
@@ -108,7 +120,7 @@ def test_what_a_causal_model_cannot_do(method: str) -> None:
     refused(lambda: model.generate(sampler="remask_loop"), "left to right", "leave remask_loop out")
     refused(lambda: model.generate(steps=4), "left to right", "leave steps out")
     refused(lambda: model.generate(eta=0.1), "leave eta out")
-    refused(lambda: model.generate(block=4), "left to right", "leave block=4 out")
+    refused(lambda: model.generate(block=4), "block=4", "left to right", "leave block out")
     bare = lm(method, "bare")
     refused(lambda: bare.generate(), "has no tokens", "give a prompt to continue")
     refused(lambda: bare.score("t"), "has 1 tokens", "at least 2", "no token that begins one")
@@ -145,6 +157,56 @@ def test_a_request_is_checked_before_a_network_looks_for_lengths() -> None:
     refused(lambda: Unused(loaded, "x", device="cpu").infill("a ___ b", sampler="magic"), "unknown sampler")
 
 
+def test_names_of_other_libraries_are_accepted() -> None:
+    """transformers, diffusers and LLaDA: their names give the same texts as ours."""
+    ours = FRAMED.generate("hello", max_new_tokens=8, n=2, steps=4, block=4, temperature=0.0, seed=1)
+    theirs = FRAMED.generate(
+        "hello", gen_length=8, num_return_sequences=2, num_inference_steps=4, block_length=4, do_sample=False, seed=1
+    )
+    assert ours.texts == theirs.texts and ours.settings == theirs.settings
+    assert ours.texts == FRAMED.generate("hello", length=13, n=2, steps=4, block=4, temperature=0.0, seed=1).texts
+    assert (
+        FRAMED.generate("a", length=9, steps=2, do_sample=True).texts == FRAMED.generate("a", length=9, steps=2).texts
+    )
+
+
+def test_the_output_is_a_sequence_of_texts() -> None:
+    output = FRAMED.generate(["a", "b"], max_new_tokens=3, n=2, steps=2)
+    assert len(output) == 4 and list(output) == output.texts and output[0] == output.texts[0]
+    assert output[1:3] == output.texts[1:3] and output.texts[3] in output
+    assert output.nfe == max(output.nfe_each) and output.seconds > 0 and output.settings["length"] == 4
+
+
+def test_repr_and_save(tmp_path: Path) -> None:
+    assert repr(FRAMED).startswith("LM('") and "device='cpu'" in repr(FRAMED)
+    assert f"parameters={sum(p.numel() for p in FRAMED.model.parameters()):,}" in repr(FRAMED)
+    folder = FRAMED.save(tmp_path / "saved")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    again = adlm.load(folder, device="cpu", verify=True)
+    assert again.model.config == FRAMED.model.config and again.row_format.is_framed
+    for name, weight in FRAMED.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], weight)
+    assert again.generate(length=9, steps=3).texts == FRAMED.generate(length=9, steps=3).texts
+
+
+def test_few_frames_lie_between_generate_and_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader who steps from LM.generate into LanguageModel.forward passes seven functions of ours, both included."""
+    stacks: list[list[str]] = []
+    forward = LanguageModel.forward
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        frames = [frame.filename for frame in inspect.stack(0)[1:]]
+        names = [frame.function for frame in inspect.stack(0)[1:]]
+        here = [file for file in frames[: names.index("generate") + 1] if "/adlm/" in file]
+        stacks.append([*here, "forward"])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(LanguageModel, "forward", spy)
+    FRAMED.generate(length=9, steps=3)
+    FRAMED.generate(length=9, sampler="confidence", steps=3)
+    assert stacks and max(map(len, stacks)) <= 7
+
+
 def test_numbers_of_other_libraries_are_numbers() -> None:
     assert FRAMED.generate(length=np.int64(5), n=np.int64(2), seed=np.int64(3), steps=np.int64(2)).texts
 
@@ -152,15 +214,15 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
 def test_models_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         adlm.load("no-such-model")
-    assert all(part in str(caught.value) for part in ("'no-such-model'", "a run's folder", *MODELS))
-    with pytest.raises(FileNotFoundError, match=r"neither a run's folder nor a checkpoint's: it has no config\.json"):
+    assert all(part in str(caught.value) for part in ("'no-such-model'", "a run folder", *MODELS))
+    with pytest.raises(FileNotFoundError, match=r"neither a run folder nor a model folder: it has no config\.json"):
         adlm.load(tmp_path)
     loaded = checkpoint.LoadedModel(FRAMED.model, None, "adlm", 0)
-    refused(lambda: LM(loaded, "mine"), "mine has no tokenizer.json", "put the one that its data was prepared with")
+    refused(lambda: LM(loaded, "mine"), "mine has no tokenizer.json", "copy the one that its data was prepared with")
     checkpoint.export_model(loaded, tmp_path / "silent")
     refused(lambda: adlm.load(tmp_path / "silent"), "has no tokenizer.json")
     other = checkpoint.LoadedModel(FRAMED.model, tokenizer("gpt2"), "adlm", 0)
-    refused(lambda: LM(other, "mine"), "mask is token 257", "the tokenizer's 50257", "not the one")
+    refused(lambda: LM(other, "mine"), "mask is token 257", "the tokenizer's 50257", "trained with")
     for device in ("gpu", "mps", "meta"):
         refused(lambda device=device: adlm.load(device=device), f"'{device}'", "auto, cpu, cuda")
 
@@ -190,8 +252,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert adlm.load(whole, verify=True).step == 7
     refused(lambda: adlm.load(damaged("model.safetensors", cut)), "model.safetensors is damaged")
     refused(lambda: adlm.load(damaged("config.json", cut)), "config.json is not JSON", "damaged")
-    refused(lambda: adlm.load(damaged("tokenizer.json", cut)), "no tokenizer.json")
-    refused(lambda: adlm.load(damaged("config.json", other_width)), "not the model of its config.json", "size mismatch")
+    refused(lambda: adlm.load(damaged("tokenizer.json", cut)), "not a tokenizer.json")
+    refused(lambda: adlm.load(damaged("config.json", other_width)), "does not fit its config.json", "size mismatch")
     refused(lambda: adlm.load(damaged("model.safetensors", flip), verify=True), "model.safetensors is not as it was")
     with pytest.raises(FileNotFoundError, match="there is no"):
         adlm.load(damaged("model.safetensors", Path.unlink))

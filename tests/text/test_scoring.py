@@ -84,9 +84,7 @@ def test_a_score_is_the_held_out_bound_of_its_row(method: str) -> None:
     model = lm(method, "bare")
     text = "the cat sat"
     ids = torch.tensor([model.tokenizer.encode(text)])
-    bound = estimate_nll(
-        model.model, ids.expand(2000, -1), batch=500, draws=2, score_entropy=method == "sedd", seed=9
-    )
+    bound = estimate_nll(model.model, ids.expand(2000, -1), batch=500, draws=2, score_entropy=method == "sedd", seed=9)
     (score,) = model.score(text, draws=4000, batch=500)
     assert score.tokens == ids.shape[1]
     assert abs(score.nll - bound.nll) < 4 * math.hypot(score.stderr, bound.stderr)

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adlm import Hole
-from adlm.text.templates import BLOCK, WORD, banned_tokens, joins_blanks, classify_tokens, tokenize_piece, build_layout, parse_template
+from adlm.text.templates import (
+    BLOCK,
+    WORD,
+    banned_tokens,
+    build_layout,
+    classify_tokens,
+    joins_blanks,
+    parse_template,
+    tokenize_piece,
+)
 from tests.text.models import TOKENIZERS, any_template, any_text, given_in, holds_in_order, lm, tokenizer
 
 COUNT = 260  # templates for each tokenizer: more than 1,000 in all
@@ -41,7 +50,7 @@ def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
         found = layout.pieces(ids)
         assert "".join(piece for piece, _ in found) == text == shots[-1].trajectory_frame(row).text
         assert [piece for piece, is_given in found if is_given] == given_pieces[row]
-        asked = [piece.least for piece in template if isinstance(piece, Hole)]
+        asked = [piece.min_tokens for piece in template if isinstance(piece, Hole)]
         holes = [span for span in layout.spans if span.texts is None]
         assert [span.end - span.start for span in holes] == asked
         for span in holes:
@@ -67,7 +76,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
     model = lm("mdlm", words, "documents")
     templates = ["The ___{2} sat", "a___{1} ___{1}  ___{2}", " ___{3}", "x ___{1}___{1}."]
     layouts = model.build_request(template=templates).layouts
-    last = model.write(model.build_request(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4))
+    last = model.run_request(model.build_request(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4))
     *_, shot = model.stream(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
     firsts = 0
     for row, layout in enumerate(layout for layout in layouts for _ in range(20)):
@@ -96,7 +105,7 @@ def test_the_shares_of_tokens_are_the_text(text: str, words: str) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.one_of(st.text(max_size=12), st.integers(1, 3).map(Hole.of)), max_size=6), st.data())
+@given(st.lists(st.one_of(st.text(max_size=12), st.integers(1, 3).map(Hole.of_length)), max_size=6), st.data())
 def test_any_tokens_in_the_holes_leave_what_is_given(pieces: list[str | Hole], data: st.DataObject) -> None:
     """Also tokens that no limits would let stand: half characters, marks, hashes."""
     words = tokenizer(data.draw(st.sampled_from(TOKENIZERS)))
@@ -118,7 +127,14 @@ def test_a_text_without_anything_given_is_what_its_tokens_say(words: str) -> Non
 
 
 def test_the_parser_finds_holes_and_leaves_lists_alone() -> None:
-    assert parse_template("The ___ sat on ___{2}, ____{2,8}") == ("The ", Hole(), " sat on ", Hole.of_length(2), ", ", Hole(2, 8))
+    assert parse_template("The ___ sat on ___{2}, ____{2,8}") == (
+        "The ",
+        Hole(),
+        " sat on ",
+        Hole.of_length(2),
+        ", ",
+        Hole(2, 8),
+    )
     assert parse_template("___{ 2 , 8 }") == (Hole(2, 8),)
     assert parse_template("a__b_") == ("a__b_",)
     assert parse_template("___{x}") == (Hole(), "{x}")
