@@ -1,0 +1,132 @@
+"""`adlm eval frontier`: a table, JSON and a plot of the same points; the same command resumes."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import adlm
+from adlm.checkpoint import LoadedModel, export_model
+from adlm.evaluate.sample_metrics import TextScorer
+from adlm.evaluate.scorer import load_scorer
+from tests.cli import eval_answers
+from tests.cli.terminal import assert_told, invoke, screen, trained, without_escapes
+from tests.evaluate.drawn import pixels, with_matplotlib
+from tests.evaluate.scorers import causal_folder, needs
+from tests.text.models import lm, rigged
+
+FEW = ("--steps", "2,4", "--samplers", "ancestral,confidence", "--top-p", "1.0", "--n", 3, "--length", 12, "--batch", 2)
+FEW = (*FEW, "--repeats", 2, "--device", "cpu")
+evaluate = partial(eval_answers.evaluate, "frontier")
+
+
+@with_matplotlib
+def test_three_models_in_one_run(tmp_path: Path) -> None:
+    models = [trained(), trained("mdlm"), trained("ar")]
+    words = (*models, *FEW, "--reference", eval_answers.documents(), "--out", tmp_path)
+    found = evaluate(*words)
+    points = found["points"]
+    assert [point["model"] for point in points] == [models[0]] * 4 + [models[1]] * 4 + [models[2]]
+    assert points[-1]["nfe"] == 12 and points[-1]["steps"] is None
+    for point in points:
+        assert point["entropy"] > 0 and point["entropy_se"] >= 0 and point["seconds"] > 0 and point["gen_ppl"] is None
+    assert any(point["is_pareto"] for point in points)
+    assert found["reference"]["texts"] == 3 and found["settings"]["batch"] == 2 and found["provenance"]["threads"]
+    assert [each["method"] for each in found["settings"]["models"]] == ["adlm", "mdlm", "ar"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.jsonl", "frontier.json", "frontier.png"]
+    assert json.loads((tmp_path / "frontier.json").read_text("utf-8"))["points"] == points
+    assert pixels(tmp_path / "frontier.png").std() > 0.05
+    assert evaluate(*words)["points"] == points  # times too: nothing was measured twice
+
+
+@pytest.mark.parametrize("window", [None, 4, 23])
+def test_gen_ppl_of_samples_and_held_out_text(tmp_path: Path, window: int | None) -> None:
+    """With a window also of texts that are longer than the context."""
+    needs("transformers")
+    folder, length = causal_folder(positions=24 if window else 64), 30 if window else 12
+    words = (trained(), *FEW, "--steps", "2", "--judge", folder, "--length", length)
+    if window:
+        assert_told(invoke("eval", "frontier", *words), "longer than", "(window)")
+        words = (*words, "--window", window)
+    words = (*words, "--reference", eval_answers.documents(), "--out", tmp_path)
+    found = evaluate(*words, "--judge-batch", 2)
+    measure = TextScorer(lm().tokenizer, load_scorer(folder), window)
+    for point in found["points"]:
+        sampling = {"sampler": point["sampler"], "steps": 2, "top_p": 1.0}
+        texts = adlm.load(trained(), device="cpu").generate(length=length, n=3, **sampling).texts
+        expected = measure.measure_gen_ppl(texts)
+        assert expected is not None
+        assert (point["gen_ppl"], point["gen_ppl_se"]) == pytest.approx(
+            (expected.estimate.value, expected.estimate.stderr), rel=1e-4
+        )
+    assert found["reference"]["gen_ppl"] > 0 and found["settings"]["judge"]["kind"] == "causal LM"
+    assert found["settings"]["window"] == window == found["settings"]["judge"].get("window")
+    assert evaluate(*words, "--judge-batch", 16)["points"] == found["points"]  # the batch is not part of the key
+
+
+def test_texts_that_are_left_out_give_a_warning(tmp_path: Path) -> None:
+    """A causal model that ends most of its texts at once."""
+    model = rigged("ar", {lm("ar").tokenizer.eos_id: 5.0})
+    folder = export_model(LoadedModel(model.model, model.tokenizer, "ar", 0, "wrapped"), tmp_path / "model")
+    result = invoke("eval", "frontier", folder, *FEW, "--n", 12, "--json")
+    (point,) = json.loads(result.stdout)["points"]
+    assert point["short"] > 0 and point["texts"] + point["short"] == 12 and 4 <= point["tokens"] < 12
+    assert f"{point['short']} of 12 texts have fewer than four tokens" in result.stderr.replace("\n", " ")
+
+
+def test_the_table_has_the_values_of_the_json() -> None:
+    words = (trained(), *FEW, "--steps", "2", "--samplers", "ancestral", "--reference", eval_answers.documents())
+    result = invoke("eval", "frontier", *words)
+    assert result.exit_code == 0, result.output
+    header, row, held_out = (line for line in result.stdout.splitlines() if "│" in line or "┃" in line)
+    names = [name.strip() for name in header.strip("┃").split("┃")]
+    assert names[1:8] == ["model", "sampler", "steps", "T", "p", "NFE", "s/text"]
+    answer = evaluate(*words)
+    for line, values in ((row, answer["points"][0]), (held_out, answer["reference"])):
+        cells = dict(zip(names, (cell.strip() for cell in line.strip("│").split("│")), strict=True))
+        for name, key in (("entropy", "entropy"), ("distinct-2", "distinct_2"), ("repeated-4", "repetition_4")):
+            assert cells[name] == f"{values[key]:.3f} ± {values[f'{key}_se']:.3f}"
+        assert cells["tokens"] == f"{values['tokens']:.1f}" and cells["Gen-PPL"] == "–"
+    assert "★" in row and "held-out text" in held_out and "(--judge)" in result.stdout
+
+
+def test_a_narrow_terminal_drops_columns_and_cuts_no_number() -> None:
+    shown, code = screen("eval", "frontier", trained(), *FEW, columns=90)
+    assert code == 0, shown
+    lines = [line for line in without_escapes(shown).splitlines() if "│" in line or "┃" in line]
+    assert "entropy" in lines[0] and "distinct-2" not in lines[0] and all(len(line) <= 90 for line in lines)
+    assert sum("±" in line for line in lines) == 4 and not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--steps", "a"), "--steps 'a': 'a' is not a whole number"),
+        (("--steps", ""), "steps is empty: give at least one"),
+        (("--samplers", "fast"), "unknown sampler 'fast'"),
+        (("--length", 500), "length must be a whole number between 1 and"),
+        (("--top-p", "1.5"), "top_p"),
+        (("--n", 1), "--n"),
+        (("--reference", "nowhere.txt"), "nowhere.txt"),
+        (("--judge", "nowhere.gguf"), "nowhere.gguf does not exist"),
+        (("--device", "abacus"), "device 'abacus'"),
+        (("--window", 8), "window=8 needs a scoring model: give scorer (--judge)"),
+        (("--out", __file__), "is a file: give the name of a folder"),
+        (("novel",), "there is no model 'novel'"),
+    ],
+)
+def test_wrong_options_are_errors_of_one_line(words: tuple[object, ...], said: str) -> None:
+    assert_told(invoke("eval", "frontier", trained(), *FEW, *words, "--json"), said)
+
+
+def test_a_wrong_window_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    needs("transformers")
+    words = (trained(), *FEW, "--judge", causal_folder(), "--window", 10**6, "--out", tmp_path)
+    assert_told(invoke("eval", "frontier", *words), "window=1000000", "give 2 to")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_time_is_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_told(invoke("eval", "frontier", trained(), *FEW, "--json"), "without torchrun")

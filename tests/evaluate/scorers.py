@@ -1,0 +1,105 @@
+"""Scoring models with random weights as transformers saves them, real ones by name, and held-out prose."""
+
+import gzip
+import importlib.util
+import os
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+import torch
+
+from adlm.evaluate.scorer import ScoringModel, load_scorer
+from tests.training.runs import shelf
+
+PROSE = Path(__file__).parent / "fixtures" / "prose.txt.gz"
+MODULES = {"transformers": "eval", "gguf": "eval", "accelerate": "eval", "mauve": "mauve"}
+END = "<|endoftext|>"
+
+
+def needs(*names: str) -> None:
+    """Skip a test whose extra or scoring model is not installed; with ADLM_ALL=1 it fails by itself."""
+    if os.environ.get("ADLM_ALL") == "1":
+        return
+    for name in names:
+        if name in MODULES and importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}: pip install 'adlm[{MODULES[name]}]'")
+        if name not in MODULES:
+            try:
+                distribution(name)
+            except PackageNotFoundError:
+                pytest.skip(f"needs {name}: pip install --no-deps {name}")
+
+
+def documents() -> list[str]:
+    return gzip.decompress(PROSE.read_bytes()).decode("utf-8").removesuffix("\n").split(f"\n{END}\n")
+
+
+@cache
+def causal_folder(bos: bool = True, positions: int = 64) -> Path:
+    """A GPT-2 of two layers with a byte-level vocabulary of 400."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    folder = shelf() / f"gpt2-{bos}-{positions}"
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        documents(), trainers.BpeTrainer(vocab_size=400, special_tokens=[END], initial_alphabet=letters)
+    )
+    names = {"eos_token": END} | ({"bos_token": END} if bos else {})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=positions, **names)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=400, n_positions=positions, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+@cache
+def encoder_folder() -> Path:
+    """A BERT of two layers that reads 48 tokens."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder = shelf() / "bert"
+    words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words.normalizer = normalizers.BertNormalizer()
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words.train_from_iterator(documents(), trainers.WordPieceTrainer(vocab_size=600, special_tokens=special))
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=48, **roles)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=600, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=48, initializer_range=0.3,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@cache
+def causal(bos: bool = True, positions: int = 64) -> ScoringModel:
+    needs("transformers")
+    return load_scorer(causal_folder(bos, positions))
+
+
+@cache
+def encoder() -> ScoringModel:
+    needs("transformers")
+    return load_scorer(encoder_folder())
+
+
+@cache
+def real(name: str) -> ScoringModel:
+    """A scoring model that is installed by name."""
+    needs("transformers", "gguf", "accelerate", name)
+    return load_scorer(name)

