@@ -37,8 +37,8 @@ Point = dict[str, Any]  # the flat JSON form: model, setting, nfe, seconds, and 
 NOTE = (
     "★: no other point has as few evaluations (NFE), as low a Gen-PPL and as high an entropy (up to that of the "
     "held-out text) and is better in one of them. A low Gen-PPL at a low entropy is repetition. ± is a standard error "
-    "over texts; of seconds, the standard deviation over timings. Entropy grows with the tokens in a text: a model that "
-    "ends texts early has less."
+    "over texts; of seconds, the standard deviation over timings. Entropy grows with the tokens in a text: a model "
+    "that ends texts early has less."
 )
 
 
@@ -158,7 +158,7 @@ def build_table(points: Sequence[Point], reference: Point | None, settings: dict
     ]
     columns += [Column("T"), Column("p"), Column("NFE", 1), Column("s/text", is_optional=True)]
     columns += [Column("tokens", 1, is_optional=True), Column("Gen-PPL"), Column("entropy")]
-    columns += [Column("repeated-4", is_optional=True), Column("distinct-2", is_optional=True)]
+    columns += [Column("distinct-2", is_optional=True), Column("repeated-4", is_optional=True)]
     rows: list[list[Any]] = []
     for point in points:
         title = ["★" if point["is_pareto"] else "", shorten_name(point["model"]), point["sampler"], point["steps"]]

@@ -107,9 +107,7 @@ class TextScorer:
             self.scorer.require_causal()
             split_windows([], self.scorer.max_tokens, self.window)
         elif self.window is not None:
-            raise ValueError(
-                f"window={self.window} sets how a scoring model reads long texts: give a scoring model too"
-            )
+            raise ValueError(f"window={self.window} needs a scoring model: give scorer (--judge)")
 
     @property
     def settings(self) -> dict[str, Any]:
