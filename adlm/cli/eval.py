@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,25 +14,21 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.errors import Commands, report_errors
-from adlm.cli.evaluation.card import card
-from adlm.cli.evaluation.code import code
+from adlm.cli.generate import parse_sampler_options
 from adlm.cli.output import (
     SEPARATOR,
+    check_output_files,
     check_output_folder,
     json_stdout,
     parse_list,
+    print_json,
     print_result,
     progress_bar,
     read_text_file,
+    status_console,
 )
-from adlm.cli.writing import parse_sampler_options
 
 app = typer.Typer(cls=Commands, help="Evaluate models and texts.", no_args_is_help=True)
-
-# Move your command into this file with @app.command(), then remove its line here and its import above.
-app.command()(code)  # D
-app.command()(card)  # D
-
 
 ModelArguments = Annotated[
     list[str] | None,
@@ -41,11 +41,22 @@ RowsOption = Annotated[
 RowLength = Annotated[int | None, typer.Option(min=3, help="Tokens in a row. [default: the model's length]")]
 RowLimit = Annotated[int | None, typer.Option(min=2, help="Use only the first rows of each text. [default: all]")]
 RowBatch = Annotated[int, typer.Option(min=1, help="Rows at a time; does not change the results.")]
+Draws = Annotated[int, typer.Option(min=1, help="Noises for each row of a masked model; 1 shows no noise error.")]
 NoiseSeed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the noise.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that tokenize; does not change the results.")]
 OutFolder = Annotated[
     Path | None, typer.Option(help="Output folder for the estimates. Running the same command again resumes.")
 ]
+
+
+@contextmanager
+def start_eval(device: str, is_json: bool) -> Iterator[dict[str, Any]]:
+    """Context manager: the `context` of all ranks and `on_progress` with a progress bar, as keyword arguments."""
+    with json_stdout(is_json):
+        from adlm.training.distributed import init_distributed
+
+        with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
+            yield {"context": context, "on_progress": on_progress}
 
 
 def load_models(names: list[str] | None, device: str) -> list[Any]:
@@ -84,9 +95,7 @@ def ppl(
     rows: RowsOption = None,
     length: RowLength = None,
     split: Annotated[str | None, typer.Option(help="Split of the data. [default: the held-out one]")] = None,
-    draws: Annotated[
-        int, typer.Option(min=1, help="Noises for each row of a masked model; 1 shows no noise error.")
-    ] = 4,
+    draws: Draws = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of discrete time. [default: continuous time]")] = None,
     order: Annotated[
         str | None,
@@ -116,34 +125,15 @@ def ppl(
         if not data:
             raise ValueError("--data is required: a text file, a folder or a dataset name")
         check_output_folder("--out", out)
+        settings: dict[str, Any] = {"rows": rows, "length": length, "split": split, "limit": limit, "seed": seed}
+        settings |= {"draws": draws, "steps": steps, "order": order, "tokens_a_step": tokens_a_step, "count": count}
+        settings |= {"attend_padding": attend_padding, "batch": batch, "workers": workers, "out": out}
         texts = parse_pairs("--data", data)
-        with json_stdout(is_json):
+        with start_eval(device, is_json) as shared:
             from adlm.evaluate.perplexity import perplexity
-            from adlm.training.distributed import init_distributed
 
-            with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
-                result = perplexity(
-                    load_models(models, str(context.device)),
-                    texts,
-                    rows=rows,  # type: ignore[arg-type]
-                    length=length,
-                    split=split,
-                    draws=draws,
-                    steps=steps,
-                    order=order,
-                    tokens_a_step=tokens_a_step,
-                    count=count,
-                    attend_padding=attend_padding,
-                    limit=limit,
-                    batch=batch,
-                    seed=seed,
-                    workers=workers,
-                    out=out,
-                    context=context,
-                    progress=on_progress,
-                )
-                is_main = context.is_main
-        if is_main:
+            result = perplexity(load_models(models, str(shared["context"].device)), texts, **settings, **shared)
+        if shared["context"].is_main:
             print_result(result, is_json=is_json, out=out)
 
 
@@ -169,9 +159,7 @@ def zeroshot(
     skip_missing: Annotated[bool, typer.Option("--skip-missing", help="List missing sets and skip them.")] = False,
     length: RowLength = None,
     rows: RowsOption = None,
-    draws: Annotated[
-        int, typer.Option(min=1, help="Noises for each row of a masked model; 1 shows no noise error.")
-    ] = 2,
+    draws: Draws = 2,
     limit: RowLimit = None,
     batch: RowBatch = 32,
     seed: NoiseSeed = 0,
@@ -187,36 +175,15 @@ def zeroshot(
     """
     with report_errors():
         check_output_folder("--out", out)
-        with json_stdout(is_json):
-            from adlm.evaluate.zeroshot import find_set, zero_shot
-            from adlm.training.distributed import init_distributed
+        settings: dict[str, Any] = {"data_dir": data_dir, "skip_missing": skip_missing, "length": length, "rows": rows}
+        settings |= {"draws": draws, "limit": limit, "batch": batch, "seed": seed, "workers": workers, "out": out}
+        settings |= {"paths": parse_pairs("--set", paths), "stand_ins": parse_pairs("--stand-in", stand_in)}
+        names = [name for each in sets or [] for name in each.split(",")]
+        with start_eval(device, is_json) as shared:
+            from adlm.evaluate.zeroshot import zero_shot
 
-            places, labels = (
-                {find_set(name): value for name, value in parse_pairs(option, values).items()}
-                for option, values in (("--set", paths), ("--stand-in", stand_in))
-            )
-            names = [name for each in sets or [] for name in each.split(",")]
-            with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
-                result = zero_shot(
-                    load_models(models, str(context.device)),
-                    names,
-                    data_dir=data_dir,
-                    paths={name: Path(place) for name, place in places.items()},
-                    stand_ins=labels,
-                    skip_missing=skip_missing,
-                    length=length,
-                    rows=rows,  # type: ignore[arg-type]
-                    draws=draws,
-                    limit=limit,
-                    batch=batch,
-                    seed=seed,
-                    workers=workers,
-                    out=out,
-                    context=context,
-                    progress=on_progress,
-                )
-                is_main = context.is_main
-        if is_main:
+            result = zero_shot(load_models(models, str(shared["context"].device)), names, **settings, **shared)
+        if shared["context"].is_main:
             print_result(result, is_json=is_json, out=out)
 
 
@@ -334,10 +301,7 @@ def samples(
 
 @app.command()
 def frontier(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model),
-    ] = None,
+    models: ModelArguments = None,
     judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
     reference: Annotated[str | None, typer.Option(help="Held-out text, measured like the samples.")] = None,
     samplers: Annotated[
@@ -375,13 +339,11 @@ def frontier(
             "top_p": parse_list("--top-p", top_p, float),
         }
         with json_stdout(is_json), progress_bar() as on_progress:
-            from adlm.bundled import DEFAULT
             from adlm.evaluate.frontier import frontier as measure_frontier
             from adlm.evaluate.plots import draw_figures
-            from adlm.text.lm import load
 
             result = measure_frontier(
-                [load(name, device=device) for name in dict.fromkeys(models or [DEFAULT])],
+                load_models(models, device),
                 scorer=judge,
                 reference=reference,
                 **grid,
@@ -461,3 +423,158 @@ def anchors(
             if out and result["correlations"]:
                 paths.append(write_correlation_page(result, out / "correlation.md"))
         print_result(result, is_json=is_json, out=out, paths=paths)
+
+
+RUN = "Problems"
+
+
+@app.command()
+def code(
+    models: ModelArguments = None,
+    problems: Annotated[
+        Path | None, typer.Option(help="Problems in the form of HumanEval, jsonl: measure pass@k.", rich_help_panel=RUN)
+    ] = None,
+    candidates: Annotated[
+        Path | None,
+        typer.Option(help="jsonl of task_id and completion, instead of a model's.", rich_help_panel=RUN),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Candidates for each problem.", rich_help_panel=RUN)] = 1,
+    k: Annotated[str, typer.Option("--k", help="k of pass@k, separated by commas.", rich_help_panel=RUN)] = "1",
+    seconds: Annotated[float, typer.Option(help="Time limit of a candidate.", rich_help_panel=RUN)] = 5.0,
+    memory: Annotated[int, typer.Option(help="Memory limit of a candidate in MiB.", rich_help_panel=RUN)] = 512,
+    workers: Annotated[int, typer.Option(min=1, help="Candidates at a time.", rich_help_panel=RUN)] = 1,
+    unsafe: Annotated[
+        bool,
+        typer.Option("--unsafe", help="Run candidates without a sandbox: protects nothing.", rich_help_panel=RUN),
+    ] = False,
+    texts: Annotated[int, typer.Option(min=0, help="Functions to generate and parse.")] = 32,
+    infills: Annotated[int, typer.Option(min=0, help="Gaps of each kind to fill and parse.")] = 32,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text. [default: the model's length]")] = None,
+    write_data: Annotated[
+        Path | None, typer.Option(help="Only write the standard library as jsonl for `adlm prepare`.")
+    ] = None,
+    sampler: options.Sampler = None,
+    steps: options.Steps = None,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 0.9,
+    seed: options.Seed = 0,
+    batch: options.Batch = 16,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder for texts and metrics. Running the same command again resumes.")
+    ] = None,
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Measure Python code: the share of generated and filled-in functions that parse, or pass@k of problems.
+
+    Candidates of --problems run in bubblewrap sandboxes.
+    """
+    with report_errors():
+        check_output_folder("--out", out)
+        if write_data is not None:
+            check_output_files({"--write-data": write_data})
+            from adlm.evaluate.code import write_standard_library
+
+            written = write_standard_library(write_data)
+            if is_json:
+                print_json({"written": written})
+            for each in written:
+                size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
+                status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)
+            return
+        with json_stdout(is_json), progress_bar() as on_progress:
+            from adlm.evaluate.code import code as measure_code
+
+            result = measure_code(
+                load_models(models, device) if candidates is None else [],
+                problems=problems,
+                candidates=candidates,
+                n=n,
+                k=parse_list("--k", k, int),
+                seconds=seconds,
+                memory=memory,
+                workers=workers,
+                unsafe=unsafe,
+                texts=texts,
+                infills=infills,
+                length=length,
+                sampler=sampler,
+                steps=steps,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                batch=batch,
+                out=out,
+                on_progress=on_progress,
+            )
+        print_result(result, is_json=is_json, out=out)
+
+
+@app.command()
+def report(
+    models: ModelArguments = None,
+    data: Annotated[
+        str | None, typer.Option(help="Held-out text: a file, a folder or a dataset name. Required.")
+    ] = None,
+    reference: Annotated[str | None, typer.Option(help="Real text to compare samples with. [default: --data]")] = None,
+    judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Adds samples and the frontier.")] = None,
+    zeroshot_dir: Annotated[Path | None, typer.Option(help="Folder of the zero-shot sets. Adds them.")] = None,
+    with_code: Annotated[bool, typer.Option("--code", help="Add Python code that parses.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure little of everything, as a check.")] = False,
+    n: Annotated[
+        int | None, typer.Option("--n", min=2, help="Number of samples. [default: as in each command]")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample. [default: as in each command]")] = None,
+    steps: Annotated[
+        str, typer.Option(help="Steps, separated by commas: all in the frontier, the most elsewhere.")
+    ] = "",
+    samplers: Annotated[
+        str, typer.Option(help="Samplers, separated by commas: all in the frontier, the first elsewhere.")
+    ] = "",
+    limit: RowLimit = None,
+    rows: RowsOption = None,
+    license: Annotated[
+        str | None, typer.Option("--license", help="License of the weights for report.md. [default: unknown]")
+    ] = None,
+    language: Annotated[str, typer.Option(help="Language of the text for report.md.")] = "en",
+    seed: options.Seed = 0,
+    out: Annotated[
+        Path, typer.Option(help="Output folder for the pages. Running the same command again resumes.")
+    ] = Path("report"),
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Run all evaluations and write report.html, report.md (a model card), report.json and plots.
+
+    Sections that were not measured say why.
+    """
+    with report_errors():
+        if data is None:
+            raise ValueError("--data is required: a text file, a folder or a dataset name")
+        check_output_folder("--out", out)
+        numbers, names = parse_list("--steps", steps, int), parse_list("--samplers", samplers, str)
+        with json_stdout(is_json), progress_bar() as on_progress:
+            from adlm.evaluate.report import report as write_report
+
+            result = write_report(
+                load_models(models, device),
+                data,
+                reference=reference,
+                scorer=judge,
+                zeroshot_dir=zeroshot_dir,
+                code=with_code,
+                rows=rows,  # type: ignore[arg-type]
+                n=n,
+                length=length,
+                steps=numbers,
+                samplers=names,
+                limit=limit,
+                quick=quick,
+                license=license,
+                language=language,
+                seed=seed,
+                out=out,
+                command=shlex.join(["adlm", *sys.argv[1:]]),
+                on_progress=on_progress,
+            )
+        print_result(result, is_json=is_json, paths=[out / name for name in ("report.json", *result["files"])])

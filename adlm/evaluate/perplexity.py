@@ -19,25 +19,9 @@ from adlm.diffusion.masking import MIN_TIME
 from adlm.evaluate.cache import Cache, hash_settings, open_cache
 from adlm.evaluate.data import EvalDataset, RowLayout, count_row_bytes, load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import (
-    Column,
-    Estimate,
-    EvalResult,
-    ProgressCallback,
-    Table,
-    ignore_progress,
-    shorten_names,
-)
+from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.stats import estimate_ratio_difference
-from adlm.likelihood import (
-    ORDERS,
-    RANDOM,
-    NllEstimate,
-    estimate_nll,
-    estimate_order_nll,
-    group_rows,
-    summarize_rows,
-)
+from adlm.likelihood import ORDERS, RANDOM, NllEstimate, estimate_nll, estimate_order_nll, group_rows, summarize_rows
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
@@ -110,7 +94,7 @@ def perplexity(
     workers: int = 1,
     out: Path | None = None,
     context: DistributedContext | None = None,
-    progress: ProgressCallback = ignore_progress,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
     """Estimate the perplexity of models on one text or on named texts: an upper bound for masked models.
 
@@ -121,21 +105,14 @@ def perplexity(
     lms, texts = list_models(models), data if isinstance(data, Mapping) else {str(data): data}
     settings = NllSettings(draws, seed, steps, order, tokens_a_step, count, attend_padding)
 
-    def load(name: str, lm: LM, on_progress: Callable[[PrepareProgress], None]) -> EvalDataset:
-        row_length = length or lm.model.config.length
-        return load_eval_data(
-            texts[name],
-            lm.tokenizer,
-            row_length,
-            rows=rows,
-            split=split,
-            workers=workers,
-            limit=limit,
-            on_progress=on_progress,
-        )
+    selection: dict[str, Any] = {"rows": rows, "split": split, "limit": limit}
+
+    def load(name: str, lm: LM, on_read: Callable[[PrepareProgress], None]) -> EvalDataset:
+        options = selection | {"workers": workers, "on_progress": on_read}
+        return load_eval_data(texts[name], lm.tokenizer, length or lm.model.config.length, **options)
 
     found = measure_texts(
-        lms, texts, load, settings, length=length, batch=batch, out=out, context=context, progress=progress
+        lms, texts, load, settings, length=length, batch=batch, out=out, context=context, on_progress=on_progress
     )
     differences, entries = pair_models(found), [each.entry for each in found]
     provenance = collect_provenance(lms[0].device, processes=1 if context is None else context.world_size)
@@ -145,9 +122,8 @@ def perplexity(
         own = dict(entries[0])
         return EvalResult("perplexity", own, own.pop("settings"), provenance, tables, warnings)
     shared = {"draws": draws, "seed": seed, "steps": steps, "count": count, "attend_padding": attend_padding}
-    shared |= {"rows": rows, "length": length, "split": split, "limit": limit}
     metrics = {"models": entries, "differences": differences}
-    return EvalResult("perplexity", metrics, shared, provenance, tables, warnings)
+    return EvalResult("perplexity", metrics, shared | selection | {"length": length}, provenance, tables, warnings)
 
 
 def list_models(models: LM | Iterable[LM]) -> list[LM]:
@@ -173,7 +149,7 @@ def measure_texts(
     batch: int = 32,
     out: Path | None = None,
     context: DistributedContext | None = None,
-    progress: ProgressCallback = ignore_progress,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> list[TextNll]:
     """Estimate the nll of every model on every text, text by text; estimates in the cache are not computed again.
 
@@ -187,8 +163,10 @@ def measure_texts(
             raise ValueError(f"{lm.name} is causal: its nll is exact, in its only order; leave order out")
     context = context or DistributedContext(models[0].device)
     cache = open_cache(out, context)
-    weights = {lm.name: hash_weights(lm.model) for lm in models}
-    networks = {lm.name: lm.model.fold().to(lm.device) for lm in models}
+    networks = {lm.name: (lm.model.fold().to(lm.device), hash_weights(lm.model)) for lm in models}
+    measure = partial(
+        measure_text, settings=settings, batch=batch, cache=cache, context=context, on_progress=on_progress
+    )
     found = []
     for name in names:
         datasets: dict[tuple[Any, ...], EvalDataset] = {}
@@ -196,26 +174,12 @@ def measure_texts(
             words = lm.tokenizer
             key = (words.sha256, words.bos_id, words.eos_id, words.pad_id, length or lm.model.config.length)
             if key not in datasets:
-                stage = f"{name}: reading"
-                progress(stage, 0, 0)
-                datasets[key] = load(name, lm, lambda read: progress(stage, read.consumed, read.total or 0))  # noqa: B023
+                report = partial(on_progress, f"{name}: reading")
+                report(0, 0)
+                datasets[key] = load(name, lm, lambda read, report=report: report(read.consumed, read.total or 0))  # type: ignore[misc]
                 check_rows(name, datasets[key])
-            data = datasets[key]
-            data = replace(data, settings=data.settings | {"tokenizer": words.name})
-            found.append(
-                measure_text(
-                    lm,
-                    networks[lm.name],
-                    name,
-                    data,
-                    settings,
-                    weights_sha256=weights[lm.name],
-                    batch=batch,
-                    cache=cache,
-                    context=context,
-                    progress=progress,
-                )
-            )
+            data = replace(datasets[key], settings=datasets[key].settings | {"tokenizer": words.name})
+            found.append(measure(lm, *networks[lm.name], name, data))
     return found
 
 
@@ -236,15 +200,15 @@ def check_rows(name: str, data: EvalDataset) -> None:
 def measure_text(
     lm: LM,
     network: LanguageModel,
+    weights_sha256: str,
     name: str,
     data: EvalDataset,
-    settings: NllSettings,
     *,
-    weights_sha256: str,
+    settings: NllSettings,
     batch: int,
     cache: Cache,
     context: DistributedContext,
-    progress: ProgressCallback,
+    on_progress: ProgressCallback,
 ) -> TextNll:
     """Estimate the nll of one model on one text, and under an order if the settings name one."""
     started, is_causal, documents = time.perf_counter(), lm.row_format.is_causal, data.document_units()
@@ -255,28 +219,22 @@ def measure_text(
     form: dict[str, Any] = {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
     key = {"weights_sha256": weights_sha256, "rows_hash": data.rows_hash, "given_tokens": frame, **noise}
 
-    def report(stage: str, done: int, total: int) -> None:
-        progress(f"{name}: {lm.name}{stage}", done, total)
-
     def estimate() -> NllEstimate:
-        report("", 0, len(data.rows))
-        on_rows = partial(report, "")
-        return estimate_nll(network, data.rows, **noise, **form, **same, score_entropy=score_entropy, on_rows=on_rows)
+        report = partial(on_progress, f"{name}: {lm.name}")
+        report(0, len(data.rows))
+        return estimate_nll(network, data.rows, **noise, **form, **same, score_entropy=score_entropy, on_rows=report)
 
     def estimate_order() -> NllEstimate:
-        assert settings.order is not None
-        on_rows, together = partial(report, f", {settings.order} order"), settings.tokens_a_step or 1
-        return estimate_order_nll(
-            network, data.rows, settings.order, tokens_a_step=together, **noise, **same, on_rows=on_rows
-        )
+        report = partial(on_progress, f"{name}: {lm.name}, {settings.order} order")
+        return estimate_order_nll(network, data.rows, **order, **noise, **same, on_rows=report)
 
+    order: dict[str, Any] = {"order": settings.order, "tokens_a_step": settings.tokens_a_step or 1}
     try:
         nll = _recall(cache, {"task": "nll", **key, **form, "score_entropy": score_entropy}, estimate, data)
         kind = "exact" if is_causal else "nelbo" if settings.steps is None else "discrete_nelbo"
         entry = {"data": name, "model": lm.name} | describe(nll, data.bytes)
         entry |= {"is_bound": not is_causal, "kind": kind}
         if settings.order is not None:
-            order = {"order": settings.order, "tokens_a_step": settings.tokens_a_step or 1}
             second = _recall(cache, {"task": "order_nll", **key, **order}, estimate_order, data)
             is_bound = settings.order == RANDOM
             entry["unmasking"] = describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
@@ -285,18 +243,17 @@ def measure_text(
         raise ValueError(
             f"{lm.name} cannot be evaluated on {name}: {error}. Check its weights, then the rows"
         ) from error
-    units = "rows" if documents is None else "documents"
+    count, units = len(data.documents.unique()), "rows" if documents is None else "documents"
     described = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": weights_sha256}
     described |= {"count": settings.count, "attend_padding": settings.attend_padding and not is_causal}
     described |= {"seed": settings.seed, "draws": nll.draws, "steps": None if is_causal else settings.steps}
     if not is_causal:
         described |= {"schedule": "loglinear", "min_time": 0.0 if settings.steps else MIN_TIME}
     described |= {"objective": "score_entropy" if score_entropy else "cross_entropy", "precision": "float32"}
-    described |= {"error_over": units, "data": data.settings}
-    count = len(data.documents.unique())
     entry |= {"error_over": units, "error_units": len(data.rows) if documents is None else count}
     entry |= {"rows": len(data.rows), "documents": count, "bytes": data.bytes, "rows_hash": data.rows_hash}
-    entry |= {"seconds": time.perf_counter() - started, "settings": described}
+    entry |= {"seconds": time.perf_counter() - started}
+    entry["settings"] = described | {"error_over": units, "data": data.settings}
     return TextNll(entry, nll, data, lm)
 
 
@@ -404,29 +361,17 @@ def list_warnings(found: TextNll) -> list[str]:
 
 
 def group_warnings(reasons: Mapping[int, Sequence[str]], entries: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
-    """Every warning once, with the texts or models that it applies to; `kind` is the key of a text's name."""
-    names = shorten_names([entry["model"] for entry in entries])
-    texts, models = ({entry[key] for entry in entries} for key in (kind, "model"))
-    grouped: dict[str, list[Mapping[str, Any]]] = {}
+    """Every warning once, with the texts (key `kind`) and models that it applies to."""
+    names, grouped = shorten_names([entry["model"] for entry in entries]), dict[str, list[str]]()
     for entry in entries:
+        label = entry[kind] if len(names) == 1 else f"{entry[kind]} ({names[entry['model']]})"
         for reason in reasons[id(entry)]:
-            grouped.setdefault(reason, []).append(entry)
-    warnings = []
-    for reason, some in grouped.items():
-        some_texts, some_models = ({entry[key]: None for entry in some} for key in (kind, "model"))
-        if len(entries) == 1:
-            warnings.append(reason)
-            continue
-        if len(some) == len(entries):
-            which = "all"
-        elif len(some) == len(some_texts) * len(models):
-            which = ", ".join(some_texts)
-        elif len(some) == len(some_models) * len(texts):
-            which = ", ".join(names[model] for model in some_models)
-        else:
-            which = ", ".join(f"{entry[kind]} ({names[entry['model']]})" for entry in some)
-        warnings.append(f"{which}: {reason}")
-    return warnings
+            grouped.setdefault(reason, []).append(label)
+    if len(entries) == 1:
+        return list(grouped)
+    return [
+        f"{'all' if len(labels) == len(entries) else ', '.join(labels)}: {reason}" for reason, labels in grouped.items()
+    ]
 
 
 def format_estimates(entry: Mapping[str, Any], digits: int = 4) -> list[str]:

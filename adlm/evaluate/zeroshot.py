@@ -223,7 +223,7 @@ def zero_shot(
     sets: Sequence[str] | None = None,
     *,
     data_dir: Path | None = None,
-    paths: Mapping[str, Path] | None = None,
+    paths: Mapping[str, str | Path] | None = None,
     stand_ins: Mapping[str, str] | None = None,
     skip_missing: bool = False,
     length: int | None = None,
@@ -235,7 +235,7 @@ def zero_shot(
     workers: int = 1,
     out: Path | None = None,
     context: DistributedContext | None = None,
-    progress: ProgressCallback = ignore_progress,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
     """Estimate perplexity on the paper's zero-shot sets, with its numbers and the reasons why they do not compare.
 
@@ -253,21 +253,14 @@ def zero_shot(
     # Rank 0 decides: ranks with other sets would wait for each other for ever.
     sources, missing = context.all_gather({"located": here})[0]["located"]
 
-    def load(name: str, lm: LM, on_progress: Callable[[PrepareProgress], None]) -> EvalDataset:
-        options = {"rows": rows, "limit": limit, "workers": workers, "on_progress": on_progress}
+    def load(name: str, lm: LM, on_read: Callable[[PrepareProgress], None]) -> EvalDataset:
+        options = {"rows": rows, "limit": limit, "workers": workers, "on_progress": on_read}
         data = load_set(name, sources[name], lm.tokenizer, length or lm.model.config.length, **options)
         return replace(data, settings=data.settings | {"stand_in": labels[name]}) if name in labels else data
 
+    same: dict[str, Any] = {"length": length, "batch": batch, "out": out}
     found = measure_texts(
-        lms,
-        sources,
-        load,
-        NllSettings(draws, seed),
-        length=length,
-        batch=batch,
-        out=out,
-        context=context,
-        progress=progress,
+        lms, sources, load, NllSettings(draws, seed), **same, context=context, on_progress=on_progress
     )
     entries = []
     for each in found:
