@@ -1,8 +1,8 @@
-"""How well are the lengths of holes found? Words are cut out of held-out passages, and their number of tokens asked.
+"""Measure how often the lengths of holes are inferred correctly, with words cut out of held-out passages.
 
     python bundled/lengths.py --data DATA MODEL --holes 200
 
-A length that is always guessed alike, the best such, is what finding must beat.
+The baseline is the best constant length.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import adlm
 from adlm.text.hole_length import choose_hole_lengths
 from adlm.text.templates import Hole, find_holes, parse_template
 
-MOST = 8  # tokens of a hole
+MAX_HOLE = 8  # tokens
 CONTEXT = 24  # words kept on each side
 
 
 def cut_out(text: str, rng: random.Random) -> tuple[str, str, str] | None:
-    """A passage with one to three of its words cut out: what is before them, they, what is after them."""
+    """Cut one to three words out of a passage: the text before, the words, the text after."""
     words = text.split()
     if len(words) < 12:
         return None
@@ -36,8 +36,8 @@ def cut_out(text: str, rng: random.Random) -> tuple[str, str, str] | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", nargs="?", help="the bundled one unless told")
-    parser.add_argument("--data", required=True, help="a folder that adlm prepare made")
+    parser.add_argument("model", nargs="?", help="name or folder [default: the bundled model]")
+    parser.add_argument("--data", required=True, help="folder written by adlm prepare")
     parser.add_argument("--holes", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
@@ -54,11 +54,18 @@ def main() -> None:
         if parts is None:
             continue
         before, words, after = parts
-        length = len(lm.tokenizer.encode(" " + words))  # the hole brings the blank
-        if length > MOST or len(lm.row_format.build_layout(parse_template((before, Hole.of_length(MOST), after)))) > lm.row_format.row:
+        length = len(lm.tokenizer.encode(" " + words))  # the hole begins with the space
+        if (
+            length > MAX_HOLE
+            or len(lm.row_format.build_layout(parse_template((before, Hole.of_length(MAX_HOLE), after))))
+            > lm.row_format.row
+        ):
             continue
         pieces = choose_hole_lengths(
-            lambda: lm.predictor, parse_template((before, Hole(1, MOST), after)), MOST, build_layout=lm.row_format.build_layout
+            lambda: lm.predictor,
+            parse_template((before, Hole(1, MAX_HOLE), after)),
+            MAX_HOLE,
+            build_layout=lm.row_format.build_layout,
         )
         truth.append(length)
         found.append(find_holes(pieces)[0].min_tokens)
@@ -66,11 +73,11 @@ def main() -> None:
             break
     if not truth:
         raise ValueError(f"no passage of {asked.data} could be used: they need 12 words, and to fit the model's rows")
-    print(json.dumps(figures(truth, found) | {"model": lm.name, "seed": asked.seed, "most": MOST}))
+    print(json.dumps(summarize(truth, found) | {"model": lm.name, "seed": asked.seed, "max_hole": MAX_HOLE}))
 
 
-def figures(truth: list[int], found: list[int]) -> dict[str, object]:
-    """Shares of lengths found exactly and within one, the mean error, and those of the best single length."""
+def summarize(truth: list[int], found: list[int]) -> dict[str, object]:
+    """Shares of exact lengths and of errors of at most one, the mean error, and those of the best constant length."""
 
     def shares(guesses: list[int]) -> dict[str, float]:
         errors = [abs(a - b) for a, b in zip(truth, guesses, strict=True)]
@@ -78,7 +85,7 @@ def figures(truth: list[int], found: list[int]) -> dict[str, object]:
         exact, near = sum(error == 0 for error in errors) / count, sum(error <= 1 for error in errors) / count
         return {"exact": round(exact, 3), "within_one": round(near, 3), "mean_error": round(sum(errors) / count, 3)}
 
-    best = max((shares([length] * len(truth)) for length in range(1, MOST + 1)), key=lambda each: each["exact"])
+    best = max((shares([length] * len(truth)) for length in range(1, MAX_HOLE + 1)), key=lambda each: each["exact"])
     lengths = dict(sorted(Counter(truth).items()))
     return {"holes": len(truth), "found": shares(found), "best_single_length": best, "lengths": lengths}
 

@@ -12,8 +12,8 @@ import pytest
 
 import adlm
 from adlm.data.sources import load_excerpt
-from bundled.lengths import figures as figures_of_lengths
 from bundled.lengths import main as find_lengths
+from bundled.lengths import summarize as summarize_lengths
 from bundled.measure import main as measure
 from bundled.passages import MAX_CHARACTERS, documents, is_prose, passages, sentences
 from bundled.passages import main as write_passages
@@ -60,7 +60,7 @@ def test_books_stand_between_separators(tmp_path: Path) -> None:
 
 
 def test_found_lengths_are_compared_with_the_best_single_one() -> None:
-    found = figures_of_lengths([1, 2, 2, 5], [1, 3, 2, 2])
+    found = summarize_lengths([1, 2, 2, 5], [1, 3, 2, 2])
     assert found["found"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
     assert found["best_single_length"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
 
@@ -86,16 +86,13 @@ def test_from_books_to_figures(
         adlm.train(recipe, **small, **{"data.path": "data", "valid.rows": 8, "folder": method})
     run(monkeypatch, ship, "adlm", "shipped")
     assert adlm.load("shipped").row_format.is_framed
-    options = ["--samples", "6", "--length", "16", "--steps", "4", "--draws", "1", "--rows", "40", "--device", "cpu"]
-    run(monkeypatch, measure, "--data", "data", "shipped", "mdlm", *options, "--out", "figures.json")
-
+    options = ["--draws", "1", "--device", "cpu", "--out", "baselines.json"]
+    run(monkeypatch, measure, "--data", "data", "shipped", "mdlm", *options)
     assert "bigram" in capsys.readouterr().out
     run(monkeypatch, find_lengths, "--data", "data", "shipped", "--holes", "5", "--device", "cpu")
     lengths = json.loads(capsys.readouterr().out)
     assert lengths["holes"] == 5 and 0 <= lengths["found"]["exact"] <= lengths["found"]["within_one"] <= 1
-    figures = json.loads(Path("figures.json").read_text("utf-8"))
-    shipped, twin = figures["models"]
-    assert shipped["name"] == "shipped" and twin["bound"]["above_first_model"]["stderr"] > 0
-    samples, held = (shipped["texts"][which] for which in ("samples", "held_out"))
-    assert samples["texts"] == 6 and samples["tokens"] == held["tokens"]
-    assert figures["baselines"]["bigram"]["nll"] < figures["baselines"]["unigram"]["nll"]
+    measured = json.loads(Path("baselines.json").read_text("utf-8"))
+    assert [each["model"] for each in measured["models"]] == ["shipped", "mdlm"]
+    assert measured["differences"][0]["se"] > 0
+    assert measured["baselines"]["bigram"]["nll"] < measured["baselines"]["unigram"]["nll"]
