@@ -1,36 +1,302 @@
-"""`adlm plot`: a figure of one or several runs."""
+"""`adlm plot`: training curves of one or several runs as a figure and a table."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
 from adlm.cli.output import json_stdout, print_json
 
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+X_AXES = ("step", "tokens")
+DASHED = (0, (5, 3))
+SMOOTHING = 50  # the window of the bold curves is this fraction of a run
+MIN_STALL_TOP = 0.05  # of the stall axis, so that a negligible stall looks negligible
+MAX_UNIGRAM_HEIGHT = 2.5  # heights of the curves; a unigram level further above them is named instead of drawn
+
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are drawn into one figure.")],
-    out: Annotated[Path | None, typer.Option(help="A .png, .svg or .pdf (plots/run.png of the first run).")] = None,
-    x: Annotated[str, typer.Option(help="What the curves are over: step or tokens.")] = "step",
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are drawn into one figure.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Output .png, .svg or .pdf. [default: plots/run.png of the first run]")
+    ] = None,
+    x: Annotated[str, typer.Option(help="Horizontal axis: step or tokens.")] = "step",
     is_json: options.Json = False,
 ) -> Path:
-    """Draw the curves of one or several runs: likelihood, learning rate and γ, speed."""
+    """Plot runs: likelihood, learning rate and γ, throughput."""
     with report_errors():
-        from adlm.cli.figures import draw_run, figures_of, read_run, summary
-
         with json_stdout(is_json):
-            drawn = draw_run(runs, out, x=x)
+            path = plot_runs(runs, out, x=x)
             curves = [read_run(folder) for folder in runs]
         if is_json:
-            told_of = [{"run": folder} | figures_of(run) for folder, run in zip(runs, curves, strict=True)]
-            print_json({"figure": drawn, "runs": told_of})
-            return drawn
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(summary(curves))
-        console.print(f"\n{drawn}", markup=False)
-        return drawn
+            print_json({"figure": path, "runs": [{"run": f} | summarize_run(run) for f, run in zip(runs, curves)]})
+        else:
+            console = Console(highlight=False, soft_wrap=True)
+            console.print(build_table(curves))
+            console.print(f"\n{path}", markup=False)
+        return path
+
+
+@dataclass(frozen=True, eq=False)
+class RunCurves:
+    """The metrics of a run by name; NaN where a record lacks one."""
+
+    name: str
+    train: dict[str, np.ndarray] = field(repr=False)  # step, tokens, train/nll, lr, …, time/…
+    valid: dict[str, np.ndarray] = field(repr=False)  # step, tokens, val/nll, val/stderr, …
+
+    @property
+    def last_step(self) -> int:
+        return int(max(part["step"][-1] for part in (self.train, self.valid) if len(part["step"])))
+
+    @property
+    def unigram_ppl(self) -> float | None:
+        level = self.valid["unigram/ppl"]
+        return float(level[-1]) if len(level) and math.isfinite(level[-1]) else None
+
+
+def read_run(folder: Path) -> RunCurves:
+    """Read the curves from RUN/metrics.jsonl."""
+    import numpy as np
+
+    from adlm.training.logging import read_metrics
+
+    path = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}: give the folder of a run")
+    if not path.is_file():
+        raise ValueError(f"{folder} has no metrics.jsonl: give the folder of a run that has logged a step")
+    records = read_metrics(path)
+    train = [record for record in records if "train/nll" in record]
+    valid = [record for record in records if "val/nll" in record]
+    if not train and not valid:
+        raise ValueError(f"{path} has no step yet: plot it when the run has logged its first loss")
+
+    def read_column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+        values = [record.get(name) for record in records]
+        return np.array([math.nan if value is None else float(value) for value in values], dtype=float)
+
+    columns = {name: read_column(train, name) for name in ("step", "train/nll", "lr", "anchor_weight", "tokens")}
+    times = [record.get("time", {}) for record in train]
+    columns |= {f"time/{name}": read_column(times, name) for name in ("tokens_per_second", "stall")}
+    held_out = {name: read_column(valid, name) for name in ("step", "val/nll", "val/ppl", "val/stderr", "unigram/ppl")}
+    # Validations have steps; the training records around them have the tokens.
+    known = np.isfinite(columns["tokens"])
+    held_out["tokens"] = (
+        np.interp(held_out["step"], columns["step"][known], columns["tokens"][known])
+        if known.any()
+        else np.full(len(valid), math.nan)
+    )
+    return RunCurves(folder.resolve().name, columns, held_out)
+
+
+def smooth_curve(values: np.ndarray) -> np.ndarray:
+    """Return the running mean of the finite values; NaN where there are none."""
+    import numpy as np
+
+    half, is_known = max(2, len(values) // SMOOTHING // 2), np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_known)])
+    place = np.arange(len(values))
+    # The loss falls steeply at first: there the window is symmetric.
+    start, end = np.maximum(place - half, 0), np.minimum(place + np.minimum(place, half) + 1, len(values))
+    count = counts[end] - counts[start]
+    return np.where(count > 0, (sums[end] - sums[start]) / np.maximum(count, 1), math.nan)
+
+
+def plot_runs(folders: Sequence[Path], out: Path | None = None, *, x: str = "step") -> Path:
+    """Draw the runs into one figure and return its path; by default plots/run.png of the first run."""
+    if not folders:
+        raise ValueError("there are 0 runs: give at least one folder")
+    if x not in X_AXES:
+        raise ValueError(f"x is {x!r}: expected one of {', '.join(X_AXES)}")
+    out = out or folders[0] / "plots" / "run.png"
+    if out.suffix.lower() not in FORMATS:
+        raise ValueError(f"{out.name} is not a figure: give a name that ends in one of {', '.join(FORMATS)}")
+    runs = [read_run(folder) for folder in folders]
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plots need matplotlib ({error}): pip install 'adlm[track]'") from error
+    from adlm.view.look import STYLE
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 5.4), layout="constrained")
+        FigureCanvasAgg(figure)  # without a window or global state
+        draw_runs(figure, runs, x)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Without a date, an SVG or PDF of the same runs is the same file.
+        date_key = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix.lower())
+        figure.savefig(out, dpi=200, metadata={date_key: None} if date_key else None)
+    return out
+
+
+def list_labels(runs: Sequence[RunCurves]) -> list[str]:
+    """List the folders' names, numbered where two are the same."""
+    names = [run.name for run in runs]
+    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+
+
+def draw_runs(figure: Figure, runs: Sequence[RunCurves], x: str) -> None:
+    """Draw likelihood above, learning rate with γ and throughput with stalls below."""
+    from adlm.view.look import COLORS
+
+    grid = figure.add_gridspec(2, 2, height_ratios=[2.2, 1], wspace=0.08)
+    top, left, right = (figure.add_subplot(place) for place in (grid[0, :], grid[1, 0], grid[1, 1]))
+    colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
+    draw_likelihood(top, runs, colors, x)
+    draw_schedule(left, runs, colors, x)
+    draw_throughput(right, runs, colors, x)
+    for axes in (top, left, right):
+        axes.set_xlabel(x)
+        axes.margins(x=0.02)
+        axes.xaxis.set_major_formatter(format_count)
+    handles, _ = top.get_legend_handles_labels()
+    figure.legend(handles=handles, frameon=False, loc="outside upper center", ncols=min(len(handles), 5))
+
+
+def format_count(value: float, place: object = None) -> str:
+    """Format a tick: 2K, 1M, 500B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
+    """Draw training and validation in nats, with an axis of perplexity and the legend's entries."""
+    import numpy as np
+
+    from adlm.view.look import GREY
+
+    shown: list[float] = []  # values that must be inside the panel
+    for run, label, color in zip(runs, list_labels(runs), colors):
+        train, valid = run.train, run.valid
+        smooth = smooth_curve(train["train/nll"])
+        axes.plot(train[x], train["train/nll"], color=color, alpha=0.25, linewidth=0.7)
+        axes.plot(train[x], smooth, color=color, linewidth=1.6, label=label)
+        error = np.nan_to_num(2 * valid["val/stderr"])
+        style: dict[str, Any] = {"color": color, "elinewidth": 1.1, "capsize": 2.5, "markersize": 5, "zorder": 4}
+        axes.errorbar(valid[x], valid["val/nll"], error, fmt="o", markeredgecolor="white", **style)
+        settled = train["train/nll"][len(smooth) // 20 :]
+        finite = settled[np.isfinite(settled)]
+        shown += [*(valid["val/nll"] + error), *(valid["val/nll"] - error), *smooth[len(smooth) // 20 :]]
+        shown += [float(np.percentile(finite, 1))] if len(finite) else []
+    axes.plot([], [], color=GREY, marker="o", linestyle="none", markersize=5, label="validation ± 2 s.e.")
+    inside = [value for value in shown if math.isfinite(value)] or [0.0]
+    low, high = min(inside), max(inside)
+    levels = sorted({math.log(run.unigram_ppl) for run in runs if run.unigram_ppl})
+    near = [level for level in levels if level - low <= MAX_UNIGRAM_HEIGHT * (high - low)]
+    for level in near:
+        axes.axhline(level, color=GREY, linestyle=DASHED, linewidth=1.0, label="unigram" if level == near[0] else None)
+    for number, level in enumerate(level for level in levels if level not in near):
+        text = f"↑ unigram perplexity {math.exp(level):,.0f}"
+        axes.annotate(text, (0.99, 0.96 - 0.07 * number), xycoords="axes fraction", ha="right", va="top", color=GREY)
+    low, high = min([low, *near]), max([high, *near])
+    room = 0.06 * (high - low) or 0.1
+    axes.set_ylim(low - room, high + room)
+    axes.set_ylabel("nll (nats per token)")
+    right = axes.secondary_yaxis("right", functions=(np.exp, lambda ppl: np.log(np.maximum(ppl, 1e-9))))
+    right.set_ylabel("perplexity")
+    ticks = choose_perplexities(*axes.get_ylim())
+    right.set_yticks(ticks, [f"{tick:,.0f}" if tick >= 10 else f"{tick:g}" for tick in ticks])
+    right.minorticks_off()
+
+
+def choose_perplexities(low: float, high: float) -> list[float]:
+    """Choose at most 8 round numbers between two levels of nats."""
+    fine = tuple(step / 10 for step in range(10, 100))
+    for steps in (fine, fine[::2], fine[::5], (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1,)):
+        ticks = [10**k * step for k in range(12) for step in steps if low <= math.log(10**k * step) <= high]
+        if len(ticks) <= 8:
+            break
+    return ticks
+
+
+def draw_schedule(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
+    """Draw the learning rate, solid, and γ of the runs that have one, dashed."""
+    import numpy as np
+
+    anchored = [run for run in runs if np.nan_to_num(run.train["anchor_weight"]).any()]
+    right = axes.twinx() if anchored else None
+    for i, (run, color) in enumerate(zip(runs, colors)):
+        # Runs of one recipe have one schedule: the lower curve shows at the edges of the upper one.
+        width = 1.4 + 1.0 * (len(runs) - 1 - i)
+        axes.plot(run.train[x], run.train["lr"], color=color, linewidth=width)
+        if right is not None and run in anchored:
+            right.plot(run.train[x], run.train["anchor_weight"], color=color, linewidth=1.2, linestyle=DASHED)
+    for each, label, room in ((axes, "learning rate", 1.1), (right, "γ (dashed)", 1.35)):  # apart from each other
+        if each is not None:
+            start_at_zero(each, label, room, is_right=each is right)
+            each.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+
+
+def draw_throughput(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
+    """Draw tokens per second, solid, and the share of the time spent waiting for data, dashed."""
+    right = axes.twinx()
+    for run, color in zip(runs, colors):
+        speed = run.train["time/tokens_per_second"]
+        axes.plot(run.train[x], speed, color=color, alpha=0.25, linewidth=0.7)
+        axes.plot(run.train[x], smooth_curve(speed), color=color, linewidth=1.4)
+        right.plot(run.train[x], smooth_curve(run.train["time/stall"]), color=color, linewidth=1.2, linestyle=DASHED)
+    start_at_zero(axes, "tokens/s", 1.1)
+    start_at_zero(right, "stall (dashed)", 1.1, is_right=True)
+    right.set_ylim(0, max(MIN_STALL_TOP, right.get_ylim()[1]))
+    axes.yaxis.set_major_formatter(format_count)
+    right.yaxis.set_major_formatter(lambda share, place: f"{100 * share:.3g}%")
+
+
+def start_at_zero(axes: Axes, label: str, room: float, *, is_right: bool = False) -> None:
+    """Start the vertical axis at zero, with a label and few ticks."""
+    import numpy as np
+    from matplotlib.ticker import MaxNLocator
+
+    high = max((float(np.nanmax(line.get_ydata(), initial=0.0)) for line in axes.get_lines()), default=0.0)
+    axes.set_ylim(0, room * high or 1.0)
+    axes.set_ylabel(label)
+    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    if is_right:
+        axes.grid(False)
+        axes.spines["right"].set_visible(True)
+
+
+def summarize_run(run: RunCurves) -> dict[str, Any]:
+    """Return the last and the best validation of a run."""
+    nll = run.valid["val/nll"]
+    summary: dict[str, Any] = {"last_step": run.last_step, "unigram/ppl": run.unigram_ppl}
+    if any(map(math.isfinite, nll)):
+        best = min((value, i) for i, value in enumerate(nll) if math.isfinite(value))[1]
+        summary |= {name: float(run.valid[name][-1]) for name in ("val/nll", "val/ppl", "val/stderr")}
+        summary |= {"best/ppl": float(run.valid["val/ppl"][best]), "best/step": int(run.valid["step"][best])}
+    return summary
+
+
+def build_table(runs: Sequence[RunCurves]) -> Table:
+    """Build a table of the summaries; the error of the perplexity is that of its logarithm, to first order."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "last step", "val/ppl", "± 2 s.e.", "best", "at step", "unigram/ppl"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for run, label in zip(runs, list_labels(runs)):
+        summary, cells = summarize_run(run), ["–"] * 4
+        if "val/ppl" in summary:
+            ppl, best = summary["val/ppl"], summary["best/ppl"]
+            cells = [f"{ppl:.2f}", f"{2 * ppl * summary['val/stderr']:.2f}", f"{best:.2f}", f"{summary['best/step']:,}"]
+        unigram = "–" if run.unigram_ppl is None else f"{run.unigram_ppl:.2f}"
+        table.add_row(label, f"{run.last_step:,}", *cells, unigram)
+    return table

@@ -10,7 +10,7 @@ from adlm.cli import demo
 from adlm.cli.demo import TEMPLATE, DemoResult
 from adlm.cli.main import app
 from adlm.cli.output import draw_curve
-from adlm.text.templates import parsed
+from adlm.text.templates import parse_template
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_the_short_demo_writes_fills_learns_and_leaves_a_page(tmp_path: Path) ->
 
     shown = " ".join(result.output.split())
     assert " ".join(found.text.split()) in shown
-    given = [piece for piece in parsed(TEMPLATE) if isinstance(piece, str)]
+    given = [piece for piece in parse_template(TEMPLATE) if isinstance(piece, str)]
     assert len(found.filled) == 3
     for text in found.filled:
         assert text.startswith(given[0]) and text.endswith(given[-1]) and all(piece in text for piece in given)
@@ -40,7 +40,7 @@ def test_the_short_demo_writes_fills_learns_and_leaves_a_page(tmp_path: Path) ->
     assert sum(found.losses[-10:]) < sum(found.losses[:10]) - 1.0  # well below where it began
     assert found.valid["val/ppl"] < found.valid["unigram/ppl"] * 10
     assert found.valid["val/stderr"] > 0
-    assert f"held-out perplexity: at most {found.valid['val/ppl']:.1f}" in shown
+    assert f"held-out perplexity ≤ {found.valid['val/ppl']:.1f}" in shown
 
     assert found.page == page and "</html>" in page.read_text("utf-8")
     assert page.as_uri() in result.output
@@ -61,7 +61,7 @@ def test_with_json_there_is_one_object_and_the_show_goes_to_stderr(tmp_path: Pat
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found.keys() == {"text", "filled", "losses", "valid", "page"} and found["page"] == str(page)
-    assert "1 · Writing." in result.stderr and page.is_file()
+    assert "1 · Generate." in result.stderr and page.is_file()
 
 
 def test_options_out_of_range_are_named() -> None:

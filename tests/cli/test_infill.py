@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 import adlm
-from adlm.cli.writing import Writer, marked
-from adlm.text.templates import HOLE, parsed
-from adlm.view.terminal import tame
+from adlm.cli.generate import GenerationRun, style_row
+from adlm.text.templates import HOLE, parse_template
+from adlm.view.terminal import escape_controls
 from tests.cli.terminal import assert_told, invoke, process, screen, trained, without_escapes
 
 CAT = "The ___ sat on the ___{2}."
@@ -70,30 +70,30 @@ def test_a_terminal_tells_given_from_filled() -> None:
     words = ("infill", CAT, "--model", trained(), "--seed", 2)
     shown, code = screen(*words, "--pause", 0)
     found = answered(*words[1:])
-    assert code == 0 and tame(found["texts"][0]) in without_escapes(shown)
+    assert code == 0 and escape_controls(found["texts"][0]) in without_escapes(shown)
     last = shown[shown.rindex("\x1b[3;38;5;31mThe ") :]  # italic, in the color of what is given
     assert "\x1b[1;32m" in last and last.count("\x1b[3;38;5;31m") == 3  # bold and green: the two fills between
 
 
 def test_marks_do_without_colors() -> None:
     lm = adlm.load(trained(), device="cpu")
-    writer = Writer(lm, lm.build_request(template="It ___{2} was", seed=1), "")
-    writer.rest()
-    shown = marked(writer.rows[0])
+    run = GenerationRun(lm, lm.build_request(template="It ___{2} was", seed=1), "")
+    run.generate_rest()
+    shown = style_row(run.rows[0])
     console = Console(no_color=True, force_terminal=True, color_system="truecolor", highlight=False)
     with console.capture() as captured:
         console.print(shown)
     assert "\x1b[3m" in captured.get() and "\x1b[1m" in captured.get()
-    assert shown.plain == tame(writer.texts.texts[0])
+    assert shown.plain == escape_controls(run.output.texts[0])
 
 
 def test_the_way_is_kept(tmp_path: Path) -> None:
     found = answered(CAT, "--model", trained(), "--html", tmp_path / "a.html", "--gif", tmp_path / "a.gif")
     assert found["texts"] == answered(CAT, "--model", trained())["texts"]
     assert '"given"' in (tmp_path / "a.html").read_text("utf-8")
-    both = answered(CAT, "--model", trained(), "--beside", "ancestral", "--steps", 5)
-    assert both["beside"]["settings"]["sampler"] == "ancestral" and len(both["beside"]["fills"][0]) == 2
-    assert len(parsed(CAT)) == 5
+    both = answered(CAT, "--model", trained(), "--compare", "ancestral", "--steps", 5)
+    assert both["compare"]["settings"]["sampler"] == "ancestral" and len(both["compare"]["fills"][0]) == 2
+    assert len(parse_template(CAT)) == 5
 
 
 @pytest.mark.parametrize(

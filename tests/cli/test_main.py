@@ -10,7 +10,7 @@ import pytest
 
 from adlm import __version__
 from adlm.bundled import DEFAULT, MODELS
-from adlm.cli.options import complete_beside, complete_model, complete_recipe, complete_sampler
+from adlm.cli.options import complete_compare, complete_model, complete_recipe, complete_sampler
 from adlm.methods import SAMPLERS
 from tests.cli.terminal import ROOT, assert_told, env_of, invoke
 
@@ -33,10 +33,9 @@ def test_help_names_the_commands_and_every_one_helps() -> None:
 
 
 def test_defaults_survive_the_help() -> None:
-    """Square brackets are markup to the printer: what stands in them is gone."""
     shown = " ".join(invoke("sample", "--help").stdout.replace("│", " ").split())
-    for default in (f"({DEFAULT})", "(as many as the model takes)", "(128; confidence, margin: a token a step)"):
-        assert default in shown
+    for default in (DEFAULT, "the model's length", "128; confidence and margin: one token per step"):
+        assert f"[default: {default}]" in shown
     holes = " ".join(invoke("infill", "--help").stdout.replace("│", " ").split())
     assert "___{2,8}" in holes
 
@@ -85,7 +84,7 @@ def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert complete_model(".h") == [".hidden/"]
     assert complete_model("nowhere/x") == []
     assert complete_sampler("") == list(SAMPLERS)
-    assert complete_beside("an") == ["ancestral"] and complete_beside(DEFAULT) == [DEFAULT]
+    assert complete_compare("an") == ["ancestral"] and complete_compare(DEFAULT) == [DEFAULT]
     assert "cpu-nano" in complete_recipe("")
 
 
@@ -111,4 +110,4 @@ def test_what_help_loads_is_light() -> None:
                     each.startswith("adlm.cli.") or each in ("adlm", "adlm.bundled") or each.split(".")[0] in LIGHT
                     for each in names
                 ), (name, names)
-    assert {"adlm.cli.sample", "adlm.cli.train", "adlm.cli.plot"} <= seen
+    assert {"adlm.cli.generate", "adlm.cli.train", "adlm.cli.plot"} <= seen

@@ -13,9 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from adlm.cli.figures import draw_run, nice_perplexities, read_run, smooth
-from adlm.cli.plot import plot
-from adlm.training.metrics import MetricsFile
+from adlm.cli.plot import choose_perplexities, plot, plot_runs, read_run, smooth_curve
+from adlm.training.logging import MetricsFile
 
 app = typer.Typer()
 app.command()(plot)
@@ -46,44 +45,44 @@ def texts(svg: Path) -> str:
 
 
 def test_a_run_is_drawn_where_it_lies(tmp_path: Path) -> None:
-    out = draw_run([run_in(tmp_path / "a")])
+    out = plot_runs([run_in(tmp_path / "a")])
     assert out == tmp_path / "a" / "plots" / "run.png"
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("name", "start"), [("x.svg", b"<?xml"), ("x.pdf", b"%PDF"), ("x.PNG", b"\x89PNG")])
 def test_the_format_follows_the_name(tmp_path: Path, name: str, start: bytes) -> None:
-    assert draw_run([run_in(tmp_path / "a")], tmp_path / "new" / name).read_bytes().startswith(start)
+    assert plot_runs([run_in(tmp_path / "a")], tmp_path / "new" / name).read_bytes().startswith(start)
 
 
 def test_the_same_run_gives_the_same_figure(tmp_path: Path) -> None:
     run = run_in(tmp_path / "a")
-    once, again = (draw_run([run], tmp_path / name).read_bytes() for name in ("1.svg", "2.svg"))
+    once, again = (plot_runs([run], tmp_path / name).read_bytes() for name in ("1.svg", "2.svg"))
     assert once == again
 
 
 def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     runs = [run_in(tmp_path / "anchored"), run_in(tmp_path / "plain", gamma=0.0, level=5.5)]
-    found = draw_run(runs, tmp_path / "both.svg")
+    found = plot_runs(runs, tmp_path / "both.svg")
     said = texts(found)
     assert "anchored" in said and "plain" in said
     assert "#0072b2" in found.read_text("utf-8") and "#d55e00" in found.read_text("utf-8")
     twins = [run_in(tmp_path / name / "same") for name in ("x", "y")]
-    said = texts(draw_run(twins, tmp_path / "twins.svg"))
+    said = texts(plot_runs(twins, tmp_path / "twins.svg"))
     assert "same (1)" in said and "same (2)" in said
 
 
 def test_a_panel_says_what_is_in_it(tmp_path: Path) -> None:
-    said = texts(draw_run([run_in(tmp_path / "a")], tmp_path / "a.svg"))
+    said = texts(plot_runs([run_in(tmp_path / "a")], tmp_path / "a.svg"))
     for label in ("nll (nats per token)", "perplexity", "learning rate", "γ (dashed)", "tokens/s", "stall", "step"):
         assert label in said
     assert "validation ± 2 s.e." in said and "unigram" in said
-    said = texts(draw_run([run_in(tmp_path / "b", gamma=0.0)], tmp_path / "b.svg", x="tokens"))
+    said = texts(plot_runs([run_in(tmp_path / "b", gamma=0.0)], tmp_path / "b.svg", x="tokens"))
     assert "γ" not in said and " tokens " in said
 
 
 def test_a_level_far_above_is_named_and_the_curves_keep_their_room(tmp_path: Path) -> None:
-    said = texts(draw_run([run_in(tmp_path / "a", level=1.0)], tmp_path / "a.svg"))
+    said = texts(plot_runs([run_in(tmp_path / "a", level=1.0)], tmp_path / "a.svg"))
     assert "↑ unigram perplexity 400" in said
 
 
@@ -92,11 +91,11 @@ def test_a_diverged_run_and_one_without_validation_are_drawn(tmp_path: Path) -> 
     with MetricsFile(run / "metrics.jsonl") as file:
         file.write({"step": 61, "train/nll": math.nan, "time": {}})
         file.write({"step": 62, "train/nll": math.inf})
-    assert draw_run([run]).is_file()
+    assert plot_runs([run]).is_file()
     only_valid = tmp_path / "b"
     with MetricsFile(only_valid / "metrics.jsonl") as file:
         file.write({"step": 5, "val/nll": 3.0, "val/ppl": math.exp(3), "val/stderr": 0.1})
-    assert draw_run([only_valid]).is_file()
+    assert plot_runs([only_valid]).is_file()
 
 
 def test_validations_are_placed_by_their_tokens(tmp_path: Path) -> None:
@@ -105,41 +104,41 @@ def test_validations_are_placed_by_their_tokens(tmp_path: Path) -> None:
 
 
 def test_a_mean_of_a_constant_is_the_constant() -> None:
-    assert np.allclose(smooth(np.full(500, 3.0)), 3.0)
+    assert np.allclose(smooth_curve(np.full(500, 3.0)), 3.0)
     line = np.arange(500.0)
-    assert np.allclose(smooth(line)[:400], line[:400])  # no lag, from the first value on
+    assert np.allclose(smooth_curve(line)[:400], line[:400])  # no lag, from the first value on
     holes = np.where(np.arange(500) % 7 == 0, math.nan, 2.0)
-    assert np.allclose(smooth(holes)[1:], 2.0)
-    assert np.isnan(smooth(np.full(5, math.nan))).all() and smooth(np.empty(0)).shape == (0,)
+    assert np.allclose(smooth_curve(holes)[1:], 2.0)
+    assert np.isnan(smooth_curve(np.full(5, math.nan))).all() and smooth_curve(np.empty(0)).shape == (0,)
 
 
 @pytest.mark.parametrize(("low", "high"), [(3.0, 3.3), (3.0, 4.2), (2.0, 7.0), (0.5, 11.0), (6.9, 7.0)])
 def test_perplexities_are_few_and_inside(low: float, high: float) -> None:
-    ticks = nice_perplexities(low, high)
+    ticks = choose_perplexities(low, high)
     assert 1 <= len(ticks) <= 8 and all(low <= math.log(tick) <= high for tick in ticks)
 
 
 def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no folder .*nowhere"):
-        draw_run([tmp_path / "nowhere"])
+        plot_runs([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
-        draw_run([tmp_path])
+        plot_runs([tmp_path])
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match=r"metrics\.jsonl has no step yet"):
-        draw_run([tmp_path])
+        plot_runs([tmp_path])
     run = run_in(tmp_path / "a")
     with pytest.raises(ValueError, match=r"run\.jpg.*\.png, \.svg, \.pdf"):
-        draw_run([run], tmp_path / "run.jpg")
-    with pytest.raises(ValueError, match="'epoch' is not one of step, tokens"):
-        draw_run([run], x="epoch")
+        plot_runs([run], tmp_path / "run.jpg")
+    with pytest.raises(ValueError, match="x is 'epoch': expected one of step, tokens"):
+        plot_runs([run], x="epoch")
     with pytest.raises(ValueError, match="at least one"):
-        draw_run([])
+        plot_runs([])
 
 
 def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'adlm\[track\]'"):
-        draw_run([run_in(tmp_path / "a")])
+        plot_runs([run_in(tmp_path / "a")])
 
 
 def test_the_command_draws_and_sums_up(tmp_path: Path) -> None:

@@ -6,27 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from adlm.cli.prepare import prepare, said
-from adlm.data.prepare import Progress
+from adlm.cli.prepare import format_progress
+from adlm.data.prepare import PrepareProgress
 from adlm.data.shards import open_data
-from adlm.data.sources import excerpt
-
-app = typer.Typer()
-app.command()(prepare)
+from adlm.data.sources import load_excerpt
+from tests.cli.terminal import invoke
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt.gz"
-    path.write_bytes(gzip.compress("\n<|endoftext|>\n".join(excerpt()[:60_000].split("\n\nCHAPTER")).encode()))
+    path.write_bytes(gzip.compress("\n<|endoftext|>\n".join(load_excerpt()[:60_000].split("\n\nCHAPTER")).encode()))
     return path
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return invoke("prepare", *arguments)
 
 
 def test_text_becomes_a_folder_and_the_next_command_is_said(text: Path, tmp_path: Path) -> None:
@@ -43,9 +39,9 @@ def test_text_becomes_a_folder_and_the_next_command_is_said(text: Path, tmp_path
     assert "\x1b" not in result.output  # a pipe gets lines, not a screen
 
     again = run(*command)
-    assert again.exit_code == 0 and "was prepared before, nothing to do" in again.output
+    assert again.exit_code == 0 and "already prepared, nothing to do" in again.output
     check = run("--out", out, "--check")
-    assert check.exit_code == 0 and "every checksum is right" in check.output
+    assert check.exit_code == 0 and "all checksums are correct" in check.output
 
     other = run(*command[:-4], "--length", "32")
     assert other.exit_code == 2 and "length: 64 there, 32 now" in other.output and "Traceback" not in other.output
@@ -61,23 +57,23 @@ def test_a_tokenizer_is_learned_and_its_size_is_what_was_asked(text: Path, tmp_p
     assert result.exit_code == 0, result.output
     data = open_data(tmp_path / "data")
     assert (data.vocab_size, data.mask_id, data.is_padded) == (512, 511, True)
-    assert "were asked for" not in result.output
+    assert "requested" not in result.output
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_said(tmp_path: Path) -> None:
     (tmp_path / "small.txt").write_text("ab " * 400)
     result = run(tmp_path / "small.txt", "--out", tmp_path / "data", "--train-tokenizer", 9000, "--length", 16)
     assert result.exit_code == 0, result.output
-    assert "(9,000 were asked for" in result.output
+    assert "(of 9,000 requested" in result.output
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give --out FOLDER"),
+        ((), "--out is required: a folder"),
         (("--out", "data", "--tokenizer", "nowhere/tokenizer.json"), "gpt2, bert-base-uncased, bytes"),
         (("--out", "data", "--length", "1000000"), "fills no row"),
-        (("--out", "data", "--rows", "lines"), "one of wrapped, documents"),
+        (("--out", "data", "--rows", "lines"), "expected wrapped or documents"),
         (("--out", "data", "--documents", "pages"), "pages"),
     ],
 )
@@ -91,22 +87,21 @@ def test_mistakes_are_told_in_a_line(
 
 def test_a_check_of_nothing_and_a_source_that_is_not_there(tmp_path: Path) -> None:
     assert "make it with `adlm prepare" in run("--out", tmp_path, "--check").output
-    assert "what to prepare is not said" in run("--out", tmp_path).output
+    assert "SOURCE is required: a file" in run("--out", tmp_path).output
     missing = run(tmp_path / "missing.txt", "--out", tmp_path / "data")
     assert missing.exit_code == 2 and "missing.txt" in missing.output
 
 
 def test_the_line_says_speed_and_time_left() -> None:
-    line = said(Progress("train", 25, 100, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))
+    line = format_progress(PrepareProgress("train", 25, 100, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))
     assert line.split() == ["train", "25%", "1,200,000", "tokens,", "2.5", "MB/s,", "6", "s", "left"]
-    assert "left" not in said(Progress("train", 0, None, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))
+    assert "left" not in format_progress(PrepareProgress("train", 0, None, 5_000_000, 1_200_000, 1000, 10, seconds=2.0))
 
 
 def test_the_help_says_the_defaults() -> None:
-    """Square brackets are markup to the printer: what stands in them is gone."""
     shown = " ".join(run("--help").output.replace("│", " ").split())
-    for default in ("(gpt2)", "(1024)", "(wrapped)", "(the end of SOURCE)", "(all cores)"):
-        assert default in shown, default
+    for default in ("gpt2", "1024", "wrapped", "the end of SOURCE", "all cores"):
+        assert f"[default: {default}]" in shown, default
 
 
 def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
@@ -117,7 +112,7 @@ def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
     (folder / "notes.md").write_text("left out", "utf-8")
     result = run(folder, "--out", tmp_path / "data", "--length", "32")
     assert result.exit_code == 0, result.output
-    assert "left out" in result.output and "notes.md, picture.png" in result.output
+    assert "not read" in result.output and "notes.md, picture.png" in result.output
 
 
 def test_what_was_written_is_told_in_json_alone(text: Path, tmp_path: Path) -> None:

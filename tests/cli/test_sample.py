@@ -11,8 +11,8 @@ import pytest
 
 import adlm
 from adlm.bundled import DEFAULT
-from adlm.cli.writing import sampler_options
-from adlm.view.terminal import tame
+from adlm.cli.generate import parse_sampler_options
+from adlm.view.terminal import escape_controls
 from tests.cli.terminal import ROOT, assert_told, env_of, invoke, process, screen, trained, without_escapes
 
 SHORT = ("--length", 20, "--steps", 6)
@@ -69,7 +69,7 @@ def test_a_pipe_and_a_file_get_the_texts_alone(tmp_path: Path) -> None:
         out.read_text("utf-8").removesuffix("\n").split("\n<|endoftext|>\n")
         == answered(trained(), *SHORT, "--n", 2)["texts"]
     )
-    assert f"written: {out}" in result.stderr
+    assert f"wrote {out}" in result.stderr
 
 
 def test_a_terminal_shows_the_way_and_the_same_texts() -> None:
@@ -81,7 +81,7 @@ def test_a_terminal_shows_the_way_and_the_same_texts() -> None:
     assert "step 0 of 6" in seen and "step 6 of 6" in seen and "guess <25%" in seen
     plainly = seen[seen.rindex("hidden again") :]
     for text in answered(*words)["texts"]:
-        assert tame(text) in plainly
+        assert escape_controls(text) in plainly
     bare, code = screen("sample", *words, "--pause", 0, "--no-guesses")
     assert code == 0 and "guess" not in bare and "step 6 of 6" in bare
 
@@ -104,30 +104,30 @@ def recordings(page: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_two_samplers_beside_each_other_write_what_each_writes_alone(tmp_path: Path) -> None:
+def test_two_samplers_compared_write_what_each_writes_alone(tmp_path: Path) -> None:
     words, page, picture = (trained(), *SHORT, "--n", 2, "--seed", 3), tmp_path / "a.html", tmp_path / "a.gif"
-    both = answered(*words, "--option", "eta=0.3", "--beside", "remdm-cap", "--html", page, "--gif", picture)
+    both = answered(*words, "--option", "eta=0.3", "--compare", "remdm-cap", "--html", page, "--gif", picture)
     assert both["texts"] == answered(*words, "--option", "eta=0.3")["texts"]
     alone = answered(*words, "--sampler", "remask_cap")
-    assert both["beside"]["texts"] == alone["texts"] and both["beside"]["settings"]["steps"] == 6
-    assert both["settings"]["eta"] == 0.3 and "eta" not in both["beside"]["settings"]
+    assert both["compare"]["texts"] == alone["texts"] and both["compare"]["settings"]["steps"] == 6
+    assert both["settings"]["eta"] == 0.3 and "eta" not in both["compare"]["settings"]
     assert [each["title"].split(" · ")[1] for each in recordings(page)] == ["remask_loop", "remdm-cap"]
     assert picture.read_bytes().startswith(b"GIF89a")
-    without_steps = answered(*words, "--beside", "first_hitting")
-    assert "steps" not in without_steps["beside"]["settings"]
+    without_steps = answered(*words, "--compare", "first_hitting")
+    assert "steps" not in without_steps["compare"]["settings"]
 
 
-def test_two_models_beside_each_other(tmp_path: Path) -> None:
+def test_two_models_compared(tmp_path: Path) -> None:
     words, page = (*SHORT, "--seed", 3), tmp_path / "a.html"
-    both = answered(trained(), *words, "--sampler", "ancestral", "--beside", trained("mdlm"))
-    assert both["beside"]["texts"] == answered(trained("mdlm"), *words, "--sampler", "ancestral")["texts"]
-    causal = answered(trained(), *words, "--sampler", "ancestral", "--beside", trained("ar"), "--html", page)
-    assert causal["beside"]["settings"]["sampler"] == "left_to_right"
-    assert causal["beside"]["texts"] == answered(trained("ar"), "--length", 20, "--seed", 3)["texts"]
+    both = answered(trained(), *words, "--sampler", "ancestral", "--compare", trained("mdlm"))
+    assert both["compare"]["texts"] == answered(trained("mdlm"), *words, "--sampler", "ancestral")["texts"]
+    causal = answered(trained(), *words, "--sampler", "ancestral", "--compare", trained("ar"), "--html", page)
+    assert causal["compare"]["settings"]["sampler"] == "left_to_right"
+    assert causal["compare"]["texts"] == answered(trained("ar"), "--length", 20, "--seed", 3)["texts"]
     assert [each["title"] for each in recordings(page)] == ["run-adlm · ancestral", "run-ar · left_to_right"]
-    turned = answered(trained("ar"), *words, "--beside", trained())
-    assert turned["beside"]["texts"] == answered(trained(), *words)["texts"]
-    shown, code = screen("sample", trained(), *words, "--beside", trained("ar"), "--pause", 0)
+    turned = answered(trained("ar"), *words, "--compare", trained())
+    assert turned["compare"]["texts"] == answered(trained(), *words)["texts"]
+    shown, code = screen("sample", trained(), *words, "--compare", trained("ar"), "--pause", 0)
     assert code == 0 and "run-ar · left_to_right" in without_escapes(shown)
 
 
@@ -149,8 +149,8 @@ def test_a_prompt_comes_by_stdin() -> None:
         (("--option", "eta=much"), "'much' is not a number, true or false"),
         (("--option", "seed=3"), "see --help for --seed"),
         (("--option", "bound=1"), "t_on, t_off, alpha_on"),
-        (("--beside", "better"), "--beside 'better' is neither a sampler (ancestral,"),
-        (("--beside", "better"), f"nor a model ({DEFAULT}"),
+        (("--compare", "better"), "--compare 'better' is neither a sampler (ancestral,"),
+        (("--compare", "better"), f"nor a model ({DEFAULT}"),
         (("--device", "abacus"), "device 'abacus' is not one of"),
         (("--gif", "a.png"), "does not end in .gif: call it a.gif"),
         (("--steps", "0"), "--steps"),
@@ -176,10 +176,10 @@ def test_a_file_that_cannot_be_written_is_told_before_a_model_is_looked_for(tmp_
     (tmp_path / "file").write_text("mine", "utf-8")
     for option in ("--out", "--html", "--gif"):
         result = invoke("sample", "no-model", option, tmp_path / "file" / "a.gif")
-        assert_told(result, f"{option} {tmp_path / 'file' / 'a.gif'}: {tmp_path / 'file'} is a file and no folder")
+        assert_told(result, f"{option} {tmp_path / 'file' / 'a.gif'}: {tmp_path / 'file'} is a file, not a folder")
         assert_told(invoke("sample", "no-model", option, tmp_path), f"{option} {tmp_path} is a folder")
     twice = invoke("sample", "no-model", "--out", tmp_path / "a", "--html", tmp_path / "a")
-    assert_told(twice, "--html and --out name the same file")
+    assert_told(twice, "--html and --out are the same file")
     assert (tmp_path / "file").read_text("utf-8") == "mine"
 
 
@@ -192,7 +192,7 @@ def test_a_gif_without_pillow_names_the_extra(tmp_path: Path) -> None:
 
 
 def test_values_of_options_are_numbers_or_yes_or_no() -> None:
-    assert sampler_options(["eta=0.5", "compat=true"]) == {"eta": 0.5, "compat": True}
+    assert parse_sampler_options(["eta=0.5", "compat=true"]) == {"eta": 0.5, "compat": True}
 
 
 def test_who_stops_reading_is_no_error() -> None:

@@ -42,7 +42,7 @@ def test_the_table_says_what_json_says() -> None:
     for row, score in zip(rows, answered(*words)["scores"], strict=True):
         assert score["text"] in row and f"≤ {score['nll']:.3f}" in row and f"{score['stderr']:.3f}" in row
         assert f"≤ {score['ppl']:,.1f}" in row and f"≤ {score['bits_per_byte']:.3f}" in row
-    assert "a bound from above, 8 noises a text" in result.stderr
+    assert "upper bound, 8 noise samples per text" in result.stderr
 
 
 def test_a_causal_models_figure_is_exact() -> None:
@@ -60,7 +60,7 @@ def test_texts_come_from_everywhere(tmp_path: Path) -> None:
     result = invoke("score", *words, "--json", given="from stdin\n")
     texts = [score["text"] for score in json.loads(result.stdout)["scores"]]
     assert texts == ["given", "from stdin", "One text\nof two lines.", "first", "second – é"]
-    assert "empty lines left out: 1" in result.stderr
+    assert "empty lines skipped: 1" in result.stderr
     by_stdin = answered("--lines", "-", "--model", trained(), "--draws", 2, given="first\nsecond – é\n")
     assert [score["text"] for score in by_stdin["scores"]] == texts[3:]
     alone = answered("first", "--model", trained(), "--draws", 2)["scores"][0]
