@@ -1,4 +1,4 @@
-"""Bind a model to the samplers: tokens with holes in, frames out."""
+"""Run a model in the samplers: tokens with masks in, frames out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
-from adlm.diffusion.denoise import Frame, denoise
+from adlm.diffusion.denoising import Frame, denoise
 from adlm.diffusion.next_token import continue_tokens
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
@@ -19,18 +19,18 @@ from adlm.diffusion.rng import CounterRng
 from adlm.models.language_model import LanguageModel, ModelConfig
 
 Inputs = tuple[Tensor | None, ...]
-ALIGN = 64  # a GPU's half-precision product wants rows that start on a boundary
+ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is this process's GPU if there is one, else the CPU."""
+    """Return the device of a name; `auto` is this process's GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
-    if device.type not in ("cpu", "cuda"):  # torch knows others, such as mps, which nothing here is made for
+    if device.type not in ("cpu", "cuda"):  # others, such as mps, are not supported
         raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -46,7 +46,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 class CudaGraph:
-    """A CUDA graph of a function for one set of shapes. Its output is overwritten by the next call."""
+    """A CUDA graph of a function for one set of shapes; the next call overwrites its output."""
 
     def __init__(self, function: Callable[..., Tensor], inputs: Inputs, pool: Any) -> None:
         self.inputs = tuple(None if x is None else x.clone() for x in inputs)
@@ -236,7 +236,7 @@ def blank_rows(
         assert config.mask_id is not None
         return torch.full((rows, length), config.mask_id), is_fixed
     if tokenizer.bos_id is None:
-        raise ValueError("a causal model begins with a BOS token, and this tokenizer has none")
+        raise ValueError("this tokenizer has no BOS token, which a causal model needs as its first token")
     is_fixed[:, 0] = True
     return torch.full((rows, length), tokenizer.bos_id), is_fixed
 

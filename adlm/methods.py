@@ -1,4 +1,4 @@
-"""Names become functions here, once: the only file that knows what methods, samplers and rules are called."""
+"""Methods, samplers, schedules and anchor rules by name: the only file that maps names to functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from adlm.diffusion.plans import Plan
 from adlm.models.language_model import ModelConfig
 from adlm.models.presets import PRESETS
 
-Named = TypeVar("Named")
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A corner of the paper's 2×2, and SEDD beside it."""
+    """One of the paper's 2×2 (causal or masked, one stage or two), or SEDD."""
 
     is_causal: bool
     two_stages: bool
@@ -65,7 +65,7 @@ SAMPLERS: dict[str, Callable[..., Plan | Order]] = {
     "entropy_bounded": orders.entropy_bounded,
 }
 
-ALIASES = {  # what users of the lineage and of its neighbours type
+ALIASES = {  # names in MDLM, ReMDM, LLaDA and Dream
     "mdlm": "ancestral",
     "forward-backward": "forward_backward",
     "remdm-cap": "remask_cap",
@@ -79,43 +79,43 @@ ALIASES = {  # what users of the lineage and of its neighbours type
 }
 
 
-def look_up(table: Mapping[str, Named], name: str, what: str) -> Named:
-    """Look a name up; an unknown one is answered with the known ones."""
-    found = table.get(name, table.get(ALIASES.get(name, "")))
-    if found is None:
-        raise ValueError(f"unknown {what} {name!r}; known: {', '.join(table)}")
-    return found
+def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
+    """Return the entry of a name or alias; the error for an unknown one lists the known names."""
+    entry = table.get(name, table.get(ALIASES.get(name, "")))
+    if entry is None:
+        raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(table)}")
+    return entry
 
 
 def build_sampler(name: str, **options: Any) -> Plan | Order:
-    """A plan or an order by name, with its own options (steps, eta, …)."""
+    """Build a plan or an order by name, with its own options (steps, eta, …)."""
     return _build(SAMPLERS, name, "sampler", options)
 
 
 def build_schedule(name: str, **options: Any) -> schedules.NoiseSchedule:
-    """A noise schedule by name."""
+    """Build a noise schedule by name."""
     return _build(SCHEDULES, name, "schedule", options)
 
 
 def build_anchor_rule(name: str, **options: Any) -> anchors.AnchorRule:
-    """An anchor rule by name, with its own options (max_count, ids, …)."""
+    """Build an anchor rule by name, with its own options (max_count, ids, …)."""
     return _build(ANCHOR_RULES, name, "anchor rule", options)
 
 
-def _build(table: Mapping[str, Callable[..., Named]], name: str, what: str, options: dict[str, Any]) -> Named:
-    factory = look_up(table, name, what)
+def _build(table: Mapping[str, Callable[..., Entry]], name: str, kind: str, options: dict[str, Any]) -> Entry:
+    factory = look_up(table, name, kind)
     known = inspect.signature(factory).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"{what} {name!r} has no option {', '.join(unknown)}; it takes: {', '.join(known) or 'none'}")
+        raise ValueError(f"{kind} {name!r} has no option {', '.join(unknown)}; it takes: {', '.join(known) or 'none'}")
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in options]
     if missing:
-        raise ValueError(f"{what} {name!r} needs {', '.join(missing)}")
+        raise ValueError(f"{kind} {name!r} needs {', '.join(missing)}")
     return factory(**options)
 
 
 def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | None, **changes: Any) -> ModelConfig:
-    """The model of a method in a preset's size: one stage has the anchor network's depth, as in the paper."""
+    """Build the config of a method in a preset's size; one stage has the anchor network's depth, as in the paper."""
     shape, size = look_up(METHODS, method, "method"), asdict(look_up(PRESETS, preset, "preset"))
     if not shape.two_stages:
         size |= {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}

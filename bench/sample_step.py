@@ -8,7 +8,7 @@ import argparse
 import torch
 
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.denoise import SamplerState, reverse_step
+from adlm.diffusion.denoising import SamplerState, reverse_step
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.generate import compile_for_sampling

@@ -1,4 +1,4 @@
-"""Which tokens carry a sentence: rules tokens (B, L) -> is_anchor (B, L), and the weight of their loss."""
+"""Anchor rules, which choose the important tokens (B, L) -> is_anchor (B, L), and the weight of their loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ ANCHOR_SCOPES = ("all", "masked", "visible")
 
 
 def count_in_row(tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-    """How often each position's token occurs in its own row."""
+    """Count how often each position's token occurs in its own row."""
     counted = (tokens if valid is None else torch.where(valid, tokens, -1)).contiguous()
     ordered = counted.sort(-1).values.contiguous()
     return torch.searchsorted(ordered, counted, right=True) - torch.searchsorted(ordered, counted)
 
 
 def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = None) -> AnchorRule:
-    """Tokens that occur at most `max_count` times in their row (the code) or are at most a share of it (the text)."""
+    """Tokens that occur at most `max_count` (tau) times in their row (the authors' code), or make up at most a
+    `max_fraction` of it (the paper)."""
     if (max_count is None) == (max_fraction is None):
         raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row): one of them")
     if max_fraction is not None:
@@ -45,7 +46,7 @@ def rare_in_corpus(counts: Tensor, max_fraction: float) -> AnchorRule:
 
 
 def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> AnchorRule:
-    """The positions of a row with the highest tf-idf: `document_counts` (V,) says how many documents hold a token."""
+    """The positions of a row with the highest tf-idf; `document_counts` (V,) are the documents that hold a token."""
     _check_fraction("top_fraction", top_fraction)
     idf = torch.log((1 + documents) / (1 + document_counts.double())) + 1
 
@@ -54,7 +55,7 @@ def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> Anch
         if valid is not None:
             score = score.masked_fill(~valid, -1)
         keep = (top_fraction * _row_lengths(tokens, valid)).round().long()
-        # Equal scores are broken by position, so that every row has exactly its share.
+        # Position breaks ties, so that every row has exactly its share.
         rank = score.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return _zero_padding(rank < keep, valid)
 
@@ -72,13 +73,13 @@ def listed_tokens(ids: Sequence[int], vocab_size: int) -> AnchorRule:
 
 
 def random_positions(fraction: float, seed: int) -> AnchorRule:
-    """A share of all positions, drawn once for each row of tokens (a control: anchors without importance)."""
+    """A random fraction of all positions, the same whenever the row is (a control: anchors without importance)."""
     _check_fraction("fraction", fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
         zero = torch.zeros((), dtype=torch.int64, device=tokens.device)
-        # The row is known by its text: the sum of a hash of every (token, position) that is not padding.
+        # The row's key is its text: the sum of a hash of every (token, position) that is not padding.
         high, low, _, _ = philox((tokens & LOW, position, zero, zero + Purpose.ANCHOR), (zero, zero))
         row = _zero_padding((high << 32) | low, valid).sum(-1, keepdim=True)
         return _zero_padding(uniform_pair(zero + seed, row, zero, position, Purpose.ANCHOR)[0] < fraction, valid)
@@ -92,7 +93,7 @@ def every_token() -> AnchorRule:
 
 
 def apply_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
-    """The anchors that carry loss: all of them (the code), the hidden ones (the text), the visible ones."""
+    """Keep the anchors that carry loss: all (the authors' code), the hidden ones (the paper) or the visible ones."""
     if scope not in ANCHOR_SCOPES:
         raise ValueError(f"anchor_scope {scope!r} is not one of {', '.join(ANCHOR_SCOPES)}")
     if scope == "all":
@@ -101,7 +102,7 @@ def apply_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
 
 
 def anchor_weight(step: int, steps: int, peak: float = 3e-3) -> float:
-    """The ramp of gamma: step / steps until `peak`."""
+    """Return gamma at a step: min(peak, step / steps)."""
     return min(peak, step / steps)
 
 
@@ -111,14 +112,14 @@ def _rule_from_table(table: Tensor) -> AnchorRule:
 
 def _check_fraction(name: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is a share and must be between 0 and 1, got {value}")
+        raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
 def _row_lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """How many tokens each row has (B, 1)."""
+    """Count the tokens of each row (B, 1)."""
     return (torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid).sum(-1, keepdim=True)
 
 
 def _zero_padding(values: Tensor, valid: Tensor | None) -> Tensor:
-    """False, or 0, at padding."""
+    """Set padding to False or 0."""
     return values if valid is None else values * valid

@@ -1,4 +1,4 @@
-"""Draws from logits: float64, one uniform number each, temperature, top-k, top-p without sorting a vocabulary."""
+"""Token draws from logits in float64: temperature, top-k and top-p without sorting a vocabulary."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 NUCLEUS_RULES = ("usual", "lineage")
-CANDIDATE_SIZES = (1024, 8192)  # a nucleus is looked for among this many tokens, then among more, then among all
+CANDIDATE_SIZES = (1024, 8192)  # the nucleus is sought among the likeliest 1024 tokens, then 8192, then all
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn. Temperature 0 takes the likeliest; `lineage` keeps one token fewer than the usual top-p."""
+    """How a token is drawn: temperature 0 is greedy; nucleus `lineage` keeps one token fewer than the usual top-p."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -39,7 +39,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Which tokens may not stand where: every position has a kind, every kind its banned tokens."""
+    """Banned tokens: every position has a kind, every kind its banned tokens."""
 
     kind: Tensor  # (B, L), int64, on the host
     banned: Tensor  # (kinds, V), bool, on the device
@@ -49,7 +49,7 @@ class TokenLimits:
             raise ValueError(f"kind {int(self.banned.all(-1).nonzero()[0])} bans every token: nothing could be drawn")
 
     def apply(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Logits (N, V) of places (N,) in the flattened batch, with what is banned there made impossible."""
+        """Set the banned tokens of logits (N, V) at positions (N,) of the flattened batch to -inf."""
         banned = self.banned[self.kind.flatten()[index].to(self.banned.device)]
         return logits.masked_fill(banned, -torch.inf)
 
@@ -62,7 +62,7 @@ class DrawnTokens(NamedTuple):
 
 
 def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
-    """One token from each row of logits (N, V) by inverting the distribution function at u (N,) in float64."""
+    """Draw a token from each row of logits (N, V) by inverting its distribution function at u (N,) in float64."""
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         return DrawnTokens(tokens, torch.ones_like(tokens, dtype=torch.float64))
@@ -81,14 +81,14 @@ def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
     for size in sizes[1:]:
         if bool(is_whole.all()):
             break
-        rest = (~is_whole).nonzero()[:, 0]  # flat rows, whose nucleus is wider than the selection
+        rest = (~is_whole).nonzero()[:, 0]  # rows whose nucleus is wider than the candidates
         probs, ids, is_whole[rest] = find_candidates(logits[rest], params, size)
         tokens[rest], chance[rest] = _pick(probs, ids, u[rest])
     return DrawnTokens(tokens, chance)
 
 
 def find_candidates(logits: Tensor, params: SamplingParams, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `size` likeliest tokens of each row: what top-k and top-p leave of their probabilities, ids, and whether
+    """Return the probabilities and ids of the `size` likeliest tokens of each row after top-k and top-p, and whether
     the nucleus ends among them (else a larger size is needed)."""
     values, ids = logits.topk(size, -1)
     if params.top_k is not None and params.top_k < size:
@@ -110,7 +110,7 @@ def find_candidates(logits: Tensor, params: SamplingParams, size: int) -> tuple[
 
 
 def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """What `draw` draws from: probabilities (N, V) in float64, for inspection and tests."""
+    """Return the probabilities (N, V) that `draw` draws from, in float64, for tests."""
     if params.temperature == 0:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
     probs, ids, _ = find_candidates(_apply_temperature(logits, params.temperature), params, logits.shape[-1])
@@ -118,7 +118,7 @@ def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits at a temperature, less their largest: however low it is, nothing overflows."""
+    """Divide logits by a temperature, minus their maximum, so that nothing overflows."""
     if temperature == 1:
         return logits
     logits = logits.double() if temperature < 1e-30 else logits.float()
@@ -135,9 +135,9 @@ def _invert(probs: Tensor, u: Tensor) -> DrawnTokens:
 
 
 def _pick(probs: Tensor, ids: Tensor, u: Tensor) -> DrawnTokens:
-    """A draw among candidates, in the order of the vocabulary: in that of their chances, rounding would swap two that
-    are about as likely, and a row's text would depend on its batch."""
-    width = max(1, int((probs > 0).sum(-1).max()))  # what is kept stands first
+    """Draw among candidates in the order of the vocabulary: in that of their probabilities, rounding would swap two
+    that are about as likely, and a row's text would depend on its batch."""
+    width = max(1, int((probs > 0).sum(-1).max()))  # kept candidates come first
     ids, order = ids[:, :width].sort(-1)
     place, chance = _invert(probs.gather(-1, order), u)
     return DrawnTokens(ids.gather(-1, place[:, None])[:, 0], chance)

@@ -1,6 +1,6 @@
-"""The two places where a GPU reads a vocabulary row again and again, as one kernel each: a row stays in its cache.
+"""Triton kernels for the two places where a GPU reads a vocabulary row repeatedly: loss and nucleus draw.
 
-Imported only where CUDA is, because Triton comes with CUDA builds of torch alone.
+Imported only with CUDA, because Triton comes with CUDA builds of torch alone.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ DRAW = {"BLOCK": 4096, "num_warps": 8}
 
 @triton.jit
 def _row(line, start, lane, vocab):
-    """A piece of a row as float32, minus infinity beyond the vocabulary."""
+    """Load a piece of a row as float32, minus infinity beyond the vocabulary."""
     return tl.load(line + start + lane, mask=start + lane < vocab, other=float("-inf")).to(tl.float32)
 
 
@@ -64,7 +64,7 @@ def _loss_and_slope(logits, target, weight, loss, offset, stride, vocab, HAS_OFF
 def compute_loss_and_grad(
     logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss and weight · d loss / d logits, which overwrites the logits (see `selected.loss_and_slope`)."""
+    """Return each row's loss and weight · d loss / d logits, as `selected.compute_loss_and_grad` does."""
     rows, vocab = logits.shape
     loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
     _loss_and_slope[(rows,)](
@@ -76,7 +76,7 @@ def compute_loss_and_grad(
 
 @triton.jit
 def _ordered(z):
-    """Integers in the order of the floats, wide enough for their differences."""
+    """Map floats to integers of the same order, wide enough for their differences."""
     bits = z.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -143,7 +143,7 @@ def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.const
 
 
 def draw_nucleus(logits: Tensor, u: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Tokens (N,) and their probabilities among what top_p keeps, for logits (N, V) and float64 numbers u (N,)."""
+    """Draw tokens (N,) and return their probabilities within the nucleus, for logits (N, V) and numbers u (N,)."""
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     probs = torch.empty(rows, dtype=torch.float64, device=logits.device)

@@ -1,4 +1,4 @@
-"""The forward process: times, hidden tokens, and where the losses will look."""
+"""The forward process q(xt | x0): every token is hidden with probability 1 - alpha(t), independently."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MIN_TIME = 1e-3
 
 
 def stratify_times(u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME) -> Tensor:
-    """t_i = (u_i + i) / n mod 1, scaled to [eps, 1): one time in each n-th of the unit interval.
+    """Draw stratified (antithetic) times t_i = (u_i + i) / n mod 1, scaled to [eps, 1).
 
-    `index` and `total` place these rows in a larger batch that is spread over processes.
+    `index` and `total` give the rows' places in a larger batch that is split over processes.
     """
     n = total or u.shape[0]
     i = torch.arange(u.shape[0], device=u.device) if index is None else index
@@ -33,7 +33,7 @@ def stratify_times(u: Tensor, index: Tensor | None = None, total: int | None = N
 
 
 def mask_tokens(x0: Tensor, hidden_prob: Tensor, u: Tensor, mask_id: int, is_fixed: Tensor | None = None) -> Tensor:
-    """Hide each token with its row's probability (B,); `is_fixed` positions (prompts, padding) never change."""
+    """Hide each token with its row's probability (B,), except at `is_fixed` positions (prompts, padding)."""
     is_hidden = u < hidden_prob[:, None]
     if is_fixed is not None:
         is_hidden &= ~is_fixed
@@ -42,14 +42,14 @@ def mask_tokens(x0: Tensor, hidden_prob: Tensor, u: Tensor, mask_id: int, is_fix
 
 @dataclass(frozen=True)
 class Selection:
-    """Positions of a flattened batch and their weights, padded (weight 0, position 0) so that sizes are few."""
+    """Positions of a flattened batch and their weights, padded (weight 0, position 0) to few sizes."""
 
     index: Tensor  # (N,)
     weight: Tensor  # (N,)
 
 
 def select(is_selected: Tensor, weight: Tensor, multiple: int = 1) -> Selection:
-    """The positions of a (B, L) mask with their row's weight (B,); N is rounded up to a multiple."""
+    """Select the positions of a (B, L) mask with their row's weight (B,); their number is rounded up to a multiple."""
     index = is_selected.reshape(-1).nonzero()[:, 0]
     chosen = weight[index // is_selected.shape[1]]
     pad = -index.numel() % multiple
@@ -58,13 +58,13 @@ def select(is_selected: Tensor, weight: Tensor, multiple: int = 1) -> Selection:
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """A batch after the forward process: what goes into the network, what is asked of it and where."""
+    """A batch after the forward process: the network's input, its targets and where they count."""
 
     x0: Tensor  # (B, L): the targets
     xt: Tensor  # (B, L): the network's input
     t: Tensor  # (B,)
     noise_level: Tensor  # (B,)
-    hidden: Selection  # where the targets are asked for
+    hidden: Selection  # where the targets are predicted
     anchors: Selection | None
     tokens: Tensor  # (), float: how many tokens the mean is over
     valid: Tensor | None = None  # (B, L): what attention may read; None is everything
@@ -79,11 +79,11 @@ class NoisyBatch:
         return NoisyBatch(**{f.name: apply(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> NoisyBatch:
-        """The same batch on another device, without waiting for the copy."""
+        """Copy the batch to another device without waiting."""
         return self._map(lambda x: x.to(device, non_blocking=True))
 
     def pin(self) -> NoisyBatch:
-        """The same batch in page-locked memory, from which `to` a GPU does not block."""
+        """Copy the batch to page-locked memory, from which `to` a GPU does not block."""
         return self._map(Tensor.pin_memory)
 
 
@@ -180,7 +180,7 @@ def collect_batch(
 def shift_tokens(
     x0: Tensor, *, anchor_rule: AnchorRule | None = None, valid: Tensor | None = None, multiple: int = 1
 ) -> NoisyBatch:
-    """The batch of a causal model: every next token is hidden and weighs 1; anchors are found in the whole row."""
+    """Make the batch of a causal model: every next token is a target of weight 1."""
     rows, ones = x0.shape[0], torch.ones(x0.shape[0], device=x0.device)
     counted = torch.ones_like(x0[:, 1:], dtype=torch.bool) if valid is None else valid[:, 1:]
     _require_tokens(counted)

@@ -1,4 +1,4 @@
-"""Left-to-right sampling for the causal models: one new token an evaluation, over a key-value cache."""
+"""Left-to-right sampling for causal models: one new token per evaluation, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adlm.diffusion.categorical import SamplingParams, TokenLimits, draw
-from adlm.diffusion.denoise import Frame, LogitsAt
+from adlm.diffusion.denoising import Frame, LogitsAt
 from adlm.diffusion.rng import CounterRng, Purpose
 
 # The tokens that follow those read so far (B, n) -> features of the last of them (B, dim)
@@ -30,7 +30,7 @@ def continue_tokens(
     Fixed tokens are read, never altered; one after a hole does not influence what is drawn before it.
     """
     if not bool(is_fixed[:, 0].all()):
-        raise ValueError("a causal model continues text: position 0 of every row must be given (the BOS token, say)")
+        raise ValueError("position 0 of every row must be fixed for a causal model: a BOS token, for example")
     xt, sampling = xt.to(torch.int64).clone(), sampling or SamplingParams()
     batch, length = xt.shape
     is_fixed = is_fixed.cpu()

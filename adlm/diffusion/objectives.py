@@ -1,4 +1,4 @@
-"""The losses of the paper, as pure functions of features, heads and a batch."""
+"""The losses: NELBO, ANELBO, next-token cross-entropy and score entropy of features, heads and a batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FeatureModel(Protocol):
 
 
 class Loss(NamedTuple):
-    """What is optimized (total = nll + anchor_weight · anchor) and what is reported never mix. Nats per token."""
+    """The optimized total = nll + anchor_weight · anchor, apart from the reported nll; nats per token."""
 
     total: Tensor
     nll: Tensor
@@ -110,11 +110,13 @@ def diffusion_loss(
     offset: float | None = None,
     check: bool = True,
 ) -> Loss:
-    """NELBO and, with an `anchor_weight`, ANELBO: the mean over tokens of
+    """Compute the NELBO or, with an `anchor_weight` (gamma), the ANELBO: the mean over tokens of
 
-    w(t) [ 1{hidden} · -log p_denoiser(x) + anchor_weight · 1{anchor} · -log softmax(anchor logits)[x] ].
+        w(t) [ 1{hidden} · -log p_denoiser(x) + gamma · 1{anchor} · -log softmax(anchor logits)[x] ],
 
-    The heads see only those positions. `check` looks at the result and so waits for the device.
+    w(t) = -alpha'(t) / (1 - alpha(t)). gamma = 0 gives the NELBO. The heads are applied only at those positions; a
+    batch of `shift_tokens` gives the losses of AR and A2R. `check` raises if the loss is not finite, which waits for
+    the device.
     """
     nll, row_nll = _mean_loss(final, head, batch, batch.hidden, without=mask_id, offset=offset)
     total, mean_anchor, row_anchor = nll, torch.zeros_like(nll), torch.zeros_like(row_nll)
@@ -130,7 +132,7 @@ def diffusion_loss(
 
 
 def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, check: bool = True) -> Loss:
-    """SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score times e^noise_level - 1.
+    """Compute SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score · (e^noise_level - 1).
 
     Its weighted form collapses to w(t) [ exp(lse - c) - z_x + c - 1 ] with c = log(V - 1): the NELBO's
     cross-entropy plus a penalty that holds the logits' mass at V - 1, where the two are equal.
@@ -139,21 +141,17 @@ def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mas
     return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, check=check)
 
 
-# AR and A2R: the same mean over a `shifted` batch, in which every next token is asked for and weighs 1.
-next_token_loss = diffusion_loss
-
-
 def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -> Tensor:
-    """Each token's weighted loss (B, L), zero where nothing was selected."""
+    """Return each token's weighted loss (B, L), zero where nothing was selected."""
     weighted = torch.where(selection.weight > 0, selected.each * selection.weight, 0.0)
     flat = torch.zeros(shape.numel(), device=weighted.device, dtype=weighted.dtype)
     return flat.index_add_(0, selection.index, weighted).view(shape)
 
 
 def _mean_loss(
-    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, **how: int | float | None
+    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, **options: int | float | None
 ) -> tuple[Tensor, Tensor]:
-    """The mean over the batch's tokens of a head's loss at a selection, and its sum over each row (detached)."""
+    """Return the mean over the batch's tokens of a head's loss at a selection, and its sum over each row (detached)."""
     share = Selection(where.index, where.weight / batch.tokens)
-    found = selected_loss(features, head, batch.x0, share, **how)  # type: ignore[arg-type]
-    return found.total, token_nll(found, where, batch.x0.shape).sum(-1).detach()
+    loss = selected_loss(features, head, batch.x0, share, **options)  # type: ignore[arg-type]
+    return loss.total, token_nll(loss, where, batch.x0.shape).sum(-1).detach()

@@ -1,9 +1,8 @@
-"""The remasking family as tables. Going from t to s, with alpha the visible share and remask_prob the paper's sigma_t:
+"""The samplers of Algorithm 1 as tables of (alpha_t, alpha_s, sigma_t), with sigma_t called remask_prob here.
 
-    a hidden token is revealed with probability (alpha_s - (1 - remask_prob) alpha_t) / (1 - alpha_t),
-    a visible token is hidden again with probability remask_prob.
-
-A plan is the list of its transitions: it can be printed, plotted and tested before any network runs.
+Going from t to s, a hidden token is revealed with probability (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t), and
+a visible token is hidden again with probability sigma_t (`denoise.reverse_step`). A plan is the list of its
+transitions: it can be printed, plotted and tested before any network runs.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EPS = 1e-3  # of the training schedule: what a time-conditioned network was told at most
-LINEAGE_END = 1e-5
+EPS = 1e-3  # of the training schedule alpha = 1 - (1 - EPS) t
+LINEAGE_END = 1e-5  # where the time grid of MDLM and ReMDM ends
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One step, each field broadcastable to (B, L): rows may be at different times (B, 1), tokens at different risk."""
+    """One step from t to s; each field is broadcastable to (B, L), so rows and tokens may differ."""
 
     t: Tensor
     alpha_t: Tensor
@@ -30,13 +29,14 @@ class Transition:
 
     @property
     def reveal_prob(self) -> Tensor:
+        """The probability (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t) that a hidden token is revealed."""
         reveal = (self.alpha_s - (1 - self.remask_prob) * self.alpha_t) / (1 - self.alpha_t)
         return torch.where(self.alpha_t < 1, reveal.clamp(0, 1), 1.0)  # where all should be visible, reveal all
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A table of transitions, float64 (steps,), and how its draws are made."""
+    """A table of transitions, each column float64 (steps,), and how tokens are drawn."""
 
     name: str
     t: Tensor
@@ -44,9 +44,9 @@ class Plan:
     alpha_s: Tensor
     remask_prob: Tensor
     noise_level: Tensor
-    by_confidence: bool = False  # remask_prob is shared out over a row's tokens, most to the least certain
+    by_confidence: bool = False  # remask_prob is split over a row's tokens, most of it for the least certain
     nucleus: bool = True  # whether top-p applies
-    fill_argmax: bool = False  # what is still hidden at the end takes its likeliest token, else a draw
+    fill_argmax: bool = False  # tokens that are hidden after the last step: their likeliest value, else a draw
 
     def __len__(self) -> int:
         return len(self.t)
@@ -69,13 +69,13 @@ class Plan:
 
 
 def ancestral(steps: int, *, compat: bool = False) -> Plan:
-    """Reveal only: what is visible stays (the paper's "locked-in" sampler, MDLM's)."""
+    """MDLM's ancestral sampler ("locked-in" in the paper): sigma = 0."""
     t, s = _grid(steps, compat)
     return _plan("ancestral", t, 1 - t, 1 - s, torch.zeros_like(t), compat)
 
 
 def forward_backward(steps: int, *, compat: bool = False) -> Plan:
-    """Remask with (alpha_s - alpha_t) / alpha_t. In its second step everything is hidden again: the formula says so."""
+    """Forward-backward: sigma = (alpha_s - alpha_t) / alpha_t, which hides everything again in the second step."""
     t, s = _grid(steps, compat)
     alpha_t, alpha_s = 1 - t, 1 - s
     remask = torch.where(alpha_t > 0, ((alpha_s - alpha_t) / alpha_t).clamp(max=1), 1.0)
@@ -83,7 +83,7 @@ def forward_backward(steps: int, *, compat: bool = False) -> Plan:
 
 
 def remask_cap(steps: int, *, eta: float = 0.008, compat: bool = False) -> Plan:
-    """ReMDM cap: remask with at most eta."""
+    """ReMDM cap: sigma = min(eta, (1 - alpha_s) / alpha_t)."""
     check_probability("eta", eta)
     t, s = _grid(steps, compat)
     remask = max_remask_prob(1 - t, 1 - s).clamp(max=eta)
@@ -91,14 +91,14 @@ def remask_cap(steps: int, *, eta: float = 0.008, compat: bool = False) -> Plan:
 
 
 def remask_rescale(steps: int, *, eta: float = 0.015, compat: bool = False) -> Plan:
-    """ReMDM rescale: remask with eta times the most that is possible."""
+    """ReMDM rescale: sigma = eta min(1, (1 - alpha_s) / alpha_t)."""
     check_probability("eta", eta)
     t, s = _grid(steps, compat)
     return _plan("remask_rescale", t, 1 - t, 1 - s, eta * max_remask_prob(1 - t, 1 - s), compat)
 
 
 def remask_conf(steps: int, *, compat: bool = False) -> Plan:
-    """ReMDM conf: the most that is possible, shared out by how uncertain each token was when it was revealed."""
+    """ReMDM conf: sigma = min(1, (1 - alpha_s) / alpha_t), split by `confidence_remask_prob`."""
     t, s = _grid(steps, compat)
     return _plan("remask_conf", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s), compat, by_confidence=True)
 
@@ -112,7 +112,8 @@ def remask_loop(
     alpha_on: float = 0.9,
     compat: bool = False,
 ) -> Plan:
-    """ReMDM loop, the paper's sampler: up to alpha_on, stay there and remask with eta, then to the end."""
+    """ReMDM loop, the paper's sampler: alpha rises to alpha_on at t_on, stays there with sigma = eta until t_off, and
+    rises to 1."""
     for name, value in (("eta", eta), ("t_on", t_on), ("t_off", t_off), ("alpha_on", alpha_on)):
         check_probability(name, value)
     if not t_off < t_on < 1:
@@ -137,15 +138,15 @@ def remask_loop(
 
 
 def ddpm(steps: int, *, compat: bool = False) -> Plan:
-    """The lineage's uncached sampler: ancestral on the training schedule, without nucleus."""
+    """The lineage's `ddpm` sampler: ancestral with alpha = 1 - (1 - eps) t and without nucleus."""
     t, s = _grid(steps, compat)
     alpha_t, alpha_s = 1 - (1 - EPS) * t, 1 - (1 - EPS) * s
     return _plan("ddpm", t, alpha_t, alpha_s, torch.zeros_like(t), compat, nucleus=False)
 
 
 def dfm(steps: int, *, compat: bool = False) -> Plan:
-    """The corrector sampler of discrete flow matching: steps shrink where it would overshoot."""
-    _at_least_one(steps)
+    """The corrector sampler of discrete flow matching, with alpha = 1 - t and steps that shrink near the ends."""
+    check_steps(steps)
     times, ends, remasks, t = [], [], [], 1.0
     while t > (1 - LINEAGE_END) / steps:
         dt, remask = dfm_step(t, steps)
@@ -160,7 +161,7 @@ def dfm(steps: int, *, compat: bool = False) -> Plan:
 
 
 def dfm_step(t: float, steps: int) -> tuple[float, float]:
-    """The width of dfm's step from time t and its remasking probability: a forward rate a, a backward rate a - 1."""
+    """Return the width of dfm's step from t and its sigma: the rates are a = 10 t^¼ (1 - t)^¼ + 1 and b = a - 1."""
     if t == 1:
         return 1 / steps, 0.0
     a = 10 * t**0.25 * (1 - t) ** 0.25 + 1
@@ -169,16 +170,16 @@ def dfm_step(t: float, steps: int) -> tuple[float, float]:
 
 
 def confidence_remask_prob(remask_prob: Tensor, confidence: Tensor, is_hidden: Tensor) -> Tensor:
-    """Share a row's remasking out over its visible tokens: softmax of minus the probability each was drawn with."""
+    """Split sigma over a row's visible tokens: softmax of minus the probability that each was drawn with."""
     doubt = (-confidence).masked_fill(is_hidden, -torch.inf)
-    return remask_prob * torch.nan_to_num(doubt.softmax(-1))  # a row that is all hidden has nothing to share
+    return remask_prob * torch.nan_to_num(doubt.softmax(-1))  # a row that is all hidden has no visible token
 
 
 def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: int) -> Tensor:
-    """The categorical law (B, L, V) of every position after one step, for inspection, tests and L_anchor.
+    """Return the distribution p(x_s | x_t) (B, L, V) of every position after one step, for tests and L_anchor.
 
-    `probs` is the denoiser's prediction; with the anchor network's softmax in its place this is the paper's anchor
-    transition (Algorithm 1, line 6).
+    `probs` is the denoiser's prediction; with the anchor network's softmax in its place this is the anchor transition
+    r(y_s | z_t, y_phi) (Algorithm 1, line 6).
     """
     is_hidden = (xt == mask_id)[..., None]
     vocab = probs.shape[-1]
@@ -189,42 +190,45 @@ def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: i
 
 
 def reverse_divergence(xt: Tensor, x0: Tensor, probs: Tensor, step: Transition, mask_id: int) -> Tensor:
-    """KL divergence (B, L) of one step's law with the true tokens from its law with predicted ones.
+    """Return the KL divergence (B, L) of one step's distribution with the true tokens from that with `probs`.
 
-    With the denoiser's `probs`, summed over steps in expectation, the NELBO; with the anchor network's, over anchors
-    alone, the paper's L_anchor.
+    Its expectation, summed over steps, is the NELBO with the denoiser's `probs`, and L_anchor with the anchor
+    network's at anchors.
     """
     truth = torch.nn.functional.one_hot(x0, probs.shape[-1]).to(probs.dtype)
     q, p = (reverse_distribution(xt, law, step, mask_id) for law in (truth, probs))
     return torch.where(q > 0, q * (q / p).log(), 0.0).sum(-1)
 
 
-def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor, compat: bool, **how: bool) -> Plan:
+def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor, compat: bool, **flags: bool) -> Plan:
     if compat:
         level = -torch.log(1 - (1 - EPS) * t)
     else:
         remask = torch.minimum(remask, max_remask_prob(alpha_t, alpha_s))
-        level = -torch.log(EPS + (1 - EPS) * alpha_t)  # of the share that is really visible
-    return Plan(name, t, alpha_t, alpha_s, remask, level, fill_argmax=compat, **how)
+        level = -torch.log(EPS + (1 - EPS) * alpha_t)  # of the share that is visible
+    return Plan(name, t, alpha_t, alpha_s, remask, level, fill_argmax=compat, **flags)
 
 
 def max_remask_prob(alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
-    """The largest remasking probability that still leaves alpha_s visible: min(1, (1 - alpha_s) / alpha_t)."""
+    """Return the largest sigma_t that still leaves alpha_s visible: min(1, (1 - alpha_s) / alpha_t)."""
     return torch.where(alpha_t > 0, ((1 - alpha_s) / alpha_t).clamp(max=1), 1.0)
 
 
 def _grid(steps: int, compat: bool) -> tuple[Tensor, Tensor]:
-    """Times t and s of each step, from 1 down to 0 (the lineage: to 1e-5, the rest by argmax)."""
-    _at_least_one(steps)
+    """Return the times t and s of each step, from 1 to 0 (the lineage: to 1e-5, the rest by argmax)."""
+    check_steps(steps)
     times = torch.linspace(1, LINEAGE_END if compat else 0, steps + 1, dtype=torch.float64)
     return times[:-1], times[1:]
 
 
-def _at_least_one(steps: int) -> None:
+def check_steps(steps: int) -> int:
+    """Return a number of steps, which must be at least 1."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    return steps
 
 
 def check_probability(name: str, value: float) -> None:
+    """Raise if a value is not between 0 and 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")

@@ -16,7 +16,7 @@ LOW = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What a number is for; two purposes never share one."""
+    """What a random number is used for; two purposes never share one."""
 
     SAMPLE = 0  # samplers: which positions change, and which token is drawn there
     ORDER = 1  # ordered unmasking: positions and times
@@ -26,7 +26,7 @@ class Purpose(IntEnum):
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox4x32 on int64 tensors that hold 32-bit words."""
+    """Run ten rounds of Philox4x32 on int64 tensors that hold 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -43,7 +43,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def uniform_pair(seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purpose: int) -> tuple[Tensor, Tensor]:
-    """Two float64 in [0, 1), 53 random bits each, for every element of the broadcast arguments."""
+    """Return two float64 in [0, 1), 53 random bits each, for every element of the broadcast arguments."""
     counter = (position & LOW, step & LOW, row & LOW, ((row >> 32) & 0xFFFFFF) << 8 | purpose)
     words = philox(counter, (seed & LOW, (seed >> 32) & LOW))
     first, second = ((words[0] << 21) | (words[1] >> 11), (words[2] << 21) | (words[3] >> 11))
@@ -52,9 +52,9 @@ def uniform_pair(seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purp
 
 @dataclass(frozen=True)
 class CounterRng:
-    """The random numbers of a batch of rows, each row known by its own number (and seed, where they differ).
+    """The random numbers of a batch of rows, each row with its own number (and seed, where they differ).
 
-    They are made on the host, where positions are decided; a device is sent what it needs.
+    They are made on the host, where positions are decided.
     """
 
     seed: Tensor  # () or (B,), int64
@@ -62,7 +62,7 @@ class CounterRng:
 
     @staticmethod
     def from_seed(seed: int, rows: int | Tensor) -> CounterRng:
-        """`rows` is a count (rows 0, 1, …) or the rows' own numbers."""
+        """Make the generator of `rows`, a count (rows 0, 1, …) or the rows' own numbers."""
         numbers = torch.arange(rows) if isinstance(rows, int) else rows.cpu()
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
@@ -71,11 +71,11 @@ class CounterRng:
         return CounterRng(torch.tensor(seed), numbers)
 
     def uniform(self, step: int, length: int, purpose: Purpose) -> Tensor:
-        """(B, length) numbers of one step."""
+        """Return (B, length) numbers of one step."""
         return self.pairs(step, 1, length, purpose)[0][0]
 
     def pairs(self, step: int, steps: int, length: int, purpose: Purpose) -> tuple[Tensor, Tensor]:
-        """Two (steps, B, length) tensors of numbers, for `steps` steps from `step` on."""
+        """Return two (steps, B, length) tensors of numbers, for `steps` steps from `step` on."""
         seed = self.seed if self.seed.dim() == 0 else self.seed[:, None]
         when = torch.arange(step, step + steps)[:, None, None]
         return uniform_pair(seed, self.rows[:, None], when, torch.arange(length), int(purpose))

@@ -1,4 +1,4 @@
-"""Noise schedules: alpha(t) is the share of tokens still visible at time t, 1 at t = 0."""
+"""Noise schedules alpha(t): the share of tokens that are visible at time t, near 1 at t = 0 and near 0 at t = 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class NoiseSchedule(Protocol):
-    """A schedule is its alpha and the derivative of it."""
+    """A schedule alpha(t) and its derivative."""
 
     def alpha(self, t: Tensor) -> Tensor: ...
 
@@ -20,7 +20,7 @@ class NoiseSchedule(Protocol):
 
 @dataclass(frozen=True)
 class LogLinear:
-    """alpha = 1 - (1 - eps) t: the paper's schedule, with loss weight 1 / t."""
+    """The paper's schedule alpha = 1 - (1 - eps) t, whose loss weight is 1 / t."""
 
     eps: float = 1e-3
 
@@ -90,23 +90,23 @@ class Geometric:
 
 
 def noise_level(schedule: NoiseSchedule, t: Tensor) -> Tensor:
-    """-log alpha(t): what a time-conditioned network is told."""
+    """Return -log alpha(t), the input of a time-conditioned network."""
     return -torch.log(schedule.alpha(t.double())).to(t.dtype)
 
 
 def loss_weight(schedule: NoiseSchedule, t: Tensor) -> Tensor:
-    """-alpha'(t) / (1 - alpha(t)): the weight of a hidden token's cross-entropy in continuous time."""
+    """Return -alpha'(t) / (1 - alpha(t)), the weight of a hidden token in the continuous-time NELBO."""
     exact = t.double()
     return (-schedule.dalpha(exact) / (1 - schedule.alpha(exact))).to(t.dtype)
 
 
 def discrete_time(t: Tensor, steps: int) -> Tensor:
-    """The end of the step of width 1 / steps that t falls into."""
+    """Return the end of the step of width 1 / steps that t falls into."""
     return torch.clamp(torch.floor(t * steps) / steps + 1 / steps, max=1.0)
 
 
 def discrete_loss_weight(schedule: NoiseSchedule, t: Tensor, steps: int) -> Tensor:
-    """steps · (alpha(s) - alpha(t)) / (1 - alpha(t)) with s = t - 1/steps: the weight in discrete time."""
+    """Return steps · (alpha(s) - alpha(t)) / (1 - alpha(t)), s = t - 1/steps: the weight in the discrete-time NELBO."""
     exact = t.double()
     alpha = schedule.alpha(exact)
     return (steps * (schedule.alpha(exact - 1 / steps) - alpha) / (1 - alpha)).to(t.dtype)

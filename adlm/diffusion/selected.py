@@ -1,4 +1,4 @@
-"""A linear head and its loss at selected positions, without ever storing the logits of more than one chunk."""
+"""The loss of a linear head at selected positions, with the logits of one chunk in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGN = 64  # rows of a GPU's half-precision product start on a boundary, or it 
 
 
 class SelectedLoss(NamedTuple):
-    """Σ weight · loss (differentiable) and each position's own unweighted loss (not)."""
+    """The differentiable sum Σ weight · loss, and each position's unweighted loss (not differentiable)."""
 
     total: Tensor  # ()
     each: Tensor  # (N,)
@@ -25,7 +25,7 @@ class SelectedLoss(NamedTuple):
 def compute_loss_and_grad(
     logits: Tensor, target: Tensor, weight: Tensor, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss and weight · d loss / d logits, which overwrites the logits.
+    """Return each row's loss and weight · d loss / d logits, which overwrites the logits.
 
     Cross-entropy: lse - z_target. With an `offset` c the score entropy: exp(lse - c) - z_target + c - 1, which is
     the cross-entropy where lse = c and above it elsewhere.
@@ -49,8 +49,7 @@ def compute_loss_and_grad(
 
 
 def _compute_logits(x: Tensor, matrix: Tensor, shift: Tensor, buffer: Tensor) -> Tensor:
-    """x W' + b (n, V) in a piece of the buffer. On a CPU it lies there transposed: the product is faster by half, and
-    takes the bias along."""
+    """Compute x W' + b (n, V) in the buffer; on a CPU transposed, which is faster by half and includes the bias."""
     rows, vocab = x.shape[0], matrix.shape[0]
     if x.is_cuda:
         return torch.addmm(shift, x, matrix.t(), out=buffer[: rows * vocab].view(rows, vocab))
@@ -58,7 +57,7 @@ def _compute_logits(x: Tensor, matrix: Tensor, shift: Tensor, buffer: Tensor) ->
 
 
 def _add_product(so_far: Tensor | None, left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
-    """so_far + left @ right; half-precision products are added up in full."""
+    """Return so_far + left @ right; half-precision products are summed in float32."""
     if so_far is None:
         return left @ right
     if so_far.dtype == right.dtype == wide:
@@ -67,7 +66,7 @@ def _add_product(so_far: Tensor | None, left: Tensor, right: Tensor, wide: torch
 
 
 class _SelectedLossFunction(torch.autograd.Function):
-    """Gradients are made in the forward, chunk by chunk, because the logits are there only then."""
+    """Computes gradients in the forward, chunk by chunk, because the logits exist only then."""
 
     @staticmethod
     def forward(
@@ -139,12 +138,12 @@ def selected_loss(
     offset: float | None = None,
     chunk: int | None = None,
 ) -> SelectedLoss:
-    """Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L).
+    """Compute Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L).
 
-    `without` is a token that the head may not name (the mask, for a denoiser).
+    `without` is a token of probability zero (the mask, for a denoiser: SUBS).
     """
     x = features.reshape(-1, features.shape[-1])[selection.index]
-    # A parameter asks for its gradient under no_grad too, and that is a product as large as the logits'.
+    # A parameter requires its gradient under no_grad too, a product as large as the logits'.
     matrix, bias = (
         each if each is None or torch.is_grad_enabled() else each.detach() for each in (head.weight, head.bias)
     )

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a causal model has read."""
+"""Keys and values of the tokens that a causal model has processed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class KVCache:
         self.used = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions and return all of them so far."""
+        """Store new positions and return all so far."""
         end = self.used + k.shape[2]
         if end > self.keys.shape[2]:
-            raise ValueError(f"the cache holds {self.keys.shape[2]} positions and position {end} was asked for")
+            raise ValueError(f"{end} positions do not fit into a cache of {self.keys.shape[2]}: make a longer cache")
         self.keys[:, :, self.used : end] = k
         self.values[:, :, self.used : end] = v
         self.used = end

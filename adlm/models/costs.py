@@ -1,4 +1,4 @@
-"""What a model costs: arithmetic on its config."""
+"""Parameters, FLOPs and memory of a model, computed from its config."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from adlm.models.language_model import ModelConfig
 from adlm.models.transformer import NoiseEmbedding
 
-HIDDEN_SHARE = 0.5  # of the positions of a masked model, on average over t (log-linear schedule)
+HIDDEN_SHARE = 0.5  # of a masked model's positions, on average over t (log-linear schedule)
 MAX_LOGIT_ROWS = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
 OPTIMIZERS = ("adamw", "muon")
 
-# Numbers a layer keeps per token and unit of dim for its backward: x, norm 1, qkv (3), rotated q and k (2), attention,
-# x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks; dropout comes on top.
+# Values a layer saves for its backward per token and unit of dim: x, norm 1, qkv (3), rotated q and k (2), attention,
+# x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks; dropout adds to them.
 SAVED_PER_LAYER = 18
-# A CPU process holds more than it asked for: glibc keeps what was freed between the pieces still in use. Measured peaks
-# of real steps are 1.8 times the count above for the activations; CUDA's allocator needs no such factor.
+# Measured peaks of CPU processes are 1.8 times the saved activations, because glibc keeps freed memory; CUDA's
+# allocator needs no such factor.
 ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.8}
 
 # Dense half-precision peaks with float32 accumulation, TFLOP/s by the vendors' data sheets; the first match counts.
-# `$`: of these there are lesser ones whose names go on (Laptop, D).
+# `$`: slower variants have longer names (Laptop, D).
 PEAK_TFLOPS = (
     (r"GB200", 2500),
     (r"B200", 2250),
@@ -49,7 +49,7 @@ PEAK_TFLOPS = (
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many numbers a model learns, by part; a tied head counts once, as embedding."""
+    """Parameters of a model by part; a tied head counts once, as embedding."""
 
     layers: int  # both stages with their norms, modulations and noise embeddings
     embedding: int  # of tokens and of learned positions
@@ -63,7 +63,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device at the peak of a training step, an estimate."""
+    """Estimated bytes on one device at the peak of a training step."""
 
     weights: int
     gradients: int
@@ -78,7 +78,7 @@ class MemoryEstimate:
 
 
 def count_parameters_by_part(config: ModelConfig) -> ParameterCounts:
-    """The parameters of `LanguageModel(config)` by part, without building it."""
+    """Count the parameters of `LanguageModel(config)` by part, without building it."""
     dim, vocab, cond = config.dim, config.vocab_size, config.cond_dim
     norm = dim * (2 if config.norm_bias else 1)
     layer = count_layer_weights(config) + 2 * norm + 5 * dim + (4 * dim if config.attention_bias else 0)
@@ -101,22 +101,22 @@ def count_parameters_by_part(config: ModelConfig) -> ParameterCounts:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """All parameters of `LanguageModel(config)`."""
+    """Count all parameters of `LanguageModel(config)`."""
     return count_parameters_by_part(config).total
 
 
 def count_layer_weights(config: ModelConfig) -> int:
-    """Numbers in the four matrices of a layer: qkv, out, up, down."""
+    """Count the weights in the four matrices of a layer: qkv, out, up, down."""
     return 12 * config.dim**2
 
 
 def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0.6) -> float:
-    """Training FLOPs per token of our formulation: three times the forward's products.
+    """Return the training FLOPs per token: three times the forward's products.
 
-    Counted: the layers' matrices, attention (causal: half of it), the bridge as a dim × dim map, and the heads where
-    they are applied: hidden positions (half of a masked model's, all of a causal one's) and anchors. Ignored: the
-    product of the factored bridge, done once a step however large the batch (0.5% of 32 × 1,024 tokens), modulations
-    that are constants, everything elementwise, and what activation checkpointing does twice.
+    Counted: the layers' matrices, attention (causal: half), the bridge as a dim × dim map, and the heads where they are
+    applied: hidden positions (half of a masked model's, all of a causal one's) and anchors. Not counted: the product of
+    the factored bridge (0.5% of a step of 32 × 1,024 tokens), constant modulations, elementwise operations and
+    recomputation by activation checkpointing.
     """
     dim, vocab = config.dim, config.vocab_size
     attention = (2 if config.is_causal else 4) * length * dim
@@ -129,7 +129,7 @@ def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The dense half-precision peak of a GPU by its name, FLOP/s; None for one that is not in the table."""
+    """Return the dense half-precision peak of a GPU in FLOP/s by its name, None for an unknown one."""
     if "MIG" in device_name.split():
         return None  # a slice of a GPU
     for pattern, tera in PEAK_TFLOPS:
@@ -151,19 +151,19 @@ def estimate_memory(
     is_cuda: bool,
     anchor_share: float = 0.6,
 ) -> MemoryEstimate:
-    """Bytes at the peak of a training step of `rows` × `length` tokens on one of `shards` devices: an estimate.
+    """Estimate the bytes at the peak of a training step of `rows` × `length` tokens on one of `shards` devices.
 
-    Weights, gradients, optimizer states and average are float32 and divided by `shards`; of sharded ones, embedding,
-    heads and bridge and two layers are whole at a time. All gradients are taken to stand beside all activations: the
-    total of an unsharded step of one micro-batch is too high by part of them. Not in it: the CUDA context,
-    communication buffers and fragmentation, what time conditioning keeps per row, and a CPU process's libraries.
+    Weights, gradients, optimizer states and EMA are float32 and divided by `shards`; sharded embedding, heads, bridge
+    and two layers are gathered at a time. All gradients are counted together with all activations, which is too high
+    for one unsharded micro-batch. Not counted: CUDA context, communication buffers, fragmentation, time conditioning
+    and a CPU process's libraries.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
     if bytes_per_activation not in (2, 4):
-        raise ValueError(f"bytes_per_activation is 2 (bf16) or 4 (float32), got {bytes_per_activation}")
+        raise ValueError(f"bytes_per_activation must be 2 (bf16) or 4 (float32), got {bytes_per_activation}")
     if min(rows, length, shards) < 1:
-        raise ValueError(f"rows, length and shards are at least 1, got {rows}, {length}, {shards}")
+        raise ValueError(f"rows, length and shards must be at least 1, got {rows}, {length}, {shards}")
     parts, layers = count_parameters_by_part(config), config.anchor_layers + config.denoiser_layers
     matrices, full = count_layer_weights(config), 4 * parts.total // shards
     states = 2 * parts.total - (layers * matrices if optimizer == "muon" else 0)
@@ -179,26 +179,26 @@ def estimate_memory(
 
 
 def activation_bytes(config: ModelConfig, tokens: int, width: int, checkpoint: bool, is_cuda: bool) -> int:
-    """What the layers keep for the backward, and the copies of their weights that the products took."""
+    """Estimate what the layers save for the backward, and the copies of their weights."""
     layers, stages = config.anchor_layers + config.denoiser_layers, 2 if config.anchor_layers else 1
-    # Two dropouts keep a byte per number in compiled layers, a number in eager ones.
+    # Two dropouts save a byte per value in compiled layers, a value in eager ones.
     dropout = (2 if is_cuda else 2 * width) if config.dropout else 0
     layer = (SAVED_PER_LAYER * width + dropout) * config.dim
     kept = layers * width * config.dim + layer if checkpoint else layers * layer
-    outside = 3 * stages * width * config.dim  # a stage's input, its last norm and that norm's input
+    outside = 3 * stages * width * config.dim  # a stage's input, its final norm and that norm's input
     if config.anchor_layers and config.bridge == "softmax":
         outside += (width + 4) * config.vocab_size
     copies = 0
     if width == 2:
         copies = 2 * count_layer_weights(config)
     elif config.cond_dim is not None and not config.time_conditioning:
-        copies = 4 * 5 * config.dim**2  # gates multiply the two matrices that come out of a layer's halves
+        copies = 4 * 5 * config.dim**2  # gates multiply the matrices `out` and `down`
     copies *= 1 if checkpoint else layers
     return int(ALLOCATOR_OVERHEAD[is_cuda] * (tokens * (kept + outside) + copies))
 
 
 def head_bytes(config: ModelConfig, tokens: int, width: int, anchor_share: float, is_cuda: bool) -> int:
-    """One chunk of logits, and what each head has ready for the backward: its gradient and its features'."""
+    """Estimate one chunk of logits, and each head's gradient and that of its features."""
     shares = [1.0 if config.is_causal else HIDDEN_SHARE] + ([anchor_share] if config.anchor_layers else [])
     positions = [int(share * tokens) for share in shares]
     matrix = config.vocab_size * config.dim

@@ -1,4 +1,15 @@
-"""The four models of the paper as one: masked or causal, one stage or two (anchor network, bridge, denoiser)."""
+"""The four models of the paper as one: masked or causal, one stage or two.
+
+Why two stages? A masked model restores hidden tokens from visible ones. When the words that carry a sentence are
+hidden, everything else is hard to restore. So an anchor network first predicts a distribution for every position,
+supervised lightly on the important tokens (the anchors), and a denoiser then predicts the hidden tokens from the
+anchor network's output alone: the bridge between them is the denoiser's only input. The composition is
+
+    tokens -> anchor_features -> (anchor_head: anchor logits) -> bridge -> denoise_features -> (head: logits).
+
+The bridge of the paper is a linear map V -> dim of the anchor logits ("factored"); as a product of two matrices it is
+one dim × dim map, so the logits between the stages never exist.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +22,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adlm.models.cache import KVCache
-from adlm.models.transformer import Layer, Norm, Rotary, Stack, causal_mask, gate_weights, compute_modulations, rotary_table
+from adlm.models.transformer import (
+    Layer,
+    Norm,
+    Rotary,
+    Stack,
+    causal_mask,
+    compute_modulations,
+    gate_weights,
+    rotary_table,
+)
 
 BRIDGES = ("factored", "direct", "softmax")
 POSITIONS = ("rotary", "learned")
-# Inductor's fusion of sums along rows with sums along columns gives wrong gradients of the modulations at the sizes
-# that are trained (torch 2.11, relative errors of 0.4 to 7); without it a step takes as long.
+# Inductor's fusion of row sums with column sums gives wrong gradients of the modulations at training sizes (torch 2.11,
+# relative errors of 0.4 to 7); without it a step takes as long.
 INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
-NEG_INF = -1e6  # the log-probability of what cannot be; finite, so that 0 · log 0 stays 0
+NEG_INF = -1e6  # log-probability of the impossible; finite, so that 0 · log 0 stays 0
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides the shape of a model. `vocab_size` counts the mask token, if there is one."""
+    """The shape of a model. `vocab_size` counts the mask token, if there is one."""
 
     vocab_size: int
     mask_id: int | None
@@ -43,9 +63,9 @@ class ModelConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        def require(ok: bool, what: str) -> None:
-            if not ok:
-                raise ValueError(f"model config: {what}")
+        def require(is_valid: bool, message: str) -> None:
+            if not is_valid:
+                raise ValueError(f"model config: {message}")
 
         require(self.dim % self.heads == 0, f"dim {self.dim} must be a multiple of heads {self.heads}")
         require(self.dim // self.heads % 2 == 0, f"dim / heads = {self.dim // self.heads} must be even")
@@ -65,14 +85,14 @@ StageContext = tuple[Tensor | None, Rotary | None, Tensor | None]  # noise level
 
 
 class Features(NamedTuple):
-    """What the stages say before their heads, each (B, L, dim) after its final norm."""
+    """The features of the stages, each (B, L, dim) after its final norm and before its head."""
 
     anchor: Tensor | None
     final: Tensor
 
 
 class LanguageModel(nn.Module):
-    """MDLM, ADLM, AR and A2R. Heads are plain linears: objectives and samplers apply them where they need them."""
+    """MDLM, ADLM, AR or A2R; objectives and samplers apply the linear heads where they need them."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -192,14 +212,14 @@ class LanguageModel(nn.Module):
         return level, rotary, mask
 
     def rotary(self, device: torch.device) -> Rotary:
-        """The angles, made once: no buffer, because a cast of the model must not round them."""
+        """Return the rotary angles, made once and no buffer, because a cast of the model must not round them."""
         if self._rotary is None or self._rotary[0].device != device:
-            with torch.inference_mode(False):  # they outlive the call, and training must be able to use them
+            with torch.inference_mode(False):  # they outlive the call, and training may use them
                 self._rotary = rotary_table(self.config.length, self.config.dim // self.config.heads, device)
         return self._rotary
 
     def apply_bridge(self, anchor: Tensor) -> Tensor:
-        """The bridge: the denoiser's only view of the text, from the anchor network's features."""
+        """Map the anchor network's features (B, L, dim) to the denoiser's input, its only view of the text."""
         assert self.bridge is not None and self.anchor_head is not None
         if self.config.bridge == "direct":
             return self.bridge(anchor)
@@ -208,13 +228,16 @@ class LanguageModel(nn.Module):
         return F.linear(anchor, *self.bridge_product())
 
     def bridge_product(self) -> tuple[Tensor, Tensor]:
-        """W_in (W_out h + b_out) + b_in as one dim × dim map: the logits between the stages never exist."""
+        """Return weight and bias of W_in (W_out h + b_out) + b_in as one dim × dim map."""
         assert self.bridge is not None and self.anchor_head is not None
         weight = self.bridge.weight @ self.anchor_head.weight
         return weight, torch.mv(self.bridge.weight, self.anchor_head.bias) + self.bridge.bias
 
     def log_probs(self, tokens: Tensor, noise_level: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """Log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token)."""
+        """Return log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token).
+
+        SUBS: the mask has probability zero, and a visible token predicts itself with probability one.
+        """
         features = self(tokens, noise_level)
         anchor = None
         if features.anchor is not None and self.anchor_head is not None:
@@ -222,7 +245,7 @@ class LanguageModel(nn.Module):
         mask_id, logits = self.config.mask_id, self.head(features.final).float()
         if self.config.is_causal:
             if mask_id is not None:
-                # The lineage's number, kept so that its tables agree in every column; exp(-1000) is 0 as well.
+                # The lineage's value, so that log-probabilities agree in every column; exp(-1000) is 0.
                 logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), -1000.0)
             return anchor, logits.log_softmax(-1)
         assert mask_id is not None
@@ -231,10 +254,10 @@ class LanguageModel(nn.Module):
         return anchor, torch.where((tokens == mask_id)[..., None], logits.log_softmax(-1), itself)
 
     def new_cache(self, batch: int, length: int | None = None) -> list[KVCache]:
-        """Empty key-value caches for all layers, anchor network first."""
+        """Return empty key-value caches for all layers, anchor network first."""
         config, weight = self.config, self.embed.weight
         if not config.is_causal:
-            raise ValueError("a key-value cache serves causal models; in a masked model every token sees every other")
+            raise ValueError("this model is masked: only causal models can use a key-value cache")
         return [
             KVCache(
                 batch,
@@ -255,37 +278,37 @@ class LanguageModel(nn.Module):
         return self
 
     def fold(self) -> LanguageModel:
-        """The inference form: bridge product and constant modulations folded into the matrices; equal to rounding."""
+        """Return the inference form: bridge product and constant modulations in the matrices, equal up to rounding."""
         return fold_model(self)
 
 
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:
-    """An embedding without numbers yet: torch's own start, on the meta device, would load the whole compiler first."""
+    """Make an uninitialized embedding: torch's own initialization on the meta device would load the compiler."""
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
 def check_noise_level(noise_level: Tensor | None, rows: int) -> Tensor:
-    """One noise level a row, or an error that says so: a silent zero would be another model."""
+    """Return the noise level if it has one value per row, else raise: zero instead would be another model."""
     if noise_level is None or noise_level.shape != (rows,):
         got = "none" if noise_level is None else f"shape {tuple(noise_level.shape)}"
-        raise ValueError(f"a time-conditioned model needs a noise_level of shape ({rows},), one a row; got {got}")
+        raise ValueError(f"a time-conditioned model needs a noise_level of shape ({rows},), one per row; got {got}")
     return noise_level
 
 
 def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
-    """Which keys each query may read: what is valid; in a causal model what came before, and itself."""
+    """Return which keys each query may attend to: valid ones; in a causal model earlier ones, and itself."""
     if not is_causal:
         return valid[:, None, None, :]
     if is_cached:
-        raise ValueError("a causal model takes either `valid` or a cache: cached tokens are all read")
+        raise ValueError("a causal model takes `valid` or a cache, not both: all cached tokens are valid")
     length = valid.shape[1]
-    itself = torch.eye(length, dtype=torch.bool, device=valid.device)  # or a padded query would have nothing to read
+    itself = torch.eye(length, dtype=torch.bool, device=valid.device)  # else a padded query would attend to nothing
     return (causal_mask(length, length, valid.device) & valid[:, None, None, :]) | itself
 
 
 @torch.no_grad()
 def fold_model(model: LanguageModel) -> LanguageModel:
-    """A copy whose matrices hold what does not depend on the tokens: fewer products, the same function."""
+    """Copy a model with everything that does not depend on the tokens multiplied into its matrices."""
     config, state = model.config, dict(model.state_dict())
     if config.cond_dim is not None and not config.time_conditioning:
         config = replace(config, cond_dim=None, norm_bias=True)
@@ -306,21 +329,21 @@ def fold_model(model: LanguageModel) -> LanguageModel:
 
 
 def fold_stack(stack: Stack) -> dict[str, Tensor]:
-    """The stack's parameters with the modulation of noise level zero folded in, under the unmodulated names."""
+    """Return a stack's parameters with the modulation at noise level zero folded in, under the unmodulated names."""
     state: dict[str, Tensor] = {}
 
-    def put_norm(name: str, norm: Norm, shift: Tensor | None, scale: Tensor | None) -> None:
+    def fold_norm(name: str, norm: Norm, shift: Tensor | None, scale: Tensor | None) -> None:
         weight, bias = norm.affine(shift, scale)
         state[f"{name}.weight"] = weight
         state[f"{name}.bias"] = torch.zeros_like(weight) if bias is None else bias
 
     cond = stack.condition_on(None, stack.norm.weight.device)
-    put_norm("norm", stack.norm, *compute_modulations(stack.modulation, cond, 2))
+    fold_norm("norm", stack.norm, *compute_modulations(stack.modulation, cond, 2))
     for i, layer in enumerate(stack.layers):
         assert isinstance(layer, Layer)
         shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(layer.modulation, cond, 6)
-        put_norm(f"layers.{i}.norm1", layer.norm1, shift1, scale1)
-        put_norm(f"layers.{i}.norm2", layer.norm2, shift2, scale2)
+        fold_norm(f"layers.{i}.norm1", layer.norm1, shift1, scale1)
+        fold_norm(f"layers.{i}.norm2", layer.norm2, shift2, scale2)
         for name, linear, gate in (("out", layer.out, gate1), ("down", layer.down, gate2)):
             weight, bias = gate_weights(linear, gate)
             state[f"layers.{i}.{name}.weight"] = weight
@@ -331,7 +354,7 @@ def fold_stack(stack: Stack) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def initialize(model: LanguageModel, rng: torch.Generator) -> None:
-    """The lineage's start: uniform ±1/√fan_in; heads and modulations zero; a direct bridge is the identity."""
+    """Initialize as the lineage: uniform ±1/√fan_in; heads and modulations zero; a direct bridge is the identity."""
 
     def uniform(parameter: Tensor, fan_in: int) -> None:
         bound = 1 / math.sqrt(fan_in)

@@ -1,4 +1,4 @@
-"""Sizes by name."""
+"""Model sizes by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """Width and depth; a one-stage model has the anchor network's depth alone."""
+    """Width and depth; a one-stage model has the anchor network's depth."""
 
     dim: int
     heads: int

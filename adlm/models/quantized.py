@@ -1,4 +1,4 @@
-"""Weights in a byte each, for storing: every row of a matrix as int8 with its own scale; models compute in float."""
+"""Storage of weights as int8 with a scale per row; models compute in float."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INT8_MAX = 127
 
 
 def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices as int8 and `<name>.scale` (a float32 a row); vectors, which are few, as float32."""
+    """Store matrices as int8 and `<name>.scale` (a float32 per row), vectors as float32."""
     stored: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if weight.dim() != 2:
@@ -26,7 +26,7 @@ def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantize(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that `quantize` stored, in float32; what is not int8 passes as it is."""
+    """Return the weights that `quantize` stored, in float32; others stay as they are."""
     weights: dict[str, Tensor] = {}
     for name, weight in stored.items():
         if name.endswith(SCALE):
@@ -35,6 +35,6 @@ def dequantize(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
             weights[name] = weight
             continue
         if name + SCALE not in stored:
-            raise ValueError(f"{name} is int8 but has no {name + SCALE}: the file is not whole")
+            raise ValueError(f"{name} is int8 but has no {name + SCALE}: the file is incomplete; export it again")
         weights[name] = weight.float() * stored[name + SCALE][:, None]
     return weights

@@ -1,4 +1,4 @@
-"""Layers: pre-norm attention and MLP, rotary positions, adaLN modulation by the noise level."""
+"""Transformer layers: pre-norm attention and MLP, rotary positions, adaLN modulation by the noise level."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUDA_KERNELS = [
 
 
 def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
-    """Cosines and sines (length, head_dim / 2), always float32: a model cast to bfloat16 keeps exact angles."""
+    """Return cosines and sines (length, head_dim / 2) in float32, also for a model in bfloat16."""
     frequency = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
@@ -36,7 +36,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tensor | None) -> Tensor:
-    """Scaled dot-product attention: the one place that chooses the kernel."""
+    """Compute scaled dot-product attention with the fastest kernel."""
     if q.is_cuda and attend is None:
         with sdpa_kernel(CUDA_KERNELS, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -45,7 +45,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tenso
 
 @torch.library.custom_op("adlm::gelu_in_product", mutates_args=())
 def gelu_in_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """gelu(x W' + b) with the activation in the product's epilogue; a custom op, so that compilers leave it whole."""
+    """Compute gelu(x W' + b) with the activation in the product's epilogue; a custom op, so that compilers keep it."""
     y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -56,7 +56,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
-    """tanh-GELU of a linear map."""
+    """Compute the tanh-GELU of a linear map."""
     if x.is_cuda and x.dtype == linear.weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
         return gelu_in_product(x, linear.weight, linear.bias)
     return F.gelu(linear(x), approximate="tanh")
@@ -71,7 +71,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
 
     def affine(self, shift: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias after modulation: (norm·w + b)(1 + scale) + shift as one affine map."""
+        """Return weight and bias after modulation: (norm·w + b)(1 + scale) + shift as one affine map."""
         if shift is None or scale is None:
             return self.weight, self.bias
         weight = self.weight * (1 + scale)
@@ -88,21 +88,21 @@ class Norm(nn.Module):
 
 
 def gate_weights(linear: nn.Linear, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of gate · linear(x) for a gate that is the same at every position."""
+    """Return weight and bias of gate · linear(x) for a gate that is the same at every position."""
     if gate is None:
         return linear.weight, linear.bias
     return gate[:, None] * linear.weight, None if linear.bias is None else gate * linear.bias
 
 
 def apply_gate(linear: nn.Linear, x: Tensor, gate: Tensor | None) -> Tensor:
-    """gate · linear(x). A constant gate multiplies the matrix, not the (B, L, dim) result: the same product."""
+    """Compute gate · linear(x); a constant gate multiplies the matrix, not the (B, L, dim) result."""
     if gate is not None and gate.dim() > 1:
         return gate * linear(x)
     return F.linear(x, *gate_weights(linear, gate))
 
 
 def compute_modulations(linear: nn.Linear | None, cond: Tensor | None, parts: int) -> list[Tensor | None]:
-    """The adaLN vectors: (dim,) each when one condition serves all rows, (B, 1, dim) when rows differ."""
+    """Return the adaLN vectors: (dim,) each when one condition serves all rows, (B, 1, dim) when rows differ."""
     if linear is None or cond is None:
         return [None] * parts
     with torch.autocast(cond.device.type, enabled=False):
@@ -111,7 +111,7 @@ def compute_modulations(linear: nn.Linear | None, cond: Tensor | None, parts: in
 
 
 class Layer(nn.Module):
-    """Attention and MLP around a residual stream, the DiT block of the lineage."""
+    """Attention and MLP with residual connections: the DiT block of SEDD and MDLM."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Layer(nn.Module):
         q, k, v = qkv.unbind(2)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        # Transposed views, not copies: the kernel answers in the layout of q, ready for the output projection.
+        # Transposed views, not copies: the kernel's output has the layout of q, ready for the output projection.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         is_causal = self.is_causal and attend is None
         if cache is not None:
@@ -164,7 +164,7 @@ class Layer(nn.Module):
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which of `keys` positions the last `queries` positions may read."""
+    """Return which of `keys` positions the last `queries` positions may attend to."""
     position = torch.arange(keys - queries, keys, device=device)
     return torch.arange(keys, device=device) <= position[:, None]
 
@@ -202,7 +202,7 @@ class Stack(nn.Module):
         self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 2 * dim)
 
     def condition_on(self, noise_level: Tensor | None, device: torch.device) -> Tensor | None:
-        """The conditioning vector; without a noise level that of zero, one row that serves the batch."""
+        """Return the conditioning vector (B, cond_dim); without a noise level that of zero (1, cond_dim)."""
         if self.condition is None:
             return None
         return self.condition(torch.zeros(1, device=device) if noise_level is None else noise_level)

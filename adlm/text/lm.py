@@ -22,7 +22,7 @@ from torch import Tensor
 from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
-from adlm.diffusion.denoise import Frame
+from adlm.diffusion.denoising import Frame
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
 from adlm.models.costs import count_parameters
 from adlm.text.generation import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.denoise import Frame
+from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import EPS
 from adlm.generate import Predictor
 from adlm.text.templates import WORD, Layout, classify_tokens

@@ -9,9 +9,9 @@ import torch
 from adlm.diffusion.anchors import (
     ANCHOR_SCOPES,
     anchor_weight,
+    apply_scope,
     count_in_row,
     every_token,
-    apply_scope,
     listed_tokens,
     random_positions,
     rare_in_corpus,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from adlm.diffusion import denoise as denoise_module
+from adlm.diffusion import denoising as denoise_module
 from adlm.diffusion import plans
 from adlm.diffusion.categorical import SamplingParams, compute_probs
-from adlm.diffusion.denoise import denoise
+from adlm.diffusion.denoising import denoise
 from adlm.diffusion.plans import confidence_remask_prob
 from adlm.diffusion.rng import CounterRng
 from adlm.generate import compile_for_sampling, stream_tokens

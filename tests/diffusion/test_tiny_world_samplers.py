@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adlm.diffusion import denoise
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
@@ -29,7 +28,7 @@ WORLDS = {
 @pytest.fixture(autouse=True)
 def _many_at_once(monkeypatch):
     """Three-token logits are small: more rows of them at a time than a vocabulary of 50,000 would allow."""
-    monkeypatch.setitem(denoise.MAX_LOGIT_ROWS, "cpu", 4096)
+    monkeypatch.setitem(denoising.MAX_LOGIT_ROWS, "cpu", 4096)
 
 
 def p_value(world, sampler, *, seed=5, sampling=None, start=None, is_free=None, block=None):

@@ -17,7 +17,7 @@ from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.objectives import training_loss
 from adlm.methods import METHODS, build_config
 from adlm.models import costs
-from adlm.models.costs import flops_per_token, estimate_memory, count_parameters, count_parameters_by_part, peak_flops
+from adlm.models.costs import count_parameters, count_parameters_by_part, estimate_memory, flops_per_token, peak_flops
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.presets import PRESETS
 from bench import costs as planned

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 import adlm
-from adlm import LM, LanguageModel, Tokenizer
+from adlm import LM, LanguageModel
 from adlm.bundled import DEFAULT, find_bundled_model
 from adlm.checkpoint import LoadedModel
-from adlm.data.tokenizers import train_bpe
+from adlm.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from adlm.methods import METHODS
 from tests.world import random_model
 
@@ -32,7 +32,7 @@ def tokenizer(name: str) -> Tokenizer:
         return Tokenizer.load(find_bundled_model(DEFAULT))
     if name == "bare":
         return train_bpe([PROSE], 270, name="bare")
-    return adlm.load_tokenizer(name)
+    return load_tokenizer(name)
 
 
 def wrap(model: LanguageModel, words: str | Tokenizer = "bytes", method: str = "adlm", rows: str = "wrapped") -> LM:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from adlm import LM, StreamStep
+from adlm import LM
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.text.stream import MAX_COUNT
+from adlm.text.stream import MAX_COUNT, StreamStep
 from adlm.text.templates import BLOCK, classify_tokens
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
