@@ -16,6 +16,7 @@ from adlm.bundled import DEFAULT
 from adlm.checkpoint import describe_model, write_json
 from adlm.data.batches import is_valid
 from adlm.data.prepare import prepare
+from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.provenance import hash_weights
 from adlm.likelihood import ORDERS, estimate_nll, estimate_order_nll
@@ -226,7 +227,7 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
     from adlm.interop.gpt2 import from_state_dict
     from tests.interop.test_gpt2 import gpt2
 
-    tokenizer = adlm.Tokenizer.load(data())
+    tokenizer = Tokenizer.load(data())
     theirs = gpt2(vocab_size=tokenizer.vocab_size, n_positions=32)
     ours = from_state_dict(theirs.state_dict(), heads=2)
     tokenizer.save(tmp_path)
