@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -32,6 +32,7 @@ from adlm.training.distributed import DistributedContext
 from adlm.training.guard import Diverged, LossGuard
 
 Record = dict[str, Any]
+WriteRecord = Callable[[Record], None]
 
 STEP_METRICS = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
 # JSON has no such numbers: they are written as text.
@@ -192,39 +193,6 @@ def _from_json(value: Any) -> Any:
     return float(value) if value in NON_FINITE else value
 
 
-class Tracker(Protocol):
-    """An experiment tracker that records are written to."""
-
-    def write(self, record: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def open_trackers(
-    names: Sequence[str],
-    *,
-    folder: Path,
-    run: str,
-    config: Record,
-    resumed_after: int | None = None,
-) -> list[Tracker]:
-    """Open trackers by name; `resumed_after` is the step of the checkpoint that the run resumes from."""
-    unknown = [name for name in names if name not in TRACKERS]
-    if unknown:
-        raise ValueError(f"unknown tracker {', '.join(unknown)}; known: {', '.join(TRACKERS)}")
-    trackers: list[Tracker] = []
-    try:
-        for name in names:
-            trackers.append(TRACKERS[name](folder, run, config, resumed_after))
-    except BaseException as error:
-        for tracker in trackers:
-            tracker.close()
-        if isinstance(error, ImportError):
-            raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
-        raise
-    return trackers
-
-
 def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by name ("time/seconds", …), without the step."""
     flat: dict[str, float] = {}
@@ -236,75 +204,74 @@ def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
-class TensorBoard:
+@contextmanager
+def open_trackers(
+    names: Sequence[str], *, folder: Path, run: str, config: Record, resumed_after: int | None = None
+) -> Iterator[list[WriteRecord]]:
+    """A context with a function for each tracker that writes a record to it.
+
+    `resumed_after` is the step of the checkpoint that the run resumes from.
+    """
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise ValueError(f"unknown tracker {', '.join(unknown)}; known: {', '.join(TRACKERS)}")
+    with ExitStack() as exit_stack:
+        writers = []
+        for name in names:
+            try:
+                writers.append(exit_stack.enter_context(TRACKERS[name](folder, run, config, resumed_after)))
+            except ImportError as error:
+                raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
+        yield writers
+
+
+@contextmanager
+def open_tensorboard(folder: Path, run: str, config: Record, resumed_after: int | None) -> Iterator[WriteRecord]:
     """Event files under folder/tensorboard; resuming removes the steps after the checkpoint."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, run: str, config: Record, resumed_after: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = None if resumed_after is None else resumed_after + 1
-        self._writer = SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge)
+    purge = None if resumed_after is None else resumed_after + 1
+    with SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge) as writer:
         text = json.dumps(config, indent=2)
-        self._writer.add_text("config", f"**{run}**\n\n" + "\n".join("    " + line for line in text.splitlines()))
+        writer.add_text("config", f"**{run}**\n\n" + "\n".join("    " + line for line in text.splitlines()))
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in flatten_record(record).items():
-            self._writer.add_scalar(name, value, record["step"])
-        self._writer.flush()
+        def write(record: Record) -> None:
+            for name, value in flatten_record(record).items():
+                writer.add_scalar(name, value, record["step"])
+            writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+        yield write
 
 
-class Wandb:
+@contextmanager
+def open_wandb(folder: Path, run: str, config: Record, resumed_after: int | None) -> Iterator[WriteRecord]:
     """Weights & Biases; folder/wandb_id has the run's id. WANDB_MODE, WANDB_PROJECT and so on apply."""
+    import wandb
 
-    def __init__(self, folder: Path, run: str, config: Record, resumed_after: int | None) -> None:
-        import wandb
-
-        folder.mkdir(parents=True, exist_ok=True)
-        id_file = folder / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:12] + "\n", "utf-8")
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run,
-            id=id_file.read_text("utf-8").strip(),
-            resume="allow",
-            dir=str(folder),
-            config=config,
-        )
+    folder.mkdir(parents=True, exist_ok=True)
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12] + "\n", "utf-8")
+    project, run_id = os.environ.get("WANDB_PROJECT", PROJECT), id_file.read_text("utf-8").strip()
+    with wandb.init(project=project, name=run, id=run_id, resume="allow", dir=str(folder), config=config) as opened:
         # wandb's own step only increases and would drop the steps that a resumed run repeats.
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log({"step": record["step"], **flatten_record(record)})
-
-    def close(self) -> None:
-        self._run.finish()
+        opened.define_metric("*", step_metric="step")
+        yield lambda record: opened.log({"step": record["step"], **flatten_record(record)})
 
 
-class Trackio:
+@contextmanager
+def open_trackio(folder: Path, run: str, config: Record, resumed_after: int | None) -> Iterator[WriteRecord]:
     """trackio's local database (TRACKIO_DIR); steps that a resumed run repeats appear twice."""
+    import trackio
 
-    def __init__(self, folder: Path, run: str, config: Record, resumed_after: int | None) -> None:
-        import trackio
-
-        options: dict[str, Any] = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = trackio.init(project=PROJECT, name=run, config=config, **options)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._run.log(flatten_record(record), step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
+    options: dict[str, Any] = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    opened = trackio.init(project=PROJECT, name=run, config=config, **options)
+    try:
+        yield lambda record: opened.log(flatten_record(record), step=record["step"])
+    finally:
+        opened.finish()
 
 
-TRACKERS: dict[str, Callable[[Path, str, Record, int | None], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "trackio": Trackio,
-}
+TRACKERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
 
 
 class ProgressDisplay:
@@ -314,16 +281,13 @@ class ProgressDisplay:
         self.console, self.first_step, self.steps = console, first_step, steps
         self.start, self.last_line = time.perf_counter(), -math.inf
         self.bar: Progress | None = None
-
-    def __enter__(self) -> ProgressDisplay:
-        if self.console is not None and self.console.is_terminal:
+        if console is not None and console.is_terminal:
             columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
-            self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console)
-            self.task = self.bar.add_task("starting", total=self.steps, completed=self.first_step - 1)
+            self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            self.task = self.bar.add_task("starting", total=steps, completed=first_step - 1)
             self.bar.start()
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -332,7 +296,7 @@ class ProgressDisplay:
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
 
-    def show_metrics(self, record: Mapping[str, Any]) -> None:
+    def show_metrics(self, record: Record) -> None:
         """Show the latest means."""
         if self.console is None:
             return
@@ -356,44 +320,41 @@ class ProgressDisplay:
 
 
 class RunLogger:
-    """Logs a run to metrics.jsonl, trackers and the terminal; every rank has one, and only rank 0 writes."""
+    """Logs a run to metrics.jsonl, trackers and the terminal; every rank has one, and only rank 0 writes.
+
+    `step` and `seconds` are those of the checkpoint that the run resumes from; `exit_stack` closes what is opened here.
+    """
 
     def __init__(
-        self, config: Config, shape: ModelConfig, context: DistributedContext, *, step: int, seconds: float
+        self,
+        config: Config,
+        shape: ModelConfig,
+        context: DistributedContext,
+        exit_stack: ExitStack,
+        *,
+        step: int,
+        seconds: float,
     ) -> None:
-        self.config, self.is_main, self.world_size = config, context.is_main, context.world_size
-        self.folder, self.seconds_before = Path(config.folder), seconds
+        self.config, self.context, self.seconds_before = config, context, seconds
         self.tokens_per_step = config.batch * shape.length
         self.flops_per_token = flops_per_token(shape, length=shape.length)
         is_gpu = context.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name(context.device)) if is_gpu else None
         self.start = self.last_log = time.perf_counter()
         self.last_step, self.paused = step, 0.0  # the last logged step, and seconds not spent training since
-        self.exit_stack = ExitStack()
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
-        self.trackers: list[Tracker] = []
+        folder = Path(config.folder)
+        self.metrics = exit_stack.enter_context(MetricsFile(folder / "metrics.jsonl"))
+        self.trackers: list[WriteRecord] = []
+        if context.is_main:
+            self.metrics.cut_after(step)
+            self.metrics.path.touch()
+            about: Record = {"folder": folder, "run": folder.name, "config": asdict(config)}
+            trackers = open_trackers(config.log.track, **about, resumed_after=step or None)
+            self.trackers = exit_stack.enter_context(trackers)
         console = Console(highlight=False) if context.is_main and config.log.show else None
         self.progress = ProgressDisplay(console, step + 1, config.steps)
+        exit_stack.callback(self.progress.close)
         self.print = self.progress.print
-
-    def __enter__(self) -> RunLogger:
-        if self.is_main:
-            self.exit_stack.enter_context(self.metrics).cut_after(self.last_step)
-            self.metrics.path.touch()
-            self.trackers = open_trackers(
-                self.config.log.track,
-                folder=self.folder,
-                run=self.folder.name,
-                config=asdict(self.config),
-                resumed_after=self.last_step or None,
-            )
-            for tracker in self.trackers:
-                self.exit_stack.callback(tracker.close)
-        self.exit_stack.enter_context(self.progress)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.exit_stack.__exit__(*error)
 
     @property
     def seconds(self) -> float:
@@ -407,11 +368,11 @@ class RunLogger:
         yield
         self.paused += time.perf_counter() - start
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: Record) -> None:
         """Write a record to metrics.jsonl and the trackers."""
-        if self.is_main:
-            for writer in (self.metrics, *self.trackers):
-                writer.write(dict(record))
+        if self.context.is_main:
+            for write in (self.metrics.write, *self.trackers):
+                write(record)
 
     def log_step(self, metrics: StepMetrics, window: MetricWindow) -> None:
         """Log the means since the last call, and the speed."""
@@ -420,7 +381,7 @@ class RunLogger:
         seconds = max(now - self.last_log - self.paused, 1e-9)
         speed = (metrics.step - self.last_step) * self.tokens_per_step / seconds
         self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
-        peak = None if self.peak_flops is None else self.peak_flops * self.world_size
+        peak = None if self.peak_flops is None else self.peak_flops * self.context.world_size
         record = {
             "step": metrics.step,
             **means,
@@ -440,7 +401,7 @@ class RunLogger:
 
     def sync(self) -> None:
         """Wait until metrics.jsonl is on the disk."""
-        if self.is_main:
+        if self.context.is_main:
             fsync_path(self.metrics.path)
 
 

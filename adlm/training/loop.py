@@ -18,7 +18,7 @@ from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
 from adlm.likelihood import estimate_nll
-from adlm.methods import METHODS
+from adlm.methods import METHODS, build_sampler
 from adlm.models.language_model import LanguageModel
 from adlm.training import setup
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel, init_distributed, parallelize
@@ -139,7 +139,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         data_hash, valid_rows = setup.hash_data(data, stream), setup.open_valid_rows(data)
         shape = setup.build_model_config(config, data)
         objective = setup.build_objective(config, shape, data, on_gpu=on_gpu)
-        sampler = setup.build_run_sampler(config, shape)
+        sampler = None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
         setup.check_memory(config, shape, context, micro_batch, precision)
         exit_stack.enter_context(setup.lock_run_folder(folder, context))
         source = context.run_on_rank0(lambda: setup.find_resume_checkpoint(config, data_hash))
@@ -183,8 +183,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             group=context.checkpoint_group,
         )
         exit_stack.callback(writer.wait)  # after an error too, a checkpoint that was started is finished
-        logger = RunLogger(config, shape, context, step=state["step"], seconds=state["seconds"])
-        exit_stack.enter_context(logger)
+        logger = RunLogger(config, shape, context, exit_stack, step=state["step"], seconds=state["seconds"])
         logger.print(describe_run(config, shape, data, context, parallel.kind, source))
 
         def validate(metrics: StepMetrics) -> None:

@@ -177,11 +177,6 @@ def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, An
     return {"document_counts": counts, "documents": count}
 
 
-def build_run_sampler(config: Config, shape: ModelConfig) -> Plan | Order | None:
-    """Build the sampler of samples.sampler; a causal model has none."""
-    return None if shape.is_causal else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
-
-
 def write_samples(
     config: Config,
     shape: ModelConfig,

@@ -1,4 +1,4 @@
-"""The record of a run: what was written is read, interrupted files are repaired, trackers show the same numbers."""
+"""metrics.jsonl is read as it was written and repaired after a kill; trackers show the same numbers."""
 
 import importlib.util
 import json
@@ -7,6 +7,8 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,49 +149,52 @@ def needs(module: str) -> None:
         pytest.skip(f"{module} is not installed: pip install 'adlm[track]'")
 
 
+@contextmanager
+def open_one(name: str, folder: Path, **options: Any) -> Iterator[Any]:
+    with open_trackers([name], folder=folder, run="r", config={"lr": 3e-4}, **options) as (write,):
+        yield write
+
+
 def test_an_unknown_tracker_is_answered_with_the_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown tracker mlflow; known: tensorboard, wandb, trackio"):
-        open_trackers(["tensorboard", "mlflow"], folder=tmp_path, run="r", config={})
+        open_one("mlflow", tmp_path).__enter__()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("trackio", "trackio")])
-def test_a_missing_tracker_names_the_extra(
-    name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_tracker_names_the_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"tracker '{name}'.*pip install 'adlm\[track\]'"):
-        open_trackers([name], folder=tmp_path, run="r", config={})
+        open_one(name, tmp_path).__enter__()
 
 
 def test_a_tracker_that_fails_closes_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 
-    class Fake:
-        def __init__(self, *given: object) -> None: ...
-        def write(self, record: object) -> None: ...
-        def close(self) -> None:
+    @contextmanager
+    def good(*options: object) -> Iterator[Any]:
+        try:
+            yield print
+        finally:
             closed.append(True)
 
-    def broken(*given: object) -> logging.Tracker:
+    def broken(*options: object) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(logging, "TRACKERS", {"good": Fake, "bad": broken})
+    monkeypatch.setattr(logging, "TRACKERS", {"good": good, "bad": broken})
     with pytest.raises(RuntimeError, match="no"):
-        open_trackers(["good", "bad"], folder=tmp_path, run="r", config={})
+        open_trackers(["good", "bad"], folder=tmp_path, run="r", config={}).__enter__()
     assert closed == [True]
 
 
 def test_tensorboard_shows_what_the_checkpoint_has_seen(tmp_path: Path) -> None:
     needs("tensorboard")
-    (tracker,) = open_trackers(["tensorboard"], folder=tmp_path, run="r", config={"lr": 3e-4, "model": {"dim": 8}})
-    for step in (1, 2, 3, 4):
-        tracker.write(record(step))
-    tracker.close()
-    (tracker,) = open_trackers(["tensorboard"], folder=tmp_path, run="r", config={}, resumed_after=2)
-    for step in (3, 4, 5):
-        tracker.write(record(step, **{"train/nll": 100.0 + step}))
-    tracker.close()
+    with open_one("tensorboard", tmp_path) as write:
+        for step in (1, 2, 3, 4):
+            write(record(step))
+    with open_one("tensorboard", tmp_path, resumed_after=2) as write:
+        for step in (3, 4, 5):
+            write(record(step, **{"train/nll": 100.0 + step}))
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -208,10 +213,9 @@ from pathlib import Path
 from adlm.training.logging import open_trackers
 for after, steps in ((None, (1, 2)), (2, (3,))):
     name, folder = sys.argv[1], Path(sys.argv[2])
-    (tracker,) = open_trackers([name], folder=folder, run="r", config={"lr": 0.1}, resumed_after=after)
-    for step in steps:
-        tracker.write({"step": step, "val/nll": step + 0.25, "time": {"seconds": 1.0}})
-    tracker.close()
+    with open_trackers([name], folder=folder, run="r", config={"lr": 0.1}, resumed_after=after) as (write,):
+        for step in steps:
+            write({"step": step, "val/nll": step + 0.25, "time": {"seconds": 1.0}})
 """
 
 
