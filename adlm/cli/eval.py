@@ -259,6 +259,11 @@ def samples(
         if texts is not None and (model is not None or deterministic):
             raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
         check_output_folder("--out", out)
+        settings: dict[str, Any] = {"scorer": judge, "reference": reference, "features": features, "n": n}
+        settings |= {"length": length, "seed": seed, "steps": steps, "sampler": sampler, "temperature": temperature}
+        settings |= {"top_p": top_p, "top_k": top_k, "block": block, "batch": batch, "until_eos": until_eos}
+        settings |= {"sampler_options": parse_sampler_options(option or []), "window": window, "buckets": buckets}
+        settings |= {"mauve_seeds": mauve_seeds, "scorer_batch": judge_batch, "out": out}
         with json_stdout(is_json):
             from adlm.bundled import DEFAULT
             from adlm.evaluate import sampling
@@ -267,34 +272,10 @@ def samples(
 
             given = read_text_file("-").split(SEPARATOR) if str(texts) == "-" else texts
             with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
-                result = sampling.samples(
-                    load(model or DEFAULT, device=str(context.device), deterministic=deterministic)
-                    if texts is None
-                    else None,
-                    scorer=judge,
-                    reference=reference,
-                    texts=given,
-                    features=features,
-                    n=n,
-                    length=length,
-                    steps=steps,
-                    sampler=sampler,
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=top_k,
-                    block=block,
-                    sampler_options=parse_sampler_options(option or []),
-                    seed=seed,
-                    batch=batch,
-                    until_eos=until_eos,
-                    window=window,
-                    buckets=buckets,
-                    mauve_seeds=mauve_seeds,
-                    scorer_batch=judge_batch,
-                    out=out,
-                    context=context,
-                    on_progress=on_progress,
-                )
+                lm = None
+                if texts is None:
+                    lm = load(model or DEFAULT, device=str(context.device), deterministic=deterministic)
+                result = sampling.samples(lm, texts=given, **settings, context=context, on_progress=on_progress)
         if context.is_main:
             print_result(result, is_json=is_json, out=out)
 
@@ -332,31 +313,16 @@ def frontier(
         check_output_folder("--out", out)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError("frontier measures the time of one process: run `adlm eval frontier` without torchrun")
-        grid: dict[str, Any] = {
-            "samplers": parse_list("--samplers", samplers, str),
-            "steps": parse_list("--steps", steps, int),
-            "temperatures": parse_list("--temperatures", temperatures, float),
-            "top_p": parse_list("--top-p", top_p, float),
-        }
+        settings: dict[str, Any] = {"scorer": judge, "reference": reference, "n": n, "length": length, "seed": seed}
+        settings |= {"batch": batch, "repeats": repeats, "window": window, "scorer_batch": judge_batch}
+        settings |= {"samplers": parse_list("--samplers", samplers, str), "steps": parse_list("--steps", steps, int)}
+        settings |= {"temperatures": parse_list("--temperatures", temperatures, float)}
+        settings |= {"top_p": parse_list("--top-p", top_p, float)}
         with json_stdout(is_json), progress_bar() as on_progress:
             from adlm.evaluate.frontier import frontier as measure_frontier
             from adlm.evaluate.plots import draw_figures
 
-            result = measure_frontier(
-                load_models(models, device),
-                scorer=judge,
-                reference=reference,
-                **grid,
-                n=n,
-                length=length,
-                seed=seed,
-                batch=batch,
-                repeats=repeats,
-                window=window,
-                scorer_batch=judge_batch,
-                out=out,
-                on_progress=on_progress,
-            )
+            result = measure_frontier(load_models(models, device), **settings, out=out, on_progress=on_progress)
             paths = draw_figures(result, out) if out else []
         print_result(result, is_json=is_json, out=out, paths=paths)
 

@@ -53,11 +53,7 @@ class SamplerSetting:
 
     def as_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `LM.generate`."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value is not None and (name, value) != ("sampler", LEFT_TO_RIGHT)
-        }
+        return {name: value for name, value in asdict(self).items() if value not in (None, LEFT_TO_RIGHT)}
 
 
 def frontier(
@@ -103,9 +99,8 @@ def frontier(
     machine = {"device": str(models[0].device), "threads": torch.get_num_threads()}
     cache, points, described = open_shared_cache(out), list[Point](), list[dict[str, Any]]()
     for lm, grid in zip(models, grids, strict=True):
-        described.append({"model": lm.name, "method": lm.method, "step": lm.step})
-        described[-1] |= {"weights_sha256": hash_weights(lm.model)}
-        described[-1] |= {"parameters": sum(each.numel() for each in lm.model.parameters())}
+        about_model = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": hash_weights(lm.model)}
+        described.append(about_model | {"parameters": sum(each.numel() for each in lm.model.parameters())})
         is_warm = False
         for setting in grid:
             on_progress(f"{lm.name}: {setting.sampler}", len(points), sum(map(len, grids)))
@@ -126,8 +121,7 @@ def frontier(
     cache.merge()
     points = mark_pareto(points, baseline)
     settings = {"models": described, **size, **measure.settings, **machine, "window": window, "reference": about}
-    settings |= {"samplers": list(samplers), "steps": list(steps), "temperatures": list(temperatures)}
-    settings |= {"top_ps": list(top_p)}
+    settings |= {"samplers": samplers, "steps": steps, "temperatures": temperatures, "top_ps": top_p}
     settings |= {"timing": "whole batches after an untimed one (GPU: one for every setting); causal: a key-value cache"}
     warnings = []
     if short := sum(point["short"] for point in points):
@@ -143,21 +137,15 @@ def build_table(points: Sequence[Point], reference: Point | None, settings: dict
     from adlm.evaluate.plots import shorten_name
 
     def format_metrics(row: Point) -> list[Any]:
-        names = (("gen_ppl", 1), ("entropy", 3), ("distinct_2", 3), ("repetition_4", 3))
-        values = [
-            None if row[name] is None else Estimate(row[name], row[f"{name}_se"]).format(digits)
-            for name, digits in names
+        names = ("gen_ppl", "entropy", "distinct_2", "repetition_4")
+        return [
+            row["tokens"],
+            *(row[name] if row[name] is None else Estimate(row[name], row[f"{name}_se"]) for name in names),
         ]
-        return [row["tokens"], *values]
 
-    columns = [
-        Column("", is_text=True),
-        Column("model", is_text=True),
-        Column("sampler", is_text=True),
-        Column("steps"),
-    ]
-    columns += [Column("T"), Column("p"), Column("NFE", 1), Column("s/text", is_optional=True)]
-    columns += [Column("tokens", 1, is_optional=True), Column("Gen-PPL"), Column("entropy")]
+    columns = [Column(name, is_text=True) for name in ("", "model", "sampler")]
+    columns += [Column("steps"), Column("T"), Column("p"), Column("NFE", 1), Column("s/text", is_optional=True)]
+    columns += [Column("tokens", 1, is_optional=True), Column("Gen-PPL", 1), Column("entropy")]
     columns += [Column("distinct-2", is_optional=True), Column("repeated-4", is_optional=True)]
     rows: list[list[Any]] = []
     for point in points:

@@ -1,14 +1,12 @@
 """MAUVE (Pillutla et al., 2021) of two sets of texts from their features, with a 95% interval.
 
-Quantization and curve are those of the package mauve-text, with one exception: for two equal histograms the package
-returns 0.75, because it does not sort points of the curve with equal x; here it is 1. MAUVE depends on the model of the
-features, on the number and length of the texts and on the number of buckets: compare it only with the MAUVE of real
-text of the same amount.
+Quantization and curve are those of the package mauve-text, except that equal histograms have MAUVE 1 (0.75 there, as it
+does not sort points with equal x). MAUVE depends on the feature model, the number and length of the texts and the
+number of buckets: compare it only with the MAUVE of real text of the same amount.
 
-The interval covers the draw of the texts and the seed of k-means, not the choice of the feature model. For every seed
-the texts are quantized once and both histograms are resampled (a bootstrap over texts with fixed buckets). Resampled
-histograms are noisier than the texts, so their MAUVE is biased downwards and its quantiles are not an interval; its
-standard deviation, pooled over seeds, is the standard error, and the interval is ±1.96 of it, clipped to [0, 1].
+The interval covers the draw of the texts and the seed of k-means: for every seed the texts are quantized once and both
+histograms are resampled. Resampled histograms are noisier than the texts, so their MAUVE is biased downwards and its
+quantiles are not an interval; its standard deviation, pooled over seeds, is the standard error.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,15 +50,9 @@ class MauveScore:
 
 def describe_mauve(seeds: Sequence[int], buckets: int | None) -> dict[str, Any]:
     """Everything that MAUVE depends on except the features."""
-    return {
-        "buckets": buckets or f"texts of the smaller set / {TEXTS_PER_BUCKET}",
-        "scale": SCALE,
-        "curve_points": POINTS,
-        **KMEANS,
-        "seeds": list(seeds),
-        "bootstrap_draws_a_seed": BOOTSTRAP_DRAWS,
-        "interval": "95%, from the spread of a bootstrap over texts with fixed buckets, pooled over seeds",
-    }
+    about = {"buckets": buckets or f"texts of the smaller set / {TEXTS_PER_BUCKET}", "seeds": list(seeds), **KMEANS}
+    about |= {"scale": SCALE, "curve_points": POINTS, "bootstrap_draws_a_seed": BOOTSTRAP_DRAWS}
+    return about | {"interval": "95%, from the spread of a bootstrap over texts with fixed buckets, pooled over seeds"}
 
 
 def measure_mauve(
@@ -89,17 +80,9 @@ def measure_mauve(
         raise ValueError(f"buckets={count}: give at least 2 and at most the number of texts, {len(p) + len(q)}")
     by_seed, resampled = [], []
     for seed in seeds:
-        with hide_faiss_warnings():
-            result = compute_mauve(
-                p_features=p,
-                q_features=q,
-                num_buckets=count,
-                mauve_scaling_factor=SCALE,
-                divergence_curve_discretization_size=POINTS,
-                seed=int(seed),
-                verbose=False,
-                **KMEANS,
-            )
+        with hide_stderr():
+            options = {"mauve_scaling_factor": SCALE, "divergence_curve_discretization_size": POINTS, **KMEANS}
+            result = compute_mauve(p_features=p, q_features=q, num_buckets=count, seed=int(seed), **options)
         histograms = [np.asarray(each, dtype=np.float64) for each in (result.p_hist, result.q_hist)]
         by_seed.append(float(integrate_curve(*histograms)))
         rng = np.random.default_rng([int(seed), len(p), len(q)])
@@ -116,36 +99,28 @@ def measure_mauve(
 
 
 @contextmanager
-def hide_faiss_warnings() -> Iterator[None]:
-    """Context manager: drop faiss's advice about few texts a bucket, written by C to stderr; pass on the rest."""
+def hide_stderr() -> Iterator[None]:
+    """Context manager: drop what faiss writes to stderr from C, advice about few texts a bucket."""
     sys.stderr.flush()
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as captured:
-        os.dup2(captured.fileno(), 2)
+    with open(os.devnull, "wb") as sink:
+        os.dup2(sink.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            captured.seek(0)
-            for line in captured.read().decode("utf-8", "replace").splitlines():
-                if not line.startswith("WARNING clustering"):
-                    print(line, file=sys.stderr)
 
 
 def list_warnings(texts: int, buckets: int) -> list[str]:
     """Warnings about a MAUVE from few texts."""
-    warnings = []
+    warnings, size = [], f"{buckets} buckets for {texts} texts in a set"
     if texts < TEXTS_PER_BUCKET * buckets:
-        warnings.append(
-            f"MAUVE has {buckets} buckets for {texts} texts in a set: with fewer than {TEXTS_PER_BUCKET} texts a "
-            f"bucket it is too low; use at most {max(2, texts // TEXTS_PER_BUCKET)} buckets, or more texts"
-        )
+        most = max(2, texts // TEXTS_PER_BUCKET)
+        warnings = [f"MAUVE is too low with {size}: use at most {most} buckets, or more texts"]
     if buckets < MIN_BUCKETS:
-        warnings.append(
-            f"MAUVE has only {buckets} buckets ({texts} texts in a set), too few to tell models apart: use at least "
-            f"{TEXTS_PER_BUCKET * MIN_BUCKETS} texts; its authors use 5,000"
-        )
+        few = f"MAUVE has only {size}, too few to tell models apart"
+        warnings.append(f"{few}: use at least {TEXTS_PER_BUCKET * MIN_BUCKETS} texts; its authors use 5,000")
     return warnings
 
 
@@ -153,17 +128,13 @@ def integrate_curve(p: Histogram, q: Histogram) -> NDArray[np.float64]:
     """MAUVE of histograms (…, buckets): the area under the curve of exp(−c·KL) of both to their mixtures."""
     share = np.linspace(1e-6, 1 - 1e-6, POINTS).reshape(-1, *[1] * p.ndim)
     mixture = share * p + (1 - share) * q
-    x, y = (np.exp(-SCALE * compute_kl(each, mixture)) for each in (q, p))  # (points, …)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        divergences = [np.where(each > 0, each * np.log(each / mixture), 0).sum(-1) for each in (q, p)]
+    x, y = (np.exp(-SCALE * each) for each in divergences)  # (points, …)
     zeros = np.zeros((1, *x.shape[1:]))
     # The curve runs from (0, 1) to (1, 0); the mean of the integrals over both axes.
     x, y = np.concatenate([zeros, x, zeros + 1]), np.concatenate([zeros + 1, y, zeros])
     return (integrate_trapezoids(x, y) + integrate_trapezoids(y, x)) / 2
-
-
-def compute_kl(p: Histogram, q: Histogram) -> Histogram:
-    """KL(p ‖ q) over the last axis."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(p > 0, p * np.log(p / q), 0).sum(-1)
 
 
 def integrate_trapezoids(x: Histogram, y: Histogram) -> NDArray[np.float64]:

@@ -53,10 +53,10 @@ class GenPpl:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        bits = {"bits_per_character": self.bits_per_character.value}
-        bits |= {"bits_per_character_stderr": self.bits_per_character.stderr or 0.0}
-        nll = {"nll": self.nll.value, "nll_stderr": self.nll.stderr}
-        return self.estimate.as_dict() | nll | bits | {"tokens": self.tokens, "characters": self.characters}
+        parts = {"nll": self.nll, "bits_per_character": self.bits_per_character}
+        values = {name: each.value for name, each in parts.items()}
+        errors = {f"{name}_stderr": each.stderr for name, each in parts.items()}
+        return {**self.estimate.as_dict(), **values, **errors, "tokens": self.tokens, "characters": self.characters}
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class TextScorer:
     @property
     def settings(self) -> dict[str, Any]:
         """What the metrics depend on."""
-        scorer = self.scorer and self.scorer.settings | {
-            "identity": self.scorer.identity,
-            "counts": "every token, of end-of-text tokens the first",
-            **({} if self.window is None else {"window": self.window, "stride": self.window // 2}),
-        }
+        scorer = None
+        if self.scorer is not None:
+            counts = {"counts": "every token, of end-of-text tokens the first"}
+            window = {} if self.window is None else {"window": self.window, "stride": self.window // 2}
+            scorer = self.scorer.settings | {"identity": self.scorer.identity, **counts, **window}
         return {"tokenizer": self.tokenizer.name, "tokenizer_sha256": self.tokenizer.sha256, "judge": scorer}
 
     def measure_gen_ppl(self, texts: Sequence[str]) -> GenPpl | None:
@@ -237,31 +237,21 @@ def is_counted(ids: Sequence[int] | NDArray[Any], eos_id: int | None, *, until_e
 def compute_gen_ppl(
     scorer: ScoringModel, texts: Sequence[TokenizedText], nats: Sequence[NDArray[Any]], *, until_eos: bool = False
 ) -> GenPpl:
-    """Gen-PPL of texts from the nats of their tokens."""
-    unscored = 1 - len(scorer.special_ids[0])  # 1: the first token has no BOS before it
-    counted, characters = [], []
-    for text in texts:
+    """Gen-PPL of texts from the nats of their tokens; standard errors are those of ratios over texts."""
+    require_two(len(texts))
+    sums = np.zeros((3, len(texts)))  # nats, tokens and characters of each text
+    for number, (text, own) in enumerate(zip(texts, nats, strict=True)):
         is_in = is_counted(text.ids, scorer.tokenizer.eos_token_id, until_eos=until_eos)
-        is_in[:unscored] = False
-        counted.append(is_in)
-        characters.append(int(np.diff(text.ends, prepend=0)[is_in].sum()))
-    return sum_gen_ppl(nats, counted, characters)
-
-
-def sum_gen_ppl(
-    nats: Sequence[NDArray[Any]], counted: Sequence[NDArray[np.bool_]], characters: Sequence[int]
-) -> GenPpl:
-    """Gen-PPL from nats of tokens; standard errors are those of ratios, because texts differ in length."""
-    require_two(len(nats))
-    kept = [each[is_in] for each, is_in in zip(nats, counted, strict=True)]
-    if wrong := [number for number, each in enumerate(kept) if not np.isfinite(each).all()]:
-        raise FloatingPointError(f"nats of {len(wrong)} texts are not finite (text {wrong[0]} first)")
-    sums, tokens = (np.array([f(each) for each in kept], dtype=float) for f in (np.sum, len))
-    if not tokens.sum():
+        is_in[: 1 - len(scorer.special_ids[0])] = False  # a first token without a BOS before it
+        sums[:, number] = own[is_in].sum(), is_in.sum(), np.diff(text.ends, prepend=0)[is_in].sum()
+    if not np.isfinite(sums).all():
+        wrong = int(np.flatnonzero(~np.isfinite(sums).all(0))[0])
+        raise FloatingPointError(f"nats of text {wrong} by {scorer.name} are not finite")
+    if not sums[1].sum():
         raise ValueError("no token is scored: texts have one token and the scoring model no BOS; give longer texts")
-    sizes = np.asarray(characters, dtype=float)
-    nll, bits = Estimate(*estimate_ratio(sums, tokens)), Estimate(*estimate_ratio(sums / math.log(2), sizes))
-    return GenPpl(nll, bits, int(tokens.sum()), int(sizes.sum()))
+    nll = Estimate(*estimate_ratio(sums[0], sums[1]))
+    bits = Estimate(*estimate_ratio(sums[0] / math.log(2), sums[2]))
+    return GenPpl(nll, bits, int(sums[1].sum()), int(sums[2].sum()))
 
 
 # Samples and real text.
@@ -292,16 +282,12 @@ def compare_texts(
     if n < 2:
         raise ValueError(f"metrics of a set need at least 2 texts, got {n}: generate a hundred or more (n)")
     if len(reference) < 2 * n:
-        raise ValueError(
-            f"{n} samples need {2 * n} reference texts, one half as the MAUVE reference, the other as the real-text "
-            f"baseline, got {len(reference)}: give more reference text, or fewer samples"
-        )
+        raise ValueError(f"{n} samples need {2 * n} reference texts, got {len(reference)}: give more, or fewer samples")
     whole = [scorer.encode(texts) for texts in (samples, reference[:n], reference[n : 2 * n])]
-    for texts, name in zip(whole, ("samples", "reference texts", "reference texts"), strict=True):
-        require_long(texts, name)
     sets = [[drop_end(text) for text in texts] for texts in truncate_together(whole)]
-    for texts in sets:
-        require_long(texts, "texts, truncated to the lengths of the others,")
+    names = ("samples", "reference texts", "reference texts", *["texts, truncated to the lengths of the others,"] * 3)
+    for texts, name in zip((*whole, *sets), names, strict=True):
+        require_long(texts, name)
     requests = [build_requests(scorer, features, texts, number != 1, window) for number, texts in enumerate(sets)]
     flat = [request for each in requests for request in each]
     scores = iter(score_texts(flat, cache=cache, context=context, batch=batch, on_progress=on_progress))
@@ -315,22 +301,14 @@ def compare_texts(
         )
         for number in (0, 2)
     ]
-    settings = {
-        "judge": scorer.settings,
-        "features": features.settings,
-        "features_are": "last layer at the last token" if features.is_causal else "mean of the last layer over tokens",
-        "tokens_of": f"the tokenizer of {scorer.name}, for every metric but MAUVE",
-        "first_token_is_scored": bool(scorer.special_ids[0]),
-        "until_eos": until_eos,
-        "window": window,
-        "stride": None if window is None else window // 2,
-        "texts": n,
-        "tokens": metrics[0].tokens,
-        "share_of_samples_cut": 1 - metrics[0].tokens / sum(map(len, whole[0])),
-        "cut": "samples and reference truncated to the same lengths, the longest with the longest and so on, and all "
-        f"without their last 1/{DROPPED_END}",
-        "mauve": describe_mauve(seeds, buckets),
-    }
+    kind = "last layer at the last token" if features.is_causal else "mean of the last layer over tokens"
+    cut = f"all sets truncated to the same lengths, the longest with the longest, and by their last 1/{DROPPED_END}"
+    settings: dict[str, Any] = {"judge": scorer.settings, "features": features.settings, "features_are": kind}
+    settings |= {"tokens_of": f"the tokenizer of {scorer.name}, for every metric but MAUVE", "until_eos": until_eos}
+    settings |= {"first_token_is_scored": bool(scorer.special_ids[0]), "mauve": describe_mauve(seeds, buckets)}
+    settings |= {"window": window, "stride": None if window is None else window // 2}
+    settings |= {"texts": n, "tokens": metrics[0].tokens, "cut": cut}
+    settings |= {"share_of_samples_cut": 1 - metrics[0].tokens / sum(map(len, whole[0]))}
     return metrics[0], metrics[1], settings
 
 
@@ -372,10 +350,8 @@ def truncate_alike(rows: Sequence[Tokens], reference: Sequence[Tokens]) -> tuple
 def truncate_together(sets: Sequence[Sequence[TokenizedText]]) -> list[list[TokenizedText]]:
     """Truncate several sets of equally many texts to the same lengths."""
     rows: list[Any] = [[text.ids for text in texts] for texts in sets]
-    for other in (
-        *range(1, len(rows)),
-        *range(1, len(rows) - 1),
-    ):  # the first set becomes the shortest, then all fit it
+    # The first set becomes the shortest, then the others are truncated to it.
+    for other in (*range(1, len(rows)), *range(1, len(rows) - 1)):
         rows[0], rows[other] = truncate_alike(rows[0], rows[other])
     return [[text.truncate(len(row)) for text, row in zip(texts, each, strict=True)] for texts, each in zip(sets, rows)]
 

@@ -25,11 +25,11 @@ from adlm.evaluate.mauve import EXTRA
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
-from adlm.evaluate.scorer import ScoringModel, find_scorer, load_scorer
+from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.scoring import BATCH, open_shared_cache, sync_cache
 from adlm.methods import SAMPLERS, look_up
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow, denoise_rows
+from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
 
 SEPARATOR = "\n<|endoftext|>\n"  # between the texts of a file
@@ -72,14 +72,8 @@ def samples(
     `scorer` is a causal LM (see `load_scorer`), `features` the model whose features MAUVE compares (by default the
     scorer), `reference` held-out real text. `out` keeps samples and scores; the same call resumes there.
     """
-    sampling: dict[str, Any] = {
-        "length": length,
-        "steps": steps,
-        "sampler": sampler,
-        "temperature": temperature,
-        "top_p": top_p,
-    }
-    sampling |= {"top_k": top_k, "block": block}
+    sampling: dict[str, Any] = {"length": length, "steps": steps, "sampler": sampler, "block": block}
+    sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if (model is None) == (texts is None):
         raise ValueError("samples measures a model or texts: give one of them")
     if texts is not None:
@@ -89,10 +83,7 @@ def samples(
             raise ValueError(f"texts are given, but {', '.join(unused)} set how to generate: leave them out")
     if find_spec("mauve") is None:
         raise ImportError(f"MAUVE is one of the metrics of samples and needs mauve-text: {EXTRA}")
-    source, cache = open_source(reference), open_shared_cache(out, context)
-    for name in (scorer, features):  # wrong names are refused before anything is generated
-        if isinstance(name, str | Path):
-            find_scorer(name)
+    source, cache = open_source(reference), open_shared_cache(out, context)  # wrong names are refused at once
     device = model.device if model is not None else context.device if context else "cpu"
     by = load_scorer(scorer, device=device) if isinstance(scorer, str | Path) else scorer
     by.require_causal()
@@ -117,13 +108,8 @@ def samples(
     passages = cut_passages(
         documents, 2 * len(selected), characters, seed=seed, is_fit=lambda text: len(by.encode([text])[0]) >= MIN_TOKENS
     )
-    scoring: dict[str, Any] = {
-        "until_eos": until_eos,
-        "window": window,
-        "seeds": range(mauve_seeds),
-        "buckets": buckets,
-    }
-    scoring |= {"batch": scorer_batch, "cache": cache, "context": context, "on_progress": on_progress}
+    scoring: dict[str, Any] = {"until_eos": until_eos, "window": window, "buckets": buckets, "batch": scorer_batch}
+    scoring |= {"seeds": range(mauve_seeds), "cache": cache, "context": context, "on_progress": on_progress}
     measured, baseline, settings = compare_texts(selected, passages, by, features, **scoring)
     cut = {"shortest": f"{min_passage(characters)} characters", "longest": f"{characters} characters"}
     settings |= {"reference": {"name": source.name, "identity": source.identity, **cut}}
@@ -214,14 +200,14 @@ def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:
 def generate_batch(lm: LM, request: GenerationRequest, numbers: Sequence[int]) -> Iterator[SampledText]:
     """Generate the samples with these numbers in one batch."""
     layout, eos_id = request.layouts[0], lm.tokenizer.eos_id
-    rows = [(layout, number) for number in numbers]
-    *_, frame = denoise_rows(lm.predictor, replace(request, n=max(numbers) + 1), rows)
+    *_, frame = denoise_rows(
+        lm.predictor, replace(request, n=max(numbers) + 1), [(layout, number) for number in numbers]
+    )
     for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
-        row = GeneratedRow(layout, ids[: len(layout)], nfe)
-        tokens = [token for span in layout.spans for token in row.ids[span.start : span.end]]
+        tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
         if layout.may_end and eos_id in tokens:
             tokens = tokens[: tokens.index(eos_id)]
-        yield SampledText(number, request.seed, row.text, tokens, nfe)
+        yield SampledText(number, request.seed, layout.text(ids[: len(layout)]), tokens, nfe)
 
 
 def takes_steps(sampler: str) -> bool:

@@ -24,7 +24,7 @@ EXTRA = "pip install 'adlm[eval]'"
 ACCEPTED = (
     "give a folder as transformers saves it, a .gguf file, an installed package with a model in it, or a Hub name"
 )
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
 IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")  # they do not change what a model computes
 UNLIMITED = 10**9  # transformers writes an unknown limit of a tokenizer as a very large number
 
@@ -44,9 +44,8 @@ class ModelLocation:
 
     def weight_files(self) -> list[Path]:
         """The files that hold the weights, as far as they are on this machine."""
-        if self.gguf_file is not None:
-            return [Path(self.source) / self.gguf_file]
-        return sorted(path for path in Path(self.source).glob("*") if path.suffix in WEIGHT_SUFFIXES)
+        names = [self.gguf_file] if self.gguf_file else [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
+        return sorted(path for name in names for path in Path(self.source).glob(name))
 
 
 @dataclass(frozen=True)
@@ -130,24 +129,22 @@ class ScoringModel:
     def settings(self) -> dict[str, Any]:
         """What the model is, for the settings of a result."""
         before, after = (self.tokenizer.convert_ids_to_tokens(ids) for ids in self.special_ids)
-        files = self.location.weight_files()
-        return {
+        files, model = self.location.weight_files(), self.model
+        weights = hashlib.sha256("".join(map(hash_file, files)).encode()).hexdigest() if files else None
+        about: dict[str, Any] = {
             "name": self.name,
             "found_as": self.location.found_as,
-            "kind": "causal LM" if self.is_causal else "encoder",
-            "architecture": type(self.model).__name__,
-            "parameters": sum(each.numel() for each in self.model.parameters()),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
-            "float32_matmul": torch.get_float32_matmul_precision(),
-            "context": self.context,
-            "vocabulary": len(self.tokenizer),
-            "before_a_text": before,
-            "after_a_text": after,
-            "eos": self.tokenizer.eos_token,
-            "weights_sha256": hashlib.sha256("".join(map(hash_file, files)).encode()).hexdigest() if files else None,
-            "revision": getattr(self.model.config, "_commit_hash", None),
+            "architecture": type(model).__name__,
         }
+        about |= {"kind": "causal LM" if self.is_causal else "encoder", "weights_sha256": weights}
+        about |= {"parameters": sum(each.numel() for each in model.parameters()), "context": self.context}
+        # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
+        about |= {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "float32_matmul": torch.get_float32_matmul_precision(),
+        }
+        about |= {"vocabulary": len(self.tokenizer), "before_a_text": before, "after_a_text": after}
+        return about | {"eos": self.tokenizer.eos_token, "revision": getattr(model.config, "_commit_hash", None)}
 
     @cached_property
     def identity(self) -> str:
@@ -165,47 +162,40 @@ class ScoringModel:
 def find_scorer(name: str | Path) -> ModelLocation:
     """Find a scoring model by name: a path before an installed package before the Hub."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        return find_in_folder(path, "folder")
-    if path.suffix == ".gguf" or path.exists():
-        if path.is_file() and path.suffix == ".gguf":
-            return ModelLocation(str(path.parent), path.name, "GGUF file")
-        problem = "is a file, but not a GGUF" if path.is_file() else "does not exist"
-        raise ValueError(f"scoring model {name} {problem}: {ACCEPTED}")
+    if path.exists() or path.suffix == ".gguf":
+        if not path.exists():
+            raise ValueError(f"scoring model {name} does not exist: {ACCEPTED}")
+        return choose_model(sorted(path.iterdir()) if path.is_dir() else [path], f"{path} holds")
     try:
         package = distribution(str(name))
     except (PackageNotFoundError, ValueError):  # ValueError: no package can have that name
         return ModelLocation(str(name), None, "Hub")
     # By the list of its files: importing the package may need others that are not installed.
     files = [Path(str(package.locate_file(file))) for file in package.files or ()]
+    return choose_model(files, f"package {name} holds", " of a package")
+
+
+def choose_model(files: Sequence[Path], holder: str, suffix: str = "") -> ModelLocation:
+    """The one model among files: a folder as transformers saves it, or a GGUF file."""
+    folders = {
+        file.parent for file in files if file.suffix in WEIGHT_SUFFIXES and (file.parent / "config.json").is_file()
+    }
+    models = [ModelLocation(str(folder), None, f"folder{suffix}") for folder in sorted(folders)]
     ggufs = [file for file in files if file.suffix == ".gguf"]
-    folders = sorted({file.parent for file in files if file.name == "config.json"})
-    folders = [folder for folder in folders if ModelLocation(str(folder), None, "").weight_files()]
-    if len(ggufs) == 1:
-        return ModelLocation(str(ggufs[0].parent), ggufs[0].name, "GGUF file of a package")
-    if not ggufs and len(folders) == 1:
-        return find_in_folder(folders[0], "folder of a package")
-    names = ", ".join(str(each.name) for each in ggufs or folders)
-    problem = f"holds several models ({names}): give the path of one" if names else f"holds no model: {ACCEPTED}"
-    raise ValueError(f"package {name} {problem}")
-
-
-def find_in_folder(folder: Path, found_as: str) -> ModelLocation:
-    """Find the model in a folder as transformers saves it, or in one with a GGUF file."""
-    if (folder / "config.json").is_file():
-        return ModelLocation(str(folder), None, found_as)
-    ggufs = sorted(folder.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return ModelLocation(str(folder), ggufs[0].name, found_as)
-    many = f"has {len(ggufs)} GGUF files: give the path of one"
-    raise ValueError(f"folder {folder} {many if ggufs else f'has no config.json and no GGUF: {ACCEPTED}'}")
+    models = models or [ModelLocation(str(file.parent), file.name, f"GGUF file{suffix}") for file in ggufs]
+    if len(models) == 1:
+        return models[0]
+    names = ", ".join(each.gguf_file or each.source for each in models)
+    raise ValueError(
+        f"{holder} {f'several models ({names}): give the path of one' if models else f'no model: {ACCEPTED}'}"
+    )
 
 
 def load_scorer(name: str | Path, *, device: torch.device | str = "cpu") -> ScoringModel:
     """Load a scoring model in float32: a folder of transformers, a .gguf file, an installed package or a Hub name."""
     location = find_scorer(name)
     try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError(f"a scoring model needs transformers: {EXTRA}") from error
     with quiet_loading():
@@ -215,7 +205,12 @@ def load_scorer(name: str | Path, *, device: torch.device | str = "cpu") -> Scor
                 f"{name} is an encoder with a decoder ({config.model_type}), which scores a text given another one: "
                 "give a causal LM, or for features an encoder"
             )
-        tokenizer = load_scorer_tokenizer(location, name)
+        tokenizer = load_part(AutoTokenizer, location, name, "tokenizer")
+        # Without files transformers may return a tokenizer without a vocabulary.
+        if not tokenizer.is_fast or not tokenizer("A word.", add_special_tokens=False)["input_ids"]:
+            raise ValueError(
+                f"{name} has no tokenizer.json: save it with the weights (tokenizer.save_pretrained(FOLDER))"
+            )
         is_causal = is_causal_lm(config)
         kind = AutoModelForCausalLM if is_causal else AutoModel
         model, info = load_part(kind, location, name, "weights", dtype=torch.float32, output_loading_info=True)
@@ -227,23 +222,6 @@ def load_scorer(name: str | Path, *, device: torch.device | str = "cpu") -> Scor
             "complete model"
         )
     return ScoringModel(str(name), model.to(device).eval(), tokenizer, is_causal, location)
-
-
-def load_scorer_tokenizer(location: ModelLocation, name: str | Path) -> Any:
-    """Load the tokenizer of a scoring model; it must know the positions of its tokens in a text."""
-    from transformers import AutoTokenizer
-
-    remedy = "put its tokenizer.json and tokenizer_config.json next to the weights (tokenizer.save_pretrained(FOLDER))"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(location.source, **location.options)
-    except Exception as error:  # transformers raises nearly anything here
-        raise ValueError(f"{name} has no tokenizer that transformers reads ({first_line(error)}): {remedy}") from error
-    # Without files transformers may return a tokenizer without a vocabulary.
-    if not tokenizer("A word.", add_special_tokens=False)["input_ids"] or tokenizer.vocab_size < 2:
-        raise ValueError(f"{name} has no tokenizer, only an empty one: {remedy}")
-    if not tokenizer.is_fast:
-        raise ValueError(f"{name} has no tokenizer.json, which is needed for the positions of tokens: {remedy}")
-    return tokenizer
 
 
 def is_causal_lm(config: Any) -> bool:

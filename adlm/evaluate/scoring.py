@@ -82,16 +82,12 @@ class ScoringRequest:
     with_features: bool = False
     window: int | None = None
 
-    def check(self) -> None:
-        """Refuse texts that cannot be scored."""
+    def windows(self) -> list[TokenWindow]:
+        """The windows of all texts; texts that cannot be scored are refused."""
         if self.with_nats:
             self.scorer.require_causal()
         if empty := [number for number, text in enumerate(self.texts) if len(text) == 0]:
             raise ValueError(f"{len(empty)} of {len(self.texts)} texts are empty (text {empty[0]} first): remove them")
-        self.windows()
-
-    def windows(self) -> list[TokenWindow]:
-        """The windows of all texts."""
         return split_windows([len(text) for text in self.texts], self.scorer.max_tokens, self.window)
 
     @cached_property
@@ -140,7 +136,7 @@ def score_texts(
         raise ValueError(f"batch must be at least 1, got {batch}")
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     for request in requests:
-        request.check()
+        request.windows()  # texts that cannot be scored are refused before anything is
     counts = Counter(key for request in requests for key in request.keys)
     done, total, seen = sum(counts[key] for key in counts if key in cache), sum(counts.values()), set(cache.entries)
     on_progress("scoring", done, total)

@@ -75,7 +75,8 @@ def test_few_texts_are_told() -> None:
     needs("mauve")
     assert list_warnings(200, 20) == []
     assert any(
-        "fewer than 10 texts a bucket" in said and "at most 20 buckets" in said for said in list_warnings(200, 30)
+        "too low with 30 buckets for 200 texts" in said and "at most 20 buckets" in said
+        for said in list_warnings(200, 30)
     )
     assert any("only 2 buckets" in said for said in list_warnings(24, 2))
     rng = np.random.default_rng(5)

@@ -3,6 +3,9 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +25,11 @@ from adlm.evaluate.sample_metrics import (
     is_counted,
     measure_distinct,
     measure_tokens,
-    sum_gen_ppl,
     truncate_alike,
     truncate_together,
 )
 from adlm.evaluate.sampling import cut_passages
+from adlm.evaluate.scorer import TokenizedText
 from adlm.evaluate.scoring import ScoringRequest, score_texts, token_nats
 from adlm.evaluate.stats import estimate_ratio
 from tests.evaluate.scorers import END, causal, documents, encoder, needs
@@ -162,13 +165,25 @@ def gen_ppl(texts: list[str], *, bos: bool = True, window: int | None = 63, **se
     return compute_gen_ppl(causal(bos), request.texts, score_texts([request])[0].nats, **settings)
 
 
+def without_bos(eos: int | None = None) -> Any:
+    """What Gen-PPL needs of a scoring model."""
+    return SimpleNamespace(name="x", tokenizer=SimpleNamespace(eos_token_id=eos), special_ids=([], []))
+
+
+def tokenized(row: Sequence[int]) -> TokenizedText:
+    """A text of these tokens, a character each."""
+    return TokenizedText("x" * len(row), tuple(row), tuple(range(1, len(row) + 1)))
+
+
 def test_gen_ppl_is_the_authors() -> None:
     """The logits of their scoring model are given; targets are all tokens but the first."""
     golden, eos = arrays("generation_metrics"), 63
+    rows = golden["tokens"].numpy()
     nats = token_nats(golden["eval_logits"], golden["tokens"]).double().numpy()
-    counted = [is_counted(row, eos)[1:] for row in golden["tokens"].numpy()]
-    assert (np.stack(counted) == golden["token_mask"].numpy()).all()
-    found = sum_gen_ppl(list(nats), counted, [20] * 4)
+    assert (np.stack([is_counted(row, eos)[1:] for row in rows]) == golden["token_mask"].numpy()).all()
+    found = compute_gen_ppl(
+        without_bos(eos), [tokenized(row) for row in rows], [np.array([np.nan, *row]) for row in nats]
+    )
     assert found.estimate.value == pytest.approx(float(golden["gen_ppl"]), rel=1e-5)
     assert found.tokens == int(golden["token_mask"].sum())
 
@@ -216,13 +231,13 @@ def test_the_standard_error_of_a_ratio_is_the_spread_over_sets() -> None:
 
 
 def test_gen_ppl_that_cannot_be_computed() -> None:
-    whole = [np.ones(2, dtype=bool)] * 2
+    pair, one = [tokenized([1, 2])] * 2, [tokenized([1])] * 2
     with pytest.raises(ValueError, match="at least 2 texts, got 1"):
-        sum_gen_ppl([np.ones(2)], whole[:1], [1])
-    with pytest.raises(FloatingPointError, match=r"not finite \(text 1"):
-        sum_gen_ppl([np.ones(2), np.array([1, np.nan])], whole, [1, 1])
+        compute_gen_ppl(without_bos(), pair[:1], [np.ones(2)])
+    with pytest.raises(FloatingPointError, match="text 1 by x are not finite"):
+        compute_gen_ppl(without_bos(), pair, [np.ones(2), np.array([1, np.nan])])
     with pytest.raises(ValueError, match="no token is scored"):
-        sum_gen_ppl([np.ones(2)] * 2, [~each for each in whole], [1, 1])
+        compute_gen_ppl(without_bos(), one, [np.ones(1)] * 2)
 
 
 def test_texts_that_are_too_short_are_left_out_and_counted() -> None:
