@@ -225,27 +225,17 @@ def find_latest_checkpoint(folder: Path) -> Path | None:
 
 def verify_checkpoint(path: Path) -> Path:
     """Return the path if all files of the checkpoint match their checksums; raise ValueError otherwise."""
-    if problem := find_damage(path):
+    try:
+        expected: dict[str, str] = dict(read_json(path / "checksums.json"))
+        changed = [name for name in expected if not (path / name).is_file() or hash_file(path / name) != expected[name]]
+        problem = f"{changed[0]} is missing or was changed (or checksums.json was)" if changed else ""
+    except (ValueError, OSError) as error:
+        problem = f"checksums.json cannot be read ({error})"
+    if problem:
         earlier = [other for other in list_checkpoints(path.parent) if other.name < path.name]
         remedy = f"resume={earlier[-1]} resumes from the one before" if earlier else "there is none before it"
         raise ValueError(f"the checkpoint {path.name} is damaged: {problem}. Nothing was changed; {remedy}")
     return path
-
-
-def find_damage(path: Path) -> str:
-    """Describe the first file of a checkpoint that does not match its checksum; empty if all do."""
-    if not (path / "checksums.json").is_file():
-        return "checksums.json is missing"
-    try:
-        expected: dict[str, str] = dict(read_json(path / "checksums.json"))
-    except ValueError as error:
-        return f"checksums.json cannot be read ({error})"
-    for name, digest in expected.items():
-        if not (path / name).is_file():
-            return f"{name} is missing (or checksums.json was changed)"
-        if hash_file(path / name) != digest:
-            return f"{name} was changed (or checksums.json was)"
-    return ""
 
 
 def read_state(path: Path) -> dict[str, Any]:

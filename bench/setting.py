@@ -110,8 +110,8 @@ def get_device_name(device: str) -> str:
 
 
 def get_commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def print_report(title: str, columns: list[str], rows: list[list[str]], record: dict[str, object]) -> None:

@@ -48,7 +48,7 @@ class Objective:
         return noisy if tokens is None else replace(noisy, tokens=tokens)
 
     def count_tokens(self, batch: Batch) -> Tensor:
-        """How many tokens of a batch are asked for."""
+        """Count the tokens of a batch that the loss is over."""
         rows, length = batch.tokens.shape
         if batch.lengths is None:
             return torch.tensor(float(rows * (length - self.is_causal)))
