@@ -1,0 +1,415 @@
+"""Evaluates models in one process and writes everything into a folder: report.json, report.html, report.md and plots.
+
+The pages come from templates/. They name models and data without the paths of this machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from adlm.bundled import MODELS
+from adlm.data.shards import hash_file, write_atomically
+from adlm.evaluate.anchors import anchors
+from adlm.evaluate.code import code as measure_code
+from adlm.evaluate.data import RowLayout
+from adlm.evaluate.frontier import frontier
+from adlm.evaluate.perplexity import list_models, perplexity
+from adlm.evaluate.plots import draw_figures
+from adlm.evaluate.provenance import collect_provenance, hash_weights
+from adlm.evaluate.results import (
+    Cell,
+    Column,
+    Estimate,
+    EvalResult,
+    ProgressCallback,
+    Table,
+    ignore_progress,
+    save_json,
+    to_json,
+)
+from adlm.evaluate.sampling import samples, takes_steps
+from adlm.evaluate.scorer import ScoringModel, load_scorer
+from adlm.evaluate.zeroshot import zero_shot
+from adlm.text.lm import LM
+
+MAX_FRONTIER_TEXTS = 48  # for each of many points
+MAX_ANCHOR_TEXTS = 32  # for each of eight perturbations
+TAGS = ("diffusion", "masked-diffusion", "language-model")
+TITLES = {
+    "perplexity": "Held-out likelihood",
+    "samples": "Sample quality",
+    "frontier": "Quality against cost",
+    "anchors": "Anchor network",
+    "zero_shot": "Zero-shot likelihood",
+    "code": "Python code",
+    "examples": "Examples",
+}
+EXTENT: dict[str, dict[str, Any]] = {"anchors": {"samples": MAX_ANCHOR_TEXTS}, "examples": {"n": 2}}
+QUICK_EXTENT: dict[str, dict[str, Any]] = {
+    "perplexity": {"limit": 16, "draws": 2},
+    "samples": {"n": 8, "steps": 8, "length": 24, "mauve_seeds": 1},
+    "frontier": {"n": 4, "length": 16, "steps": [4, 8], "samplers": ["ancestral"], "top_p": [1.0], "repeats": 2},
+    "anchors": {"limit": 16, "draws": 1, "perturb": [1.0], "stale": [1], "samples": 2, "length": 16, "steps": 4},
+    "zero_shot": {"limit": 8, "draws": 2},
+    "code": {"texts": 2, "infills": 2, "steps": 8},
+    "examples": {"n": 1, "steps": 8},
+}
+METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits/byte", "gen_ppl": "Gen-PPL", "mauve": "MAUVE"}
+METRICS |= {"entropy": "entropy"}
+ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:[^\s/:'\"]+/)+([^\s/:'\"]+)")
+GENERATED = (
+    "text",
+    "texts",
+    "completion",
+    "written",
+    "before",
+    "removed",
+    "after",
+)  # keys whose values stay as they are
+
+
+@dataclass
+class Section:
+    """A part of the report: results with tables and plots, or the reason why it was not measured."""
+
+    name: str
+    reason: str = ""
+    results: list[EvalResult] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    figures: list[str] = field(default_factory=list)
+    examples: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    @property
+    def warnings(self) -> list[str]:
+        return list(dict.fromkeys(warning for result in self.results for warning in result.warnings))
+
+    def add(self, result: EvalResult, title: str = "") -> None:
+        """Add a result; its tables are titled by what it is about."""
+        self.results.append(result)
+        self.tables += [replace(table, title=table.title or title) for table in result.tables]
+
+
+def report(
+    models: LM | Iterable[LM],
+    data: str | Path,
+    *,
+    reference: str | Path | None = None,
+    scorer: str | Path | ScoringModel | None = None,
+    zeroshot_dir: Path | None = None,
+    code: bool = False,
+    rows: RowLayout | None = None,
+    n: int | None = None,
+    length: int | None = None,
+    steps: Sequence[int] = (),
+    samplers: Sequence[str] = (),
+    limit: int | None = None,
+    quick: bool = False,
+    license: str | None = None,
+    language: str = "en",
+    seed: int = 0,
+    out: Path = Path("report"),
+    command: str = "",
+    on_progress: ProgressCallback = ignore_progress,
+) -> EvalResult:
+    """Measure models on held-out text and write the report into the folder `out`; the same call resumes there.
+
+    `scorer` adds samples and the frontier (compared with `reference`, by default `data`), `zeroshot_dir` the zero-shot
+    sets, `code` Python code. The frontier takes all `steps` and `samplers`, other sections the most steps and the first
+    sampler. `quick` measures little of everything.
+    """
+    if find_spec("matplotlib") is None:
+        raise ImportError("the plots of a report need matplotlib: pip install 'adlm[eval]'")
+    lms = name_models(list_models(models))
+    license = license or ("apache-2.0" if {lm.name for lm in lms} <= set(MODELS) else "unknown")
+    given: dict[str, Any] = {"n": n, "length": length, "limit": limit, "steps": steps, "samplers": samplers}
+    extent = {name: choose_extent(name, given, quick) for name in TITLES}
+    same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress}
+    for lm in lms:  # wrong settings are refused before anything runs
+        lm.build_request(seed=seed, **fit_sampling(lm, extent["examples"]))
+    if isinstance(scorer, str | Path):
+        scorer = load_scorer(scorer, device=lms[0].device)
+    sections = {name: Section(name) for name in TITLES}
+
+    text = {Path(data).name: data}
+    sections["perplexity"].add(perplexity(lms, text, rows=rows, **same, **extent["perplexity"]))
+    if scorer is None:
+        sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
+    else:
+        real = reference or data
+        sections["frontier"].add(frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"]))
+        if find_spec("mauve") is None:
+            sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
+        else:
+            for lm in lms:
+                own = same | {"out": out / "samples" / lm.name} | fit_sampling(lm, extent["samples"])
+                sections["samples"].add(samples(lm, scorer=scorer, reference=real, **own), lm.name)
+    if two_stage := [lm for lm in lms if lm.model.anchor is not None]:
+        sections["anchors"].add(anchors(two_stage, data, rows=rows, scorer=scorer, **same, **extent["anchors"]))
+    else:
+        sections["anchors"].reason = "none of the models has two stages"
+    if zeroshot_dir is None:
+        sections["zero_shot"].reason = "no folder with the sets was given (--zeroshot-dir)"
+    else:
+        own = same | {"data_dir": zeroshot_dir, "skip_missing": True}
+        sections["zero_shot"].add(zero_shot(lms, **own, **extent["zero_shot"]))
+    if code:
+        sections["code"].add(measure_code(lms, **same, **extent["code"]))
+    else:
+        sections["code"].reason = "it was not requested (--code)"
+    for lm in lms:
+        generated = lm.generate(seed=seed, **fit_sampling(lm, extent["examples"]))
+        keys = ("sampler", "steps", "temperature", "top_p", "seed")
+        about = ", ".join([lm.name, *(f"{key} {generated.settings[key]}" for key in keys if key in generated.settings)])
+        sections["examples"].examples += [{"settings": about, "text": each} for each in generated.texts]
+
+    files = [str(path) for path in (data, reference, zeroshot_dir) if path is not None]
+    described = [describe_model(lm) for lm in lms]
+    metrics = collect_metrics(sections)
+    settings: dict[str, Any] = {
+        "data": str(data),
+        "reference": str(reference or data),
+        "rows": rows,
+        "quick": quick,
+        "seed": seed,
+    }
+    settings |= {"scorer": scorer.settings if scorer else None, "extent": extent}
+    settings["files"] = {Path(path).name: hash_file(Path(path)) for path in files if Path(path).is_file()}
+    provenance = collect_provenance(lms[0].device)
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for section in sections.values():
+        for result in section.results:
+            drawn = draw_figures(result, out, ".svg")
+            section.figures += [path.stem for path in drawn]
+            paths += drawn
+    pages = hide_paths(
+        {
+            "title": f"Evaluation of {', '.join(lm.name for lm in lms)}",
+            "models": tabulate_models(described),
+            "summary": tabulate_summary(described, metrics),
+            "sections": list(sections.values()),
+            "origin": tabulate_origin(settings, provenance),
+            "command": command,
+        },
+        files,
+    )
+    front: dict[str, Any] = {
+        "license": license,
+        "language": [language],
+        "library_name": "adlm",
+        "pipeline_tag": "text-generation",
+    }
+    front |= {"tags": [*TAGS, *dict.fromkeys(lm.method for lm in lms)], "model-index": build_model_index(metrics)}
+    paths += write_pages(pages, front, out)
+    whole = {"models": described, "metrics": metrics, "command": command, "license": license, "language": language}
+    whole["sections"] = [
+        {"name": each.name, "title": each.title, "reason": each.reason, "figures": each.figures}
+        | {"examples": each.examples, "results": [result.as_dict() for result in each.results]}
+        for each in sections.values()
+    ]
+    whole["files"] = [path.name for path in paths]
+    columns = [Column("section", is_text=True), Column("measured", is_text=True)]
+    states: list[list[Cell]] = [[each.title, each.reason or "yes"] for each in sections.values()]
+    result = EvalResult("report", *hide_paths([to_json(whole), to_json(settings), provenance], files))
+    result = replace(result, tables=[pages["summary"], Table(columns, states)])
+    save_json(out / "report.json", result.as_dict())
+    return result
+
+
+def name_models(lms: Sequence[LM]) -> list[LM]:
+    """The models under public names: the last part of a path, or its last three parts where two would be equal."""
+    short = [Path(lm.name).name or lm.name for lm in lms]
+    named = []
+    for lm, name in zip(lms, short, strict=True):
+        named.append(copy.copy(lm))
+        named[-1].name = name if short.count(name) == 1 else "-".join(Path(lm.name).resolve().parts[-3:])
+    return named
+
+
+def choose_extent(section: str, given: Mapping[str, Any], quick: bool) -> dict[str, Any]:
+    """How much a section measures: the given numbers, else the defaults."""
+    n, steps, samplers = given["n"], list(given["steps"]), list(given["samplers"])
+    one = {"steps": max(steps, default=None), "sampler": next(iter(samplers), None)}
+    few, changed = (None if n is None else min(n, most) for most in (MAX_FRONTIER_TEXTS, MAX_ANCHOR_TEXTS))
+    chosen: dict[str, dict[str, Any]] = {
+        "perplexity": {"limit": given["limit"]},
+        "samples": {"n": n, "length": given["length"], **one},
+        "frontier": {"n": few, "length": given["length"], "steps": steps, "samplers": samplers},
+        "anchors": {"limit": given["limit"], "samples": changed, "length": given["length"], **one},
+        "zero_shot": {"limit": given["limit"]},
+        "code": one,
+        "examples": {"length": given["length"], **one},
+    }
+    extent = (QUICK_EXTENT if quick else EXTENT).get(section, {})
+    extent = extent | {name: value for name, value in chosen[section].items() if value}
+    if "sampler" in extent and not takes_steps(extent["sampler"]):
+        extent.pop("steps", None)
+    return extent
+
+
+def fit_sampling(lm: LM, extent: Mapping[str, Any]) -> dict[str, Any]:
+    """The extent without the sampler and its steps if the model is causal."""
+    return {
+        name: each for name, each in extent.items() if name not in ("sampler", "steps") or not lm.row_format.is_causal
+    }
+
+
+def describe_model(lm: LM) -> dict[str, Any]:
+    """The model's size, tokenizer and weights."""
+    config = lm.model.config
+    about = {"name": lm.name, "method": lm.method, "step": lm.step, "length": config.length}
+    about |= {"parameters": sum(each.numel() for each in lm.model.parameters()), "vocab_size": config.vocab_size}
+    about |= {"tokenizer": lm.tokenizer.name, "tokenizer_sha256": lm.tokenizer.sha256}
+    return about | {"weights_sha256": hash_weights(lm.model)}
+
+
+def collect_metrics(sections: Mapping[str, Section]) -> list[dict[str, Any]]:
+    """The metrics for a model page: model, type, name, value and dataset of each."""
+    metrics = []
+
+    def add(model: str, kind: str, name: str, estimate: Mapping[str, Any], data: str) -> None:
+        parts = {"model": model, "type": kind, "name": name, "data": data}
+        metrics.append(parts | {"value": estimate["value"], "stderr": estimate.get("stderr")})
+
+    for result in sections["perplexity"].results:
+        for entry in result.metrics.get("models", [result.metrics]):
+            name = f"Perplexity{' (upper bound)' if entry['is_bound'] else ''}"
+            bits = {"value": entry["bits_per_byte"], "stderr": entry["bits_per_byte_se"]}
+            add(entry["model"], "perplexity", name, {"value": entry["ppl"]}, entry["data"])
+            add(entry["model"], "bits_per_byte", "Bits per byte", bits, entry["data"])
+    for result in sections["samples"].results:
+        model, measured = result.settings["samples"]["model"], result.metrics["samples"]
+        names = {"gen_ppl": f"Gen-PPL ({result.settings['judge']['name']})", "mauve": "MAUVE", "entropy": "Entropy"}
+        for kind, name in names.items():
+            add(model, kind, name, measured[kind], result.settings["reference"]["name"])
+    for result in sections["zero_shot"].results:
+        for entry in result.metrics["sets"]:
+            add(entry["model"], "perplexity", "Perplexity", {"value": entry["ppl"]}, entry["set"])
+    return metrics
+
+
+def build_model_index(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics in the form of a Hugging Face model card."""
+    index: dict[str, list[dict[str, Any]]] = {}
+    for each in metrics:
+        result = {"task": {"type": "text-generation", "name": "Text Generation"}}
+        result |= {"dataset": {"type": each["data"], "name": each["data"]}}
+        result |= {"metrics": [{"type": each["type"], "name": each["name"], "value": each["value"]}]}  # type: ignore[dict-item]
+        index.setdefault(each["model"], []).append(result)
+    return [{"name": name, "results": results} for name, results in index.items()]
+
+
+def tabulate_models(described: Sequence[Mapping[str, Any]]) -> Table:
+    """One row for each model."""
+    keys = ("name", "method", "parameters", "length", "vocab_size", "step")
+    rows: list[list[Cell]] = [[*(each[key] for key in keys), each["weights_sha256"][:16]] for each in described]
+    names = ("model", "method", "parameters", "tokens in a row", "vocabulary", "step", "weights")
+    return Table([Column(name, is_text=name in ("model", "method", "weights")) for name in names], rows)
+
+
+def tabulate_summary(described: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Table:
+    """The main metrics of each model."""
+    known = {(each["model"], each["type"]): Estimate(each["value"], each["stderr"]) for each in reversed(metrics)}
+    kinds = [kind for kind in METRICS if any(each["type"] == kind for each in metrics)]
+    rows: list[list[Cell]] = [
+        [each["name"], *(known.get((each["name"], kind)) for kind in kinds)] for each in described
+    ]
+    return Table([Column("model", is_text=True), *(Column(METRICS[kind]) for kind in kinds)], rows)
+
+
+def tabulate_origin(settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> Table:
+    """Settings and provenance, a row for each."""
+
+    def format_value(value: Any) -> str:
+        return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+
+    shown = {key: value for key, value in settings.items() if key not in ("scorer", "extent")}
+    if settings["scorer"]:
+        shown["scorer"] = settings["scorer"]["name"]
+    rows = [[key, format_value(value)] for key, value in (shown | dict(provenance)).items() if value not in (None, {})]
+    return Table([Column("name", is_text=True), Column("value", is_text=True)], rows)
+
+
+def hide_paths(value: Any, paths: Sequence[str]) -> Any:
+    """The same data with the paths of this machine replaced by their last part; generated texts stay as they are."""
+    if isinstance(value, Mapping):
+        return {
+            key: each if key in GENERATED and _is_text(each) else hide_paths(each, paths) for key, each in value.items()
+        }
+    if isinstance(value, Section):
+        tables, warnings = hide_paths([value.tables, value.warnings], paths)
+        shown = {"name": value.name, "title": value.title, "reason": value.reason, "figures": value.figures}
+        return shown | {"tables": tables, "warnings": warnings, "examples": value.examples}
+    if isinstance(value, Table):
+        title, notes, rows = hide_paths([value.title, list(value.notes), [list(row) for row in value.rows]], paths)
+        return replace(value, title=title, notes=notes, rows=rows)
+    if isinstance(value, list | tuple):
+        return [hide_paths(each, paths) for each in value]
+    if isinstance(value, str):
+        for path in sorted((path for path in paths if "/" in path), key=len, reverse=True):
+            value = value.replace(path, Path(path).name)
+        return ABSOLUTE_PATH.sub(r"\1", value)
+    return value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write report.html, one file that needs nothing else, and report.md, with plots next to it."""
+    import jinja2
+    import yaml
+    from markupsafe import Markup
+
+    def clean(value: Any) -> Any:
+        """Replace control characters, which no page may hold."""
+        return (
+            value
+            if isinstance(value, Markup)
+            else re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", str(value))
+        )
+
+    def escape_markdown(value: Any) -> Markup:
+        """Escape all marks and tags, in one line."""
+        if isinstance(value, Markup):
+            return value
+        text = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", clean(value).replace("\n", " "))
+        return Markup(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+    def fence(text: str) -> Markup:
+        """The text as it is, in a fence longer than any in it."""
+        marks = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+        return Markup(f"{marks}text\n{clean(text)}\n{marks}")
+
+    names = [name for section in content["sections"] for name in section["figures"]]
+    images = {name: base64.b64encode((folder / f"{name}.svg").read_bytes()).decode() for name in names}
+    matter = Markup(f"---\n{yaml.safe_dump(dict(front_matter), sort_keys=False, allow_unicode=True)}---")
+    paths = []
+    for name, finalize in (("report.html", clean), ("report.md", escape_markdown)):
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+            autoescape=True,
+            finalize=finalize,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        environment.filters["fence"] = fence
+        page = environment.get_template(f"{name}.j2").render(**content, images=images, front_matter=matter)
+        page = page if name == "report.html" else re.sub(r"\n{3,}", "\n\n", page)
+        write_atomically(folder / name, page.encode("utf-8"))
+        paths.append(folder / name)
+    return paths

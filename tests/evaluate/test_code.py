@@ -1,0 +1,301 @@
+"""Code: sources that are the same everywhere, shares that count what parses, pass@k without bias."""
+
+import ast
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adlm.checkpoint import LoadedModel, export_model
+from adlm.data.sources import open_source
+from adlm.evaluate.code import (
+    Candidate,
+    Gap,
+    Problem,
+    SourceFile,
+    build_template,
+    can_parse,
+    choose_gaps,
+    code,
+    cut_function_body,
+    estimate_pass_at_k,
+    estimate_share,
+    hash_sources,
+    list_functions,
+    load_standard_library,
+    read_candidates,
+    read_problems,
+    share_parsing_lines,
+)
+from tests.cli.terminal import assert_told, invoke, trained
+from tests.evaluate.test_sandbox import require_sandbox
+from tests.text.models import lm, rigged, tokenizer
+
+FILE = Path(__file__).with_name("problems.jsonl")
+PROBLEMS = read_problems(FILE)
+SOURCES = load_standard_library()
+MODULE = sys.modules["adlm.evaluate.code"]  # the attribute of that name is the function
+SHORT = {"task_id": "s", "prompt": "def f(a):\n", "entry_point": "f", "canonical_solution": "    return a\n"}
+SHORT |= {"test": "def check(f):\n    assert f(1) == 1\n"}
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+# The standard library
+
+
+def test_the_standard_library_is_the_same_twice_and_sorted(tmp_path: Path) -> None:
+    names = [source.name for source in SOURCES]
+    assert names == sorted(names) and hash_sources(load_standard_library()) == hash_sources(SOURCES)
+    assert len(SOURCES) > 300 and "json/decoder.py" in names and "site.py" in names
+    assert not [name for name in names if "site-packages" in name or "/test" in name or "sysconfigdata" in name]
+    joined = [SourceFile("a", "bc"), SourceFile("d", "e")]
+    assert hash_sources(joined) != hash_sources([SourceFile("ab", "c"), SourceFile("d", "e")])  # names and texts apart
+    held_out = [source for source in SOURCES if source.is_held_out]
+    assert 0.05 < len(held_out) / len(SOURCES) < 0.15
+    assert all(SourceFile(source.name, "other").is_held_out for source in held_out)  # by the name alone
+    with pytest.raises(ValueError, match="has no Python sources"):
+        load_standard_library(tmp_path)
+
+
+def test_the_standard_library_as_data(tmp_path: Path) -> None:
+    result = invoke("eval", "code", "--write-data", tmp_path / "python.jsonl", "--json")
+    written = json.loads(result.stdout)["written"]
+    train, held_out = ([json.loads(line) for line in (tmp_path / each["file"]).open()] for each in written)
+    assert len(train) == written[0]["files"] > 5 * len(held_out) and len(held_out) == written[1]["files"] > 10
+    assert not {row["name"] for row in train} & {row["name"] for row in held_out}
+    assert "PSF-2.0" in result.stderr and written[0]["sha256"] in result.stderr
+    read = [document for document, _ in open_source(tmp_path / "python.jsonl").read()]
+    assert read == [source.text for source in SOURCES if not source.is_held_out]
+    assert written[0]["bytes"] == sum(len(text.encode()) for text in read)
+
+
+# Parsing
+
+
+@pytest.mark.parametrize(
+    ("text", "parses"),
+    [
+        ("x = 1\n", True),
+        ("", False),
+        ("# only a remark\n", False),
+        ("def f(:\n", False),
+        ("\x00", False),
+        ("(" * 500 + ")" * 500, False),
+        ("'\\d'\n", True),
+        ("It was the best of times.", False),
+    ],
+)
+def test_a_program_is_what_the_parser_accepts(text: str, parses: bool) -> None:
+    assert can_parse(text) is parses
+
+
+def test_lines_up_to_where_it_breaks_off() -> None:
+    assert share_parsing_lines("a = 1\nb = 2\nc = (\n") == pytest.approx(2 / 3)
+    assert share_parsing_lines("a = 1\nb = 2") == 1.0
+    assert share_parsing_lines("no no") == share_parsing_lines("") == 0.0
+
+
+def test_functions_of_sources_parse() -> None:
+    some = [source for source in SOURCES if source.is_held_out][:8]
+    functions = [each for source in some for each in list_functions(source)]
+    assert len(functions) > 30 and all(can_parse(source.text) for source in some)
+    for _, text in functions:
+        assert isinstance(ast.parse(text).body[0], ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+@pytest.mark.parametrize("kind", ["lines", "expression"])
+def test_a_gap_and_what_was_taken_out_are_the_function(kind: str) -> None:
+    model = lm("mdlm", length=200)
+    gaps = choose_gaps(SOURCES, model, 6, kind=kind, seed=3)
+    assert (
+        gaps == choose_gaps(SOURCES, model, 6, kind=kind, seed=3) != choose_gaps(SOURCES, model, 6, kind=kind, seed=4)
+    )
+    held_out = {source.name for source in SOURCES if source.is_held_out}
+    for gap in gaps:
+        assert can_parse(gap.whole) and gap.removed.strip() and gap.name.partition(":")[0] in held_out
+        assert "def " in gap.before
+        if kind == "expression":
+            assert "\n" not in gap.removed and can_parse(f"({gap.removed})")
+        else:
+            assert gap.after[:1] in ("\n", "")
+        assert model.build_request(template=build_template(model, gap)).settings["length"] <= 200
+
+
+def test_gaps_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"only \d+ of 5 functions of \d+ held-out files fit into 23 tokens"):
+        choose_gaps(SOURCES[:60], lm("mdlm", length=24), 5)
+    with pytest.raises(ValueError, match="kind 'word' is not one of lines, expression"):
+        choose_gaps(SOURCES, lm("mdlm"), 1, kind="word")
+
+
+def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that always generates `a`: a gap of one name is filled so, and equals the original where it was `a`."""
+    model = rigged("mdlm", {tokenizer("bytes").encode("a")[0]: 60.0}, length=64)
+    removed = {"return ": "a", "return": " b", "return x": "+b"}
+    gaps = [Gap(each, f"def f(a):\n    {before}", each, "\n", "lines") for before, each in removed.items()]
+    gaps[1] = Gap("y", "def f(a):\n    return ", "b", "\n", "lines")
+    monkeypatch.setattr(MODULE, "choose_gaps", lambda *_, **__: gaps)
+    found = code(model, texts=0, infills=3, steps=2)["filled_in"]["lines"]
+    values = {name: each["value"] for name, each in found["shares"].items()}
+    assert values == pytest.approx({"parses": 1.0, "equal": 1 / 3, "same_tree": 1 / 3, "parses_if_left_empty": 1.0})
+    assert found["examples"][2]["written"] == "def f(a):\n    return xaa\n"
+
+
+def test_generated_and_filled_in_functions(tmp_path: Path) -> None:
+    """The command: its table, its JSON, batches that change nothing, and two models on the same gaps."""
+    models = []
+    for method in ("mdlm", "adlm"):
+        model = lm(method, length=128)
+        loaded = LoadedModel(model.model, model.tokenizer, method, 0, "wrapped")
+        models.append(export_model(loaded, tmp_path / method))
+    words = ("--texts", 4, "--infills", 2, "--steps", 4, "--device", "cpu", "--seed", 5)
+    result = invoke("eval", "code", models[0], *words, "--json", "--out", tmp_path / "out")
+    assert result.exit_code == 0 and result.stdout.count("\n") == 1, result.output
+    found = json.loads(result.stdout)
+    assert found["written"]["parses"]["count"] == len(found["texts"]) == 4
+    assert all(text.startswith("def ") for text in found["texts"])
+    assert found["settings"]["seed"] == 5 and len(found["settings"]["sources_sha256"]) == 64
+    for each in found["filled_in"].values():
+        assert set(each["shares"]) == {"parses", "equal", "same_tree", "parses_if_left_empty"}
+        assert len(each["examples"]) == 2
+    assert json.loads((tmp_path / "out/code.json").read_text("utf-8")) == found
+    again = invoke("eval", "code", models[0], *words, "--out", tmp_path / "out")  # from the cache
+    assert (
+        f"{found['written']['parsing_lines']['value']:.3f}" in again.stdout and "parses_if_left_empty" in again.stdout
+    )
+    both = json.loads(invoke("eval", "code", *models, *words, "--batch", 1, "--json").stdout)
+    assert both["models"][0]["texts"] == found["texts"] and len(both["models"]) == 2
+    assert both["models"][0]["filled_in"] == found["filled_in"]
+    metrics = [each["metric"] for each in both["differences"]]
+    assert "filled in, lines: parses" in metrics and not [each for each in metrics if each.startswith("written")]
+    assert all(each["models"] == [str(each) for each in models] for each in both["differences"])
+
+
+def test_a_causal_model_fills_no_gap() -> None:
+    result = invoke("eval", "code", trained("ar"), "--texts", 2, "--infills", 2, "--json")
+    assert json.loads(result.stdout)["filled_in"] is None and "sees only what is before a gap" in result.stderr
+
+
+# Problems
+
+
+def test_given_candidates(tmp_path: Path) -> None:
+    require_sandbox()
+    rows = [
+        {"task_id": each.task_id, "completion": text}
+        for each in PROBLEMS
+        for text in (each.canonical_solution, "    return None\n")
+    ]
+    words = ("--problems", FILE, "--candidates", write_lines(tmp_path / "c.jsonl", rows), "--k", "1,2", "--workers", 2)
+    result = invoke("eval", "code", *words, "--json", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["pass"]["pass@1"]["value"] == 0.5 and found["pass"]["pass@2"]["value"] == 1.0
+    assert found["pass"]["pass@1"]["count"] == 5 and found["ends"] == {"passed": 5, "failed": 5}
+    assert found["settings"]["isolation"] == "bubblewrap" and len(found["settings"]["problems_sha256"]) == 64
+    again = invoke("eval", "code", *words, "--out", tmp_path / "out")
+    assert "0.500" in again.stdout and "5 passed, 5 failed" in again.stdout
+    seconds = [each["seconds"] for each in json.loads((tmp_path / "out/code.json").read_text("utf-8"))["candidates"]]
+    assert seconds == [each["seconds"] for each in found["candidates"]]  # resumed, not run again
+
+
+@pytest.mark.parametrize("method", ["mdlm", "ar"])
+def test_a_model_completes_problems(tmp_path: Path, method: str) -> None:
+    file = write_lines(tmp_path / "short.jsonl", [SHORT])
+    settings: dict[str, Any] = {"problems": file, "n": 2, "k": [1, 2], "unsafe": True, "steps": 4}
+    found = code(lm(method), **settings)
+    assert found["pass"]["pass@2"]["value"] == 0.0 and found["pass"]["pass@1"]["interval"][1] > 0.5
+    completions = [each["completion"] for each in found["candidates"]]
+    assert len(completions) == 2 and not completions[0].startswith("def f")
+    assert [each["completion"] for each in code(lm(method), **settings, batch=1)["candidates"]] == completions
+    assert found.settings["isolation"] == "none" and "protects nothing" in found.warnings[0]
+    file = write_lines(tmp_path / "long.jsonl", [SHORT | {"prompt": "def f(a): # " + "a" * 99}])
+    with pytest.raises(ValueError, match=r"the prompt of s has \d+ tokens, this model's rows hold"):
+        code(lm(method), problems=file, unsafe=True)
+
+
+def test_without_a_sandbox_nothing_runs_unless_unsafe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "find_sandbox_problem", lambda: "the sandbox cannot run: use --unsafe")
+    assert_told(invoke("eval", "code", trained(), "--problems", FILE), "the sandbox cannot run: use --unsafe")
+
+
+def test_problems_that_cannot_be_judged_are_a_warning(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "p.jsonl", [SHORT | {"test": "def check(f):\n    f(print)\n"}])
+    candidates = write_lines(tmp_path / "c.jsonl", [{"task_id": "s", "completion": "    return a\n"}])
+    found = code(problems=file, candidates=candidates, unsafe=True)
+    assert found["ends"] == {"unsupported": 1} and "1 unsupported candidates count as failed" in found.warnings[1]
+
+
+def test_a_function_ends_where_a_line_is_not_indented() -> None:
+    assert cut_function_body("    return 1\n\n\ndef g():\n    pass\n") == "    return 1\n\n\n"
+    assert cut_function_body("return 1\n    x\nprint(2)") == "return 1\n    x\n"
+    assert cut_function_body("    a\n\n    b\n") == "    a\n\n    b\n"
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_hit() -> None:
+    for n, passed, k in [(5, 2, 1), (5, 2, 3), (6, 1, 2), (4, 0, 4), (4, 4, 1), (5, 3, 5)]:
+        draws = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
+        assert estimate_pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    for bad in [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)]:
+        with pytest.raises(ValueError, match="between 1 and their number"):
+            estimate_pass_at_k(*bad)
+    rng, p = np.random.default_rng(0), 0.3  # unbiased: over many sets of 4 candidates the mean is 1 − (1 − p)^k
+    values = [estimate_pass_at_k(4, int(c), 2) for c in rng.binomial(4, p, 20_000)]
+    assert abs(np.mean(values) - (1 - (1 - p) ** 2)) < 4 * np.std(values) / np.sqrt(len(values))
+
+
+def test_an_interval_covers_the_share_as_often_as_it_says() -> None:
+    rng, p, count = np.random.default_rng(1), 0.1, 40
+    intervals = [estimate_share([1] * hits + [0] * (count - hits)).interval for hits in range(count + 1)]
+    inside = [intervals[hits][0] <= p <= intervals[hits][1] for hits in rng.binomial(count, p, 2000)]  # type: ignore[index]
+    assert 0.92 < np.mean(inside) < 0.99
+    low, high = estimate_share([0] * 10).interval or (1, 0)
+    assert low == 0 and high > 0.2  # nothing seen is not nothing there
+    half = estimate_share([0.5, 0.0, 0.25, 0.5])
+    assert half.interval and half.interval[0] < half.value < half.interval[1] and half.stderr and half.stderr > 0
+
+
+def test_files_that_are_not_problems(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    for text, message in [
+        ("", "is empty"),
+        ("{\n", "line 1 is not JSON"),
+        ('{"task_id": 1}', "line 1 lacks prompt, entry_point, canonical_solution, test"),
+        ("3", "line 1 lacks everything"),
+        (FILE.read_text("utf-8") * 2, "task_id twice"),
+    ]:
+        file.write_text(text, "utf-8")
+        with pytest.raises(ValueError, match=message):
+            read_problems(file)
+    with pytest.raises(ValueError, match="candidate for 'other', which is none of the 5 problems"):
+        read_candidates(write_lines(file, [{"task_id": "other", "completion": ""}]), PROBLEMS)
+    write_lines(file, [{"task_id": "own/1", "completion": "x"}])
+    assert read_candidates(file, PROBLEMS[1:2]) == [Candidate("own/1", "x")]
+    with pytest.raises(ValueError, match="no candidate for 4 of 5 problems, 'own/0' among them"):
+        read_candidates(file, PROBLEMS)  # a share over the others would be too high
+    assert isinstance(PROBLEMS[0], Problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--candidates", FILE), "give problems too"),
+        (("--problems", FILE, "--k", "2"), "pass@2 needs at least 2 candidates for each problem, n is 1"),
+        (("--problems", FILE, "--k", "one"), "--k 'one': 'one' is not a whole number"),
+        (("--problems", FILE, "--k", "0"), "must be whole numbers from 1"),
+        (("--problems", "nowhere.jsonl", "--unsafe"), "nowhere.jsonl"),
+        (("--problems", FILE, "--candidates", FILE, "--unsafe"), "lacks completion"),
+        (("--problems", FILE, "--n", "2", "--unsafe"), "use a model with longer rows"),
+        (("--infills", "2000", "--texts", "0"), "held-out files fit into"),
+    ],
+)
+def test_mistakes_are_one_line(words: tuple[object, ...], message: str) -> None:
+    assert_told(invoke("eval", "code", trained(), *words, "--json"), message)
