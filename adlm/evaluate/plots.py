@@ -33,8 +33,7 @@ LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seco
 
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
-    kinds: dict[str, Callable[..., Path]]
-    kinds = {"frontier": draw_frontier, "anchors": draw_anchors, "correlation": draw_correlation}
+    kinds: Any = {"frontier": draw_frontier, "anchors": draw_anchors, "correlation": draw_correlation}
     paths = []
     for name, figure in result.figures.items():
         arguments = {key: value for key, value in figure.items() if key != "kind"}
@@ -113,8 +112,7 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
             for name, side in ((x, "x"), (y, "y")):
                 if name != "entropy":
                     set_log_scale(axes, side, base=2 if name == "nfe" else 10)
-            axes.set_xlabel(LABELS[x])
-            axes.set_ylabel(LABELS[y])
+            axes.set(xlabel=LABELS[x], ylabel=LABELS[y])
         handles = _build_frontier_legend(colors, markers, styles, reference is not None)
         figure.legend(handles=handles, frameon=False, loc="outside right upper", handlelength=2.6, labelspacing=0.55)
     return path
@@ -237,8 +235,7 @@ def _draw_accuracy(axes: Axes, study: Row) -> None:
 
 def _draw_nll(axes: Axes, study: Row) -> None:
     _draw_rates(axes, study, "nll")
-    axes.set_ylabel("nll (nats per token)")
-    axes.set_title("likelihood of masked tokens")
+    axes.set(ylabel="nll (nats per token)", title="likelihood of masked tokens")
 
 
 def _draw_calibration(axes: Axes, study: Row) -> None:
@@ -249,11 +246,8 @@ def _draw_calibration(axes: Axes, study: Row) -> None:
         look: Any = {"color": color, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.3}
         label = f"{guess['calibration_error']:.3f}"
         axes.plot([mean for mean, _ in bins], [share for _, share in bins], label=label, **look)
-    axes.set_xlabel("highest probability")
-    axes.set_ylabel("accuracy")
-    axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1)
-    axes.set_title("calibration on masked tokens")
+    axes.set(xlabel="highest probability", ylabel="accuracy")
+    axes.set(xlim=(0, 1), ylim=(0, 1), title="calibration on masked tokens")
     axes.legend(frameon=False, loc="upper left", title="expected error", title_fontsize=8, alignment="left")
 
 
@@ -270,8 +264,10 @@ def _draw_costs(axes: Axes, study: Row) -> None:
     axes.axvline(0, color=GREY, linewidth=0.8)
     _label_rows(axes, changed, "change")
     axes.grid(False, axis="y")
-    axes.set_xlabel("more nats per token (± 2 s.e.)")
-    axes.set_title(f"changed anchor features (nll {study['losses'][0]['nll']:.3f} unchanged)")
+    axes.set(
+        xlabel="more nats per token (± 2 s.e.)",
+        title=f"changed anchor features (nll {study['losses'][0]['nll']:.3f} unchanged)",
+    )
 
 
 def _label_rows(axes: Axes, rows: Sequence[Row], name: str) -> None:
@@ -292,8 +288,7 @@ def _draw_samples(axes: Axes, study: Row) -> None:
             text = f" {sample['entropy']:.2f}"
             axes.annotate(text, (1.0, place), xycoords=("axes fraction", "data"), va="center", fontsize=7, color=GREY)
     _label_rows(axes, samples, "change")
-    axes.set_title("texts sampled that way")
-    axes.set_xlabel("entropy (nats, ± 2 s.e.)")
+    axes.set(title="texts sampled that way", xlabel="entropy (nats, ± 2 s.e.)")
     if name == "gen_ppl":
         set_log_scale(axes, "x")
         axes.set_xlabel("Gen-PPL (± 2 s.e.); right margin: entropy")
@@ -308,8 +303,7 @@ def _draw_reveals(axes: Axes, study: Row) -> None:
         look: Any = {"color": color, "marker": "o", "linestyle": "none", "markersize": 5, "capsize": 2}
         axes.errorbar(values, places, xerr=[2 * error for error in errors], label=kind, **look)
     _label_rows(axes, reveals, "sampler")
-    axes.set_xlabel("mean rank of the reveal: 0 first, 1 last")
-    axes.set_title("order of reveals")
+    axes.set(xlabel="mean rank of the reveal: 0 first, 1 last", title="order of reveals")
     axes.legend(frameon=False)
 
 
@@ -336,8 +330,7 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
             axes = figure.add_subplot(1 + has_equal, len(metrics), place)
             for run, look in looks.items():
                 _draw_run(axes, [study for study in studies if find_run(study) == run], name, look, markers)
-            axes.set_xlabel("accuracy on masked anchors")
-            axes.set_ylabel(METRICS[name])
+            axes.set(xlabel="accuracy on masked anchors", ylabel=METRICS[name])
             axes.set_title("\n".join(titles.values()), fontsize=7)
             axes.margins(0.1)
             if name == "gen_ppl":
@@ -386,8 +379,10 @@ def _draw_equal_steps(
             axes.plot([across], [up], marker=markers[step], **_marker_look(looks[find_run(study)]))
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_xlabel("accuracy minus the step's mean")
-    axes.set_ylabel(f"{'log Gen-PPL' if name == 'gen_ppl' else METRICS[name]} minus the step's mean")
+    axes.set(
+        xlabel="accuracy minus the step's mean",
+        ylabel=f"{'log Gen-PPL' if name == 'gen_ppl' else METRICS[name]} minus the step's mean",
+    )
     axes.margins(0.1)
 
 

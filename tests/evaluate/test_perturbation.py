@@ -1,6 +1,6 @@
 """Perturbed anchor features: without a perturbation the model itself, bit for bit, in its bound and in its texts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,10 +28,8 @@ from adlm.evaluate.perturbation import (
     sample_rows,
     split_by_length,
 )
-from adlm.generate import Predictor
 from adlm.likelihood import draw_position, estimate_nll
-from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow, denoise_rows
+from adlm.models.language_model import LanguageModel
 from tests.evaluate.anchor_models import LENGTH, LENGTHS, PADDED, ROWS, VOCAB, small, train_small
 from tests.text.models import lm
 
@@ -202,43 +200,6 @@ def test_without_a_perturbation_the_texts_are_the_models_own(sampler: str) -> No
         assert texts(traced.row for traced in sample_rows(model, request, each)) == expected
 
 
-@dataclass
-class NaivePredictor:
-    """Perturbs one row: every call is a turn, and stale features are the last that were computed."""
-
-    predictor: Predictor
-    perturbation: Perturbation
-    number: int
-    seed: int
-    calls: int = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.predictor, name)
-
-    def predict(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
-        model, each, turn = self.predictor.model, self.perturbation, [self.calls]
-        self.calls += 1
-        level = noise_level if self.predictor.config.time_conditioning else None
-        if each.kind != "stale" or turn[0] % int(each.amount) == 0:
-            self.anchor = model.anchor_features(tokens, level, valid=valid)
-        anchor = self.anchor
-        if each.kind == "noise":
-            anchor = add_noise(anchor, each.amount, draw_normal(self.seed, [self.number], turn, (tokens.shape[1], 16)))
-        elif each.kind == "permuted":
-            anchor = permute_positions(anchor, self.seed, [self.number], turn, [tokens.shape[1]])
-        return model.denoise_features(anchor, level, valid=valid)
-
-
-def sample_alone(model: LM, request: GenerationRequest, each: Perturbation) -> list[tuple[str, int]]:
-    """The texts of a request, one at a time."""
-    rows = []
-    for layout, number in request.rows:
-        predictor: Any = NaivePredictor(Predictor(model.model), each, number, request.seed)
-        *_, frame = denoise_rows(predictor, request, [(layout, number)])
-        rows.append(GeneratedRow(layout, frame.tokens[0].tolist(), int(frame.nfe)))
-    return texts(rows)
-
-
 REQUESTS: list[dict[str, Any]] = [
     {"sampler": "ancestral", "steps": 8},
     {"sampler": "remask_loop", "steps": 6, "prompt": ["the cat", "a", "where did you go"]},
@@ -249,14 +210,25 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", REQUESTS, ids=lambda options: options["sampler"])
 @pytest.mark.parametrize("each", [NONE, Perturbation("noise", 1), Perturbation("permuted"), Perturbation("stale", 3)])
-def test_texts_do_not_depend_on_the_batch(each: Perturbation, options: dict[str, Any]) -> None:
+def test_texts_do_not_depend_on_the_other_rows(each: Perturbation, options: dict[str, Any]) -> None:
     """Rows pause, end early and differ in length; a row's turns and stale features are its own."""
     model = lm("adlm", time_conditioning="block" in options)
     request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
-    expected = sample_alone(model, request, each)
-    for size in (1, 3, 32):
-        assert texts(row.row for row in sample_rows(model, replace(request, batch=size), each)) == expected, size
+    expected = texts(row.row for row in sample_rows(model, replace(request, batch=1), each))
+    assert texts(row.row for row in sample_rows(model, request, each)) == expected
+    first = replace(request, layouts=request.layouts[-1:], n=1)
+    assert texts(row.row for row in sample_rows(model, first, each)) == [expected[-request.n]]
     assert (expected == texts(model.generate_rows(request))) == (each == NONE)
+
+
+def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm("adlm")
+    request = model.build_request(n=2, length=17, steps=8, sampler="ancestral")
+    calls, anchor_features = list[Tensor](), LanguageModel.anchor_features
+    spy = lambda self, tokens, *more, **options: calls.append(tokens) or anchor_features(self, tokens, *more, **options)  # noqa: E731
+    monkeypatch.setattr(LanguageModel, "anchor_features", spy)
+    rows = [traced.row for traced in sample_rows(model, request, Perturbation("stale", 3))]
+    assert len(calls) == sum(-(-row.nfe // 3) for row in rows)
 
 
 def test_a_text_has_no_other_row() -> None:
