@@ -4,6 +4,7 @@ import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -77,14 +78,38 @@ def test_the_batch_size_changes_nothing_but_rounding() -> None:
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
     model = tiny("adlm").train()
-    estimate_nll(model, ROWS)
+    assert estimate_nll(model, ROWS, max_rows=10) == estimate_nll(model, ROWS[:10])
+    assert estimate_nll(model, ROWS, max_rows=1000) == estimate_nll(model, ROWS)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_one_row_has_no_standard_error() -> None:
-    with pytest.raises(ValueError, match="at least 2 rows"):
-        estimate_nll(tiny("mdlm"), ROWS[:1])
+@pytest.mark.parametrize(
+    ("method", "rows", "options", "message"),
+    [
+        ("mdlm", ROWS[:1], {}, "at least 2 rows"),
+        ("ar", ROWS, {"documents": torch.zeros(40, dtype=torch.int64)}, "at least 2 of them, got 1"),
+        ("ar", ROWS, {"documents": torch.arange(39)}, "40 rows need as many document numbers"),
+        ("mdlm", ROWS, {"draws": 0}, "draws and batch must be at least 1, got 0 and 32"),
+        ("mdlm", torch.zeros(4, 5, dtype=torch.int64), {"given_tokens": (0,)}, "no tokens were counted"),
+    ],
+)
+def test_mistakes(method: str, rows: Tensor, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate_nll(tiny(method), rows, **options)
+
+
+def test_bits_per_byte_are_all_nats_over_the_bytes() -> None:
+    assert NllEstimate(2.0, 0.1, 30).bits_per_byte(100) == pytest.approx(60 / math.log(2) / 100)
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        NllEstimate(2.0, 0.1, 30).bits_per_byte(0)
+
+
+def test_unigram_counts_with_one_added() -> None:
+    counts, tokens = torch.tensor([2, 1, 0]), torch.tensor([[0, 1], [2, 2]])
+    nats = [-math.log(3 / 6), -math.log(2 / 6), -math.log(1 / 6)]
+    assert unigram_nll(counts, tokens) == pytest.approx((sum(nats) + nats[2]) / 4)
+    assert unigram_nll(counts, tokens, torch.tensor([[True, True], [True, False]])) == pytest.approx(sum(nats) / 3)
 
 
 def padded(filler: int = 0) -> TensorRows:
@@ -154,25 +179,6 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
     assert len(set(calls)) == 1
 
 
-def test_the_first_rows_are_the_first_rows() -> None:
-    model = awake("ar")
-    assert estimate_nll(model, ROWS, max_rows=10) == estimate_nll(model, ROWS[:10])
-    assert estimate_nll(model, ROWS, max_rows=1000) == estimate_nll(model, ROWS)
-
-
-def test_unigram_counts_with_one_added() -> None:
-    counts, tokens = torch.tensor([2, 1, 0]), torch.tensor([[0, 1], [2, 2]])
-    expected = -(math.log(3 / 6) + math.log(2 / 6) + 2 * math.log(1 / 6)) / 4
-    assert unigram_nll(counts, tokens) == pytest.approx(expected)
-
-
-def test_unigram_leaves_padding_out() -> None:
-    counts, tokens = torch.tensor([2, 1, 0]), torch.tensor([[0, 1], [2, 2]])
-    valid = torch.tensor([[True, True], [True, False]])
-    expected = -(math.log(3 / 6) + math.log(2 / 6) + math.log(1 / 6)) / 3
-    assert unigram_nll(counts, tokens, valid) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("method", ["adlm", "ar"])
 def test_one_draw_is_what_it_always_was(method: str) -> None:
     """Figures of earlier runs stay comparable; the numbers are of the version before there were spread draws."""
@@ -214,11 +220,8 @@ def test_times_are_even_over_draws_and_over_rows(draws: int) -> None:
 def test_one_draw_has_the_lineages_time() -> None:
     first = stratify_times(CounterRng.from_seed(0, 40).uniform(0, 1, Purpose.TIME)[:, 0])
     torch.testing.assert_close(times(1)[:, 0], first.float().double())
-
-
-def test_rows_beyond_float32_have_places_of_their_own() -> None:
-    number = torch.tensor([2**24, 2**24 + 1])
-    assert float(draw_position(number, 2**25, 1, 4, 0).diff()) == 1
+    many = torch.tensor([2**24, 2**24 + 1])  # beyond float32
+    assert float(draw_position(many, 2**25, 1, 4, 0).diff()) == 1
 
 
 @pytest.mark.parametrize("draws", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -275,15 +278,6 @@ def test_rows_of_one_document_are_one_unit() -> None:
     assert estimate_nll(model, ROWS, documents=torch.arange(40)) == once
 
 
-def test_documents_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="at least 2 of them, got 1"):
-        estimate_nll(tiny("ar"), ROWS, documents=torch.zeros(40, dtype=torch.int64))
-    with pytest.raises(ValueError, match="40 rows need as many document numbers"):
-        estimate_nll(tiny("ar"), ROWS, documents=torch.arange(39))
-    with pytest.raises(ValueError, match="draws and batch must be at least 1, got 0 and 32"):
-        estimate_nll(tiny("mdlm"), ROWS, draws=0)
-
-
 def framed() -> TensorRows:
     """Rows that begin with 0 and end with 1, one of them with a 1 inside, two with nothing between."""
     tokens, lengths = torch.where(ROWS < 2, 2, ROWS), torch.arange(40) % 15 + 2
@@ -316,17 +310,6 @@ def test_marks_are_given_and_not_counted(method: str) -> None:
         assert text_only == bound  # the first token of a row is never asked for
     for batch in (1, 7, 40):  # a batch may hold nothing that counts
         assert fields(estimate_nll(model, framed(), draws=2, given_tokens=GIVEN, batch=batch)) == close(bound)
-
-
-def test_nothing_that_counts() -> None:
-    with pytest.raises(ValueError, match="no tokens were counted"):
-        estimate_nll(tiny("mdlm"), torch.zeros(4, 5, dtype=torch.int64), given_tokens=(0,))
-
-
-def test_bits_per_byte_are_all_nats_over_the_bytes() -> None:
-    assert NllEstimate(2.0, 0.1, 30).bits_per_byte(100) == pytest.approx(60 / math.log(2) / 100)
-    with pytest.raises(ValueError, match="at least 1 byte"):
-        NllEstimate(2.0, 0.1, 30).bits_per_byte(0)
 
 
 def enumerated(world: TinyWorld, rows: Tensor, steps: int | None = None) -> float:

@@ -231,16 +231,18 @@ def test_a_random_order_is_the_nelbo_in_expectation() -> None:
     assert random.noise_stderr < bound.noise_stderr
 
 
-def test_mistakes_teach() -> None:
-    with pytest.raises(ValueError, match=r"unknown order 'sideways'; known: left_to_right, confidence, margin, entro"):
-        estimate_order_nll(MODEL, ROWS, "sideways")
-    with pytest.raises(ValueError, match="every position from 0 on once"):
-        estimate_order_nll(MODEL, ROWS, torch.tensor([0, 0, 1]))
-    with pytest.raises(ValueError, match="of 3 positions, the rows have 12"):
-        estimate_order_nll(MODEL, ROWS, torch.tensor([0, 2, 1]))
-    with pytest.raises(ValueError, match="give the name 'random'"):
-        estimate_order_nll(MODEL, ROWS, first_hitting())
-    with pytest.raises(ValueError, match="tokens_a_step and draws must be at least 1"):
-        estimate_order_nll(MODEL, ROWS, "confidence", tokens_a_step=0)
+@pytest.mark.parametrize(
+    ("order", "options", "message"),
+    [
+        ("sideways", {}, r"unknown order 'sideways'; known: left_to_right, confidence, margin, entro"),
+        (torch.tensor([0, 0, 1]), {}, "every position from 0 on once"),
+        (torch.tensor([0, 2, 1]), {}, "of 3 positions, the rows have 12"),
+        (first_hitting(), {}, "give the name 'random'"),
+        ("confidence", {"tokens_a_step": 0}, "tokens_a_step and draws must be at least 1"),
+    ],
+)
+def test_mistakes(order: Any, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate_order_nll(MODEL, ROWS, order, **options)
     with pytest.raises(ValueError, match="exact already"):
         estimate_order_nll(random_model("ar"), ROWS, "confidence")
