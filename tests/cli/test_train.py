@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import adlm
-from adlm.checkpoint import load, verified
+from adlm.checkpoint import load_model, verify_checkpoint
 from adlm.cli.main import app
 from adlm.data.prepare import prepare
 from adlm.data.tokenizers import train_bpe
-from adlm.training.metrics import read_metrics
+from adlm.training.logging import read_metrics
 from tests.training.runs import ROOT, TEXT, arguments, data, run
 
 SMALL = ("batch=8", "model.dim=32", "model.heads=2", "model.anchor_layers=1", "optimizer.warmup=3", "device=cpu")
@@ -54,7 +54,7 @@ def test_a_run_ends_with_its_folder_and_its_figures(tmp_path: Path) -> None:
     assert f"unigram model {valid['unigram/ppl']:.2f}" in figures
     for name in ("checkpoints/latest/model.safetensors", "metrics.jsonl", "config.yaml"):
         assert (tmp_path / "run" / name).is_file()
-    loaded = load(tmp_path / "run")
+    loaded = load_model(tmp_path / "run")
     assert (loaded.step, loaded.model.config.vocab_size, loaded.model.config.length) == (12, 300, 32)
 
 
@@ -97,7 +97,7 @@ def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
     prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=299, length=32, valid_share=0.1, workers=1)
     words = [word for word in arguments(tmp_path / "run") if not word.startswith("data.path")]
     assert_told(invoke("train", *words, f"data.path={tmp_path / 'data'}"), 2, "trained on other data")
-    assert load(tmp_path / "run", verify=True).step == 5
+    assert load_model(tmp_path / "run", verify=True).step == 5
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
         ("objective.anchor_rule=rarest", "unknown anchor rule"),
         ("data.path=nowhere", "no manifest.json in nowhere"),
         ("device=cuda:99", "cuda"),
-        ("resume=nowhere", "no checkpoint"),
-        ("batch=100000000", "micro_batch smaller"),
+        ("resume=nowhere", "is not a checkpoint"),
+        ("batch=100000000", "Reduce micro_batch"),
         ("parallel.kind=ddp", "needs torchrun"),
         ("log.track=[paper]", "paper"),
     ],
@@ -154,9 +154,9 @@ def test_a_leap_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> 
     leap = ("guard.window=5", "guard.spike=0.01", "optimizer.lr=1e-6", "steps=60", "log.every=1")
     result = invoke("train", *arguments(tmp_path, *leap))
     assert_told(result, 1, "guard.spike=0.01", "failures")
-    path = verified(tmp_path / "checkpoints" / "latest")
+    path = verify_checkpoint(tmp_path / "checkpoints" / "latest")
     failed = int(next((tmp_path / "failures").iterdir()).name.split("-")[1])
-    assert 5 <= load(path).step < failed
+    assert 5 <= load_model(path).step < failed
 
 
 def test_sample_writes_what_the_run_learned(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_sample_writes_what_the_run_learned(tmp_path: Path) -> None:
     assert len((tmp_path / "texts.txt").read_text("utf-8").split("<|endoftext|>")) == 2
     other = invoke(*words, "--seed", "1", "--sampler", "ancestral", "--length", "16")
     assert other.exit_code == 0 and other.stdout != first.stdout
-    assert_told(invoke("sample", str(tmp_path)), 2, "neither a run's folder nor a checkpoint's")
+    assert_told(invoke("sample", str(tmp_path)), 2, "neither a run folder nor a model folder")
     assert_told(invoke("sample", str(tmp_path / "run"), "--sampler", "best"), 2, "unknown sampler 'best'; known:")
 
 
@@ -179,7 +179,7 @@ def test_a_run_answers_in_json_alone(tmp_path: Path) -> None:
     valid = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "val/ppl" in record][-1]
     assert (found["folder"], found["step"]) == (str(tmp_path), 10)
     assert found["valid"] == {name: valid[name] for name in ("val/nll", "val/ppl", "val/stderr", "unigram/ppl")}
-    assert load(Path(found["checkpoint"])).step == 10
+    assert load_model(Path(found["checkpoint"])).step == 10
     assert "validation perplexity" in result.stderr  # what it says on the way
     wrong = invoke("train", *arguments(tmp_path, "stepps=3"), "--json")
     assert wrong.exit_code == 2 and wrong.stdout == ""
