@@ -1,4 +1,4 @@
-"""The models that come with the package."""
+"""The models bundled with the package."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ DEFAULT = MODELS[0]
 
 
 def find_bundled_model(name: str) -> Path:
-    """Where a bundled model lies."""
+    """Return the folder of a bundled model."""
     return Path(__file__).resolve().parent / "weights" / name

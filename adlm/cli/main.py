@@ -18,10 +18,9 @@ from adlm.cli.errors import Commands
 from adlm.cli.eval import app as eval_app
 from adlm.cli.generate import infill, sample
 from adlm.cli.output import print_json
-from adlm.cli.plot import plot
 from adlm.cli.prepare import prepare
 from adlm.cli.score import score
-from adlm.cli.train import train
+from adlm.cli.train import plot, train
 
 # Markdown keeps `[default: …]` in help texts, which rich markup would take for a style.
 app = typer.Typer(

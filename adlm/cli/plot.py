@@ -1,4 +1,4 @@
-"""`adlm plot`: training curves of one or several runs as a figure and a table."""
+"""Training curves of one or several runs as a figure and a table, for `adlm plot`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
+import numpy as np
 from rich.table import Table
 
-from adlm.cli import options
-from adlm.cli.errors import report_errors
-from adlm.cli.output import json_stdout, print_json
+from adlm.training.logging import read_metrics
+from adlm.view.look import COLORS, GREY, STYLE
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -26,29 +23,7 @@ X_AXES = ("step", "tokens")
 DASHED = (0, (5, 3))
 SMOOTHING = 50  # the window of the bold curves is this fraction of a run
 MIN_STALL_TOP = 0.05  # of the stall axis, so that a negligible stall looks negligible
-MAX_UNIGRAM_HEIGHT = 2.5  # heights of the curves; a unigram level further above them is named instead of drawn
-
-
-def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are drawn into one figure.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Output .png, .svg or .pdf. [default: plots/run.png of the first run]")
-    ] = None,
-    x: Annotated[str, typer.Option(help="Horizontal axis: step or tokens.")] = "step",
-    is_json: options.Json = False,
-) -> Path:
-    """Plot runs: likelihood, learning rate and γ, throughput."""
-    with report_errors():
-        with json_stdout(is_json):
-            path = plot_runs(runs, out, x=x)
-            curves = [read_run(folder) for folder in runs]
-        if is_json:
-            print_json({"figure": path, "runs": [{"run": f} | summarize_run(run) for f, run in zip(runs, curves)]})
-        else:
-            console = Console(highlight=False, soft_wrap=True)
-            console.print(build_table(curves))
-            console.print(f"\n{path}", markup=False)
-        return path
+MAX_UNIGRAM_HEIGHT = 2.5  # heights of the curves; a unigram level further above them is only in the legend
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +46,6 @@ class RunCurves:
 
 def read_run(folder: Path) -> RunCurves:
     """Read the curves from RUN/metrics.jsonl."""
-    import numpy as np
-
-    from adlm.training.logging import read_metrics
-
     path = folder / "metrics.jsonl"
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: give the folder of a run")
@@ -106,8 +77,6 @@ def read_run(folder: Path) -> RunCurves:
 
 def smooth_curve(values: np.ndarray) -> np.ndarray:
     """Return the running mean of the finite values; NaN where there are none."""
-    import numpy as np
-
     half, is_known = max(2, len(values) // SMOOTHING // 2), np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(is_known)])
@@ -134,8 +103,6 @@ def plot_runs(folders: Sequence[Path], out: Path | None = None, *, x: str = "ste
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"plots need matplotlib ({error}): pip install 'adlm[track]'") from error
-    from adlm.view.look import STYLE
-
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 5.4), layout="constrained")
         FigureCanvasAgg(figure)  # without a window or global state
@@ -155,7 +122,7 @@ def list_labels(runs: Sequence[RunCurves]) -> list[str]:
 
 def draw_runs(figure: Figure, runs: Sequence[RunCurves], x: str) -> None:
     """Draw likelihood above, learning rate with γ and throughput with stalls below."""
-    from adlm.view.look import COLORS
+    from matplotlib.ticker import EngFormatter
 
     grid = figure.add_gridspec(2, 2, height_ratios=[2.2, 1], wspace=0.08)
     top, left, right = (figure.add_subplot(place) for place in (grid[0, :], grid[1, 0], grid[1, 1]))
@@ -166,24 +133,14 @@ def draw_runs(figure: Figure, runs: Sequence[RunCurves], x: str) -> None:
     for axes in (top, left, right):
         axes.set_xlabel(x)
         axes.margins(x=0.02)
-        axes.xaxis.set_major_formatter(format_count)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     handles, _ = top.get_legend_handles_labels()
     figure.legend(handles=handles, frameon=False, loc="outside upper center", ncols=min(len(handles), 5))
 
 
-def format_count(value: float, place: object = None) -> str:
-    """Format a tick: 2K, 1M, 500B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
-
-
 def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
     """Draw training and validation in nats, with an axis of perplexity and the legend's entries."""
-    import numpy as np
-
-    from adlm.view.look import GREY
+    from matplotlib.ticker import LogLocator, MaxNLocator
 
     shown: list[float] = []  # values that must be inside the panel
     for run, label, color in zip(runs, list_labels(runs), colors):
@@ -202,37 +159,23 @@ def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str]
     inside = [value for value in shown if math.isfinite(value)] or [0.0]
     low, high = min(inside), max(inside)
     levels = sorted({math.log(run.unigram_ppl) for run in runs if run.unigram_ppl})
+    for level in levels:
+        label = f"unigram perplexity {math.exp(level):,.0f}"
+        axes.axhline(level, color=GREY, linestyle=DASHED, linewidth=1.0, label=label)
     near = [level for level in levels if level - low <= MAX_UNIGRAM_HEIGHT * (high - low)]
-    for level in near:
-        axes.axhline(level, color=GREY, linestyle=DASHED, linewidth=1.0, label="unigram" if level == near[0] else None)
-    for number, level in enumerate(level for level in levels if level not in near):
-        text = f"↑ unigram perplexity {math.exp(level):,.0f}"
-        axes.annotate(text, (0.99, 0.96 - 0.07 * number), xycoords="axes fraction", ha="right", va="top", color=GREY)
     low, high = min([low, *near]), max([high, *near])
     room = 0.06 * (high - low) or 0.1
     axes.set_ylim(low - room, high + room)
     axes.set_ylabel("nll (nats per token)")
     right = axes.secondary_yaxis("right", functions=(np.exp, lambda ppl: np.log(np.maximum(ppl, 1e-9))))
     right.set_ylabel("perplexity")
-    ticks = choose_perplexities(*axes.get_ylim())
-    right.set_yticks(ticks, [f"{tick:,.0f}" if tick >= 10 else f"{tick:g}" for tick in ticks])
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high - low > 2.5 else MaxNLocator(6))
+    right.yaxis.set_major_formatter(lambda ppl, place: f"{ppl:,.0f}" if ppl >= 10 else f"{ppl:.3g}")
     right.minorticks_off()
-
-
-def choose_perplexities(low: float, high: float) -> list[float]:
-    """Choose at most 8 round numbers between two levels of nats."""
-    fine = tuple(step / 10 for step in range(10, 100))
-    for steps in (fine, fine[::2], fine[::5], (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1,)):
-        ticks = [10**k * step for k in range(12) for step in steps if low <= math.log(10**k * step) <= high]
-        if len(ticks) <= 8:
-            break
-    return ticks
 
 
 def draw_schedule(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
     """Draw the learning rate, solid, and γ of the runs that have one, dashed."""
-    import numpy as np
-
     anchored = [run for run in runs if np.nan_to_num(run.train["anchor_weight"]).any()]
     right = axes.twinx() if anchored else None
     for i, (run, color) in enumerate(zip(runs, colors)):
@@ -249,6 +192,8 @@ def draw_schedule(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], 
 
 def draw_throughput(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
     """Draw tokens per second, solid, and the share of the time spent waiting for data, dashed."""
+    from matplotlib.ticker import EngFormatter
+
     right = axes.twinx()
     for run, color in zip(runs, colors):
         speed = run.train["time/tokens_per_second"]
@@ -258,13 +203,12 @@ def draw_throughput(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str]
     start_at_zero(axes, "tokens/s", 1.1)
     start_at_zero(right, "stall (dashed)", 1.1, is_right=True)
     right.set_ylim(0, max(MIN_STALL_TOP, right.get_ylim()[1]))
-    axes.yaxis.set_major_formatter(format_count)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     right.yaxis.set_major_formatter(lambda share, place: f"{100 * share:.3g}%")
 
 
 def start_at_zero(axes: Axes, label: str, room: float, *, is_right: bool = False) -> None:
     """Start the vertical axis at zero, with a label and few ticks."""
-    import numpy as np
     from matplotlib.ticker import MaxNLocator
 
     high = max((float(np.nanmax(line.get_ydata(), initial=0.0)) for line in axes.get_lines()), default=0.0)

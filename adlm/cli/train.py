@@ -1,11 +1,13 @@
-"""`adlm train`: run training with a recipe and overrides."""
+"""`adlm train` and `adlm plot`: train with a recipe and overrides, and plot runs."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
@@ -42,3 +44,27 @@ def train(
         if is_json and os.environ.get("RANK", "0") == "0":  # only one process prints
             print_json({"folder": run.folder, "checkpoint": run.checkpoint, "step": run.step, "valid": run.valid})
         return run
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are drawn into one figure.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Output .png, .svg or .pdf. [default: plots/run.png of the first run]")
+    ] = None,
+    x: Annotated[str, typer.Option(help="Horizontal axis: step or tokens.")] = "step",
+    is_json: options.Json = False,
+) -> Path:
+    """Plot runs: likelihood, learning rate and γ, throughput."""
+    with report_errors():
+        from adlm.cli.plot import build_table, plot_runs, read_run, summarize_run
+
+        with json_stdout(is_json):
+            path = plot_runs(runs, out, x=x)
+            curves = [read_run(folder) for folder in runs]
+        if is_json:
+            print_json({"figure": path, "runs": [{"run": f} | summarize_run(run) for f, run in zip(runs, curves)]})
+        else:
+            console = Console(highlight=False, soft_wrap=True)
+            console.print(build_table(curves))
+            console.print(f"\n{path}", markup=False)
+        return path

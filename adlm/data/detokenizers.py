@@ -86,37 +86,12 @@ def _apply(text: str, steps: list[Step]) -> str:
     return text
 
 
-def wikitext(text: str) -> str:
-    """Detokenize WikiText: ` @-@ `, spaces before marks, headings, line ends."""
-    return _apply(text, WIKITEXT)
-
-
-def ptb(text: str) -> str:
-    """Detokenize Mikolov's Penn Treebank: contractions, `N` for a number, `<unk>`."""
-    return _apply(text, PENN_TREEBANK)
-
-
-def lm1b(text: str) -> str:
-    """Detokenize the One Billion Word benchmark: spaces around marks, within quotation marks and brackets."""
-    return _apply(text, BILLION_WORDS)
-
-
-def lambada(text: str) -> str:
-    """Detokenize LAMBADA: straight quotation marks, and one line end before the passage."""
-    return "\n" + text.replace("“", '"').replace("”", '"').strip()
-
-
-def scientific_papers(text: str) -> str:
-    """Detokenize arXiv and PubMed articles: WikiText's steps, then those of the One Billion Word benchmark."""
-    return lm1b(wikitext(text))
-
-
 DETOKENIZERS: dict[str, Detokenizer] = {
-    "wikitext": wikitext,
-    "ptb": ptb,
-    "lm1b": lm1b,
-    "lambada": lambada,
-    "scientific_papers": scientific_papers,
+    "wikitext": lambda text: _apply(text, WIKITEXT),
+    "ptb": lambda text: _apply(text, PENN_TREEBANK),
+    "lm1b": lambda text: _apply(text, BILLION_WORDS),
+    "lambada": lambda text: "\n" + text.replace("“", '"').replace("”", '"').strip(),
+    "scientific_papers": lambda text: _apply(_apply(text, WIKITEXT), BILLION_WORDS),
 }
 
 

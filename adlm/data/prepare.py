@@ -19,28 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from adlm.data import shards
 from adlm.data.corpora import ALIASES, CORPORA, Corpus
 from adlm.data.packing import Framing, PackedRows, Packer
-from adlm.data.shards import (
-    COUNTS,
-    FORMAT,
-    MANIFEST,
-    PROGRESS,
-    ShardedRows,
-    ShardWriter,
-    check_size,
-    choose_dtype,
-    describe_tokenizer,
-    get_disk_dtype,
-    get_ends_file,
-    hash_file,
-    load_checked_tokenizer,
-    open_data,
-    read_manifest,
-    read_state_file,
-    shorten_shards,
-    write_atomically,
-)
+from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows, ShardWriter
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
 from adlm.data.workers import TokenizerPool, chunk_documents
@@ -119,15 +101,14 @@ def prepare(
             raise ValueError(f"{out} is inside {each.folder}, whose files are read as text: choose another --out")
 
     loaded = None
+    described: dict[str, Any] = {"trained": train_tokenizer, "on_bytes": TOKENIZER_BYTES}
     if train_tokenizer is None:
         loaded = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
-        settings: dict[str, Any] = {key: value for key, value in describe_tokenizer(loaded).items() if key != "name"}
-    else:
-        settings = {"trained": train_tokenizer, "on_bytes": TOKENIZER_BYTES}
+        described = {key: value for key, value in shards.describe_tokenizer(loaded).items() if key != "name"}
     settings = {
         "source": sources["train"].identity,
         "valid": sources["valid"].identity if "valid" in sources else {"share": valid_share},
-        "tokenizer": settings,
+        "tokenizer": described,
         "length": length,
         "rows": rows,
         "shard_tokens": shard_tokens,
@@ -178,12 +159,12 @@ class Preparation:
         return "share" in self.settings["valid"]
 
     def save_state(self) -> None:
-        write_atomically(self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8"))
+        shards.write_atomically(self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8"))
 
     def open_train_rows(self, dtype: str) -> ShardedRows:
-        shards = tuple((shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"])
+        files = tuple((shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"])
         is_padded = self.settings["rows"] == "documents"
-        return ShardedRows(self.folder, self.settings["length"], dtype, is_padded, shards)
+        return ShardedRows(self.folder, self.settings["length"], dtype, is_padded, files)
 
 
 def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
@@ -192,7 +173,13 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
     is_finished, progress = (job.folder / MANIFEST).is_file(), job.folder / PROGRESS
-    old = read_manifest(job.folder) if is_finished else read_state_file(progress) if progress.is_file() else None
+    old = (
+        shards.read_manifest(job.folder)
+        if is_finished
+        else shards.read_state_file(progress)
+        if progress.is_file()
+        else None
+    )
     if old is None and (foreign := [path for path in list_files(job.folder) if path.suffix != ".part"]):
         raise ValueError(
             f"{job.folder} holds {foreign[0].name}, which no preparation wrote and this one would replace: "
@@ -208,11 +195,11 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
         )
     if is_finished:
         remove_temporary(job.folder)
-        return open_data(job.folder).manifest
+        return shards.open_data(job.folder).manifest
     if old is not None and old["cut"] is None:  # while the valid split is cut off, shards are being shortened
         for split in old["splits"].values():
             for shard in split["shards"]:
-                check_size(job.folder / shard["file"], shard["bytes"])
+                shards.check_size(job.folder / shard["file"], shard["bytes"])
     names = ("train",) if job.is_cut else ("train", "valid")
     splits = {name: {"shards": [], "end": [0, 0, 0], "is_complete": False} for name in names}
     fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits}
@@ -231,7 +218,7 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
         )
     pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     framing = Framing(job.settings["length"], tokenizer.bos_id, tokenizer.eos_id, pad_id)
-    dtype = choose_dtype(tokenizer.vocab_size)
+    dtype = shards.choose_dtype(tokenizer.vocab_size)
     try:
         with TokenizerPool(job.folder / "tokenizer.json", dtype, job.workers) as pool:
             for split, source in sources.items():
@@ -250,13 +237,13 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
 def save_tokenizer(job: Preparation, source: Source, tokenizer: Tokenizer | None) -> Tokenizer:
     """Save the tokenizer in the folder; without one given, load the one saved before or train one."""
     if job.state["tokenizer"] is not None:
-        return load_checked_tokenizer(job.folder, job.state["tokenizer"])
+        return shards.load_checked_tokenizer(job.folder, job.state["tokenizer"])
     if tokenizer is None:
         size = job.settings["tokenizer"]["trained"]
         texts = read_first_documents(source, TOKENIZER_BYTES)
         tokenizer = train_bpe(texts, size, end_token=END_OF_TEXT, name=f"bpe-{size}")
     tokenizer.save(job.folder)
-    job.state["tokenizer"] = describe_tokenizer(tokenizer)
+    job.state["tokenizer"] = shards.describe_tokenizer(tokenizer)
     job.save_state()
     return tokenizer
 
@@ -345,15 +332,17 @@ def cut_valid(job: Preparation, dtype: str) -> None:
         job.state["cut"] = {"rows": cut, "end": end}
         job.save_state()
     row_bytes = job.settings["length"] * (2 if dtype == "uint16" else 4)
-    state["shards"] = shorten_shards(job.folder, state["shards"], job.state["cut"]["rows"], row_bytes)
+    state["shards"] = shards.shorten_shards(job.folder, state["shards"], job.state["cut"]["rows"], row_bytes)
     state["end"] = job.state["cut"]["end"]
 
 
-def find_row_end(folder: Path, shards: list[dict[str, Any]], rows: int) -> list[int]:
+def find_row_end(folder: Path, records: list[dict[str, Any]], rows: int) -> list[int]:
     """Return the position in the source where the first `rows` rows end."""
-    for shard in shards:
+    for shard in records:
         if rows <= shard["rows"]:
-            ends = np.fromfile(folder / get_ends_file(shard["file"]), dtype=get_disk_dtype("int64")).reshape(-1, 3)
+            ends = np.fromfile(
+                folder / shards.get_ends_file(shard["file"]), dtype=shards.get_disk_dtype("int64")
+            ).reshape(-1, 3)
             return [int(number) for number in ends[rows - 1]]
         rows -= shard["rows"]
     raise AssertionError("there are not so many rows")
@@ -363,13 +352,13 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
     """Count the tokens, write the manifest and remove temporary files."""
     content = io.BytesIO()
     counts = job.open_train_rows(dtype).count_tokens(tokenizer.vocab_size)
-    np.save(content, counts.astype(get_disk_dtype("int64")), allow_pickle=False)
-    write_atomically(job.folder / COUNTS, content.getvalue())
+    np.save(content, counts.astype(shards.get_disk_dtype("int64")), allow_pickle=False)
+    shards.write_atomically(job.folder / COUNTS, content.getvalue())
     manifest = {
         "format": FORMAT,
         "settings": job.settings,
         "settings_sha256": job.sha256,
-        "tokenizer": describe_tokenizer(tokenizer),
+        "tokenizer": shards.describe_tokenizer(tokenizer),
         "vocab_size": tokenizer.vocab_size,
         "mask_id": tokenizer.mask_id,
         "length": job.settings["length"],
@@ -378,10 +367,10 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
         "splits": {name: summarize_split(job, state) for name, state in job.state["splits"].items()},
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": source.identity,
-        "counts_sha256": hash_file(job.folder / COUNTS),
+        "counts_sha256": shards.hash_file(job.folder / COUNTS),
         "made_with": f"adlm {get_version()}",
     }
-    write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
+    shards.write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
     remove_temporary(job.folder)
     return manifest
 

@@ -1,4 +1,4 @@
-"""GPT-2's weights, as transformers names them, in our causal model."""
+"""Converts GPT-2 weights of transformers to the causal LanguageModel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adlm.models.language_model import LanguageModel, ModelConfig
 
-# Their names -> ours. Their linear maps inside a layer (Conv1D) are stored transposed.
+# Names in transformers -> ours. Conv1D stores the linear maps of a layer transposed.
 NAMES = {
     "wte.weight": "embed.weight",
     "wpe.weight": "positions.weight",
@@ -28,33 +28,28 @@ IGNORED = ("attn.bias", "attn.masked_bias")  # constants of older versions: the 
 
 
 def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1) -> LanguageModel:
-    """Our model from the state dict of a `GPT2LMHeadModel` or `GPT2Model`: sizes from its shapes, no key left over.
+    """Convert the state dict of a `GPT2LMHeadModel` or `GPT2Model`; sizes follow from its shapes.
 
-    It computes what theirs does with gelu_new (the tanh form) and a layer-norm epsilon of 1e-5, which GPT-2 has.
+    The outputs equal those of transformers for gelu_new (tanh) and a layer-norm epsilon of 1e-5, GPT-2's settings.
     """
     bare = {name.removeprefix("transformer."): value for name, value in state.items()}
     if "wte.weight" not in bare or "wpe.weight" not in bare:
         raise ValueError(
-            f"no 'wte.weight' and 'wpe.weight' in the state dict; its keys start with {sorted(state)[:3]}. Give the "
+            f"the state dict has no 'wte.weight' or 'wpe.weight', its keys start with {sorted(state)[:3]}: give the "
             "state_dict() of transformers' GPT2LMHeadModel, with its names unchanged"
         )
     head = bare.pop("lm_head.weight", None)
-    renamed: dict[str, Tensor] = {}
-    unknown = []
-    for name, value in bare.items():
-        ours, is_known = convert_name(name), True
-        if ours is None:
-            is_known = name.endswith(IGNORED)
-        else:
-            is_matrix = value.dim() == 2 and name not in NAMES
-            renamed[ours] = value.t().contiguous() if is_matrix else value
-        if not is_known:
-            unknown.append(name)
+    names = {name: convert_name(name) for name in bare}
+    unknown = [name for name, ours in names.items() if ours is None and not name.endswith(IGNORED)]
     if unknown:
-        raise ValueError(f"{len(unknown)} keys of the state dict have no place in our model: {unknown[:8]}")
-    is_tied = head is None or bool((head == renamed["embed.weight"]).all())
-    if not is_tied:
-        raise ValueError("lm_head.weight is not wte.weight: an untied GPT-2 has a head without bias, ours has one")
+        raise ValueError(f"{len(unknown)} keys of the state dict are not GPT-2's: {unknown[:8]}")
+    renamed: dict[str, Tensor] = {}
+    for name, ours in names.items():
+        if ours is not None:
+            is_conv = bare[name].dim() == 2 and name not in NAMES
+            renamed[ours] = bare[name].t().contiguous() if is_conv else bare[name]
+    if head is not None and not bool((head == renamed["embed.weight"]).all()):
+        raise ValueError("lm_head.weight is not wte.weight: only GPT-2 with tied embeddings can be converted")
     vocab_size, dim = renamed["embed.weight"].shape
     config = ModelConfig(
         vocab_size=vocab_size,
@@ -77,10 +72,10 @@ def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float =
 
 
 def convert_name(name: str) -> str | None:
-    """Our name of a parameter of GPT-2, or None when it is not one we know."""
+    """Return our name of a GPT-2 parameter, or None if it is unknown."""
     if name in NAMES:
         return NAMES[name]
-    found = re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", name)
-    if found is None or found[2] not in LAYER_NAMES:
+    match = re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", name)
+    if match is None or match[2] not in LAYER_NAMES:
         return None
-    return f"denoiser.layers.{found[1]}.{LAYER_NAMES[found[2]]}.{found[3]}"
+    return f"denoiser.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"

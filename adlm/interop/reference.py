@@ -1,4 +1,4 @@
-"""Weights of the authors' implementation (and of MDLM's, its parent) under our names."""
+"""Converts weights of the authors' implementation, and of MDLM's, which it is based on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.transformer import NoiseEmbedding
 
-# Their names -> ours, in a stage and in its layers.
+# Names in the reference -> ours, in a stage and in its layers.
 STAGE_NAMES = {
     "sigma_map.mlp.0.": "condition.first.",
     "sigma_map.mlp.2.": "condition.second.",
@@ -31,7 +31,7 @@ STAGES = {"backbone": 0, "denoiser": 1, "replica": 1}  # `replica` is an older n
 
 
 def convert_name(name: str, *, two_stages: bool) -> str | None:
-    """Our name of a reference parameter, or None when it is not one we know."""
+    """Return our name of a reference parameter, or None if it is unknown."""
     prefix, _, rest = name.partition(".")
     if prefix not in STAGES:
         return None
@@ -63,15 +63,15 @@ def from_state_dict(
     length: int = 1024,
     dropout: float = 0.1,
 ) -> LanguageModel:
-    """Our model from a reference state dict: ADLM, MDLM or AR by its keys, sizes from its shapes, no key left over."""
+    """Convert a reference state dict: ADLM, MDLM or AR by its keys, sizes by its shapes."""
     if "backbone.vocab_embed.embedding" not in state:
         raise ValueError(
-            "no 'backbone.vocab_embed.embedding' in the state dict; its keys start with "
-            f"{sorted(state)[:3]}. Give the reference's `state_dict` itself, with its names unchanged"
+            f"the state dict has no 'backbone.vocab_embed.embedding', its keys start with {sorted(state)[:3]}: give "
+            "the reference's `state_dict` itself, with its names unchanged"
         )
     vocab_size, dim = state["backbone.vocab_embed.embedding"].shape
     if dim % heads:
-        raise ValueError(f"heads = {heads} does not divide the width {dim} found in the state dict")
+        raise ValueError(f"heads is {heads}: expected a divisor of the width {dim}")
     two_stages = any(STAGES.get(name.partition(".")[0]) == 1 for name in state)
     cond = state.get("backbone.sigma_map.mlp.2.weight")
 
@@ -82,8 +82,8 @@ def from_state_dict(
             expected = 10000.0 ** (-torch.arange(0, dim // heads, 2) / (dim // heads))
             if value.shape != expected.shape or not torch.allclose(value.float().cpu(), expected, rtol=1e-4):
                 raise ValueError(
-                    f"{name} has {value.numel()} frequencies that do not fit heads = {heads} and base 10,000: "
-                    "is the number of heads right?"
+                    f"{name} has {value.numel()} frequencies, which do not fit heads = {heads} and base 10,000: check "
+                    "the number of heads"
                 )
             continue
         ours = convert_name(name, two_stages=two_stages)
@@ -92,19 +92,18 @@ def from_state_dict(
         else:
             renamed[ours] = value
     if unknown:
-        raise ValueError(f"{len(unknown)} keys of the state dict have no place in our model: {unknown[:8]}")
+        raise ValueError(f"{len(unknown)} keys of the state dict are not the reference's: {unknown[:8]}")
 
-    def depth(stage: str) -> int:
-        numbers = {int(n.split(".")[2]) for n in renamed if n.startswith(f"{stage}.layers.")}
-        return len(numbers)
+    def count_layers(stage: str) -> int:
+        return len({name.split(".")[2] for name in renamed if name.startswith(f"{stage}.layers.")})
 
     config = ModelConfig(
         vocab_size=vocab_size,
         mask_id=mask_id,
         dim=dim,
         heads=heads,
-        anchor_layers=depth("anchor"),
-        denoiser_layers=depth("denoiser"),
+        anchor_layers=count_layers("anchor"),
+        denoiser_layers=count_layers("denoiser"),
         length=length,
         is_causal=cond is None,
         bridge="factored",
@@ -114,9 +113,7 @@ def from_state_dict(
     )
     first = state.get("backbone.sigma_map.mlp.0.weight")
     if first is not None and first.shape[1] != NoiseEmbedding.WIDTH:
-        raise ValueError(
-            f"a reference model's noise embedding is {NoiseEmbedding.WIDTH} wide, this one {first.shape[1]}"
-        )
+        raise ValueError(f"the noise embedding is {first.shape[1]} wide: expected {NoiseEmbedding.WIDTH}")
     model = LanguageModel(config)
-    model.load_state_dict(renamed, strict=True)  # a missing or misshapen key is an error that names it
+    model.load_state_dict(renamed, strict=True)  # a missing or misshaped key is an error that names it
     return model.eval()

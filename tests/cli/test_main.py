@@ -110,4 +110,4 @@ def test_what_help_loads_is_light() -> None:
                     each.startswith("adlm.cli.") or each in ("adlm", "adlm.bundled") or each.split(".")[0] in LIGHT
                     for each in names
                 ), (name, names)
-    assert {"adlm.cli.generate", "adlm.cli.train", "adlm.cli.plot"} <= seen
+    assert {"adlm.cli.generate", "adlm.cli.train", "adlm.cli.doctor"} <= seen

@@ -13,7 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from adlm.cli.plot import choose_perplexities, plot, plot_runs, read_run, smooth_curve
+from adlm.cli.plot import plot_runs, read_run, smooth_curve
+from adlm.cli.train import plot
 from adlm.training.logging import MetricsFile
 
 app = typer.Typer()
@@ -81,9 +82,9 @@ def test_a_panel_says_what_is_in_it(tmp_path: Path) -> None:
     assert "γ" not in said and " tokens " in said
 
 
-def test_a_level_far_above_is_named_and_the_curves_keep_their_room(tmp_path: Path) -> None:
+def test_a_level_far_above_is_in_the_legend(tmp_path: Path) -> None:
     said = texts(plot_runs([run_in(tmp_path / "a", level=1.0)], tmp_path / "a.svg"))
-    assert "↑ unigram perplexity 400" in said
+    assert "unigram perplexity 400" in said
 
 
 def test_a_diverged_run_and_one_without_validation_are_drawn(tmp_path: Path) -> None:
@@ -110,12 +111,6 @@ def test_a_mean_of_a_constant_is_the_constant() -> None:
     holes = np.where(np.arange(500) % 7 == 0, math.nan, 2.0)
     assert np.allclose(smooth_curve(holes)[1:], 2.0)
     assert np.isnan(smooth_curve(np.full(5, math.nan))).all() and smooth_curve(np.empty(0)).shape == (0,)
-
-
-@pytest.mark.parametrize(("low", "high"), [(3.0, 3.3), (3.0, 4.2), (2.0, 7.0), (0.5, 11.0), (6.9, 7.0)])
-def test_perplexities_are_few_and_inside(low: float, high: float) -> None:
-    ticks = choose_perplexities(low, high)
-    assert 1 <= len(ticks) <= 8 and all(low <= math.log(tick) <= high for tick in ticks)
 
 
 def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_mistakes_are_told_in_a_line(options: tuple[str, ...], said: str) -> Non
 
 def test_models_that_are_none(tmp_path: Path) -> None:
     assert_told(invoke("sample", "novel"), "there is no model 'novel'", f"one of {DEFAULT}")
-    assert_told(invoke("sample", tmp_path), "neither a run's folder nor a checkpoint's")
+    assert_told(invoke("sample", tmp_path), "neither a run folder nor a model folder")
 
 
 def test_a_causal_model_takes_no_sampler() -> None:

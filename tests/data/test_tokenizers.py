@@ -165,7 +165,7 @@ def test_what_cannot_be_loaded_is_named_with_a_remedy(tmp_path: Path, monkeypatc
         raise OSError("no network here")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(ValueError, match=r"'someone/something' could not be had.*no network here"):
+    with pytest.raises(ValueError, match=r"'someone/something' could not be loaded \(no network here"):
         load_tokenizer("someone/something")
 
 
@@ -224,7 +224,7 @@ def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="expected more than 256"):
         train_bpe(["text"], 256)
     assert isinstance(train_bpe(["text"], 257), Tokenizer)
-    with pytest.raises(ValueError, match="above 257"):
+    with pytest.raises(ValueError, match="expected more than 257"):
         train_bpe(["text"], 257, end_token=END_OF_TEXT)
 
 
