@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +201,15 @@ def code(
 
 
 def compare_models(measured: Sequence[ModelCode]) -> list[dict[str, Any]]:
-    """The paired difference of every metric that two models have on the same items."""
-    differences = []
-    for one, other in combinations(measured, 2):
-        for metric in (name for name in one.values if one.items[name] and one.items[name] == other.items.get(name)):
-            change = np.subtract(one.values[metric], other.values[metric])
-            error = float(change.std(ddof=1) / math.sqrt(len(change))) if len(change) > 1 else None
-            pair = {"metric": metric, "models": [one.name, other.name]}
-            differences.append(pair | {"difference": float(change.mean()), "se": error, "count": len(change)})
+    """The paired difference of each further model to the first, of every metric that both have on the same items."""
+    differences, baseline = [], measured[0]
+    for found in measured[1:]:
+        for metric, items in found.items.items():
+            if items and items == baseline.items.get(metric):
+                change = np.subtract(found.values[metric], baseline.values[metric])
+                error = float(change.std(ddof=1) / math.sqrt(len(change))) if len(change) > 1 else None
+                pair = {"metric": metric, "model": found.name, "baseline": baseline.name, "count": len(change)}
+                differences.append(pair | {"difference": float(change.mean()), "se": error})
     return differences
 
 
@@ -224,13 +224,19 @@ def build_tables(measured: Sequence[ModelCode], differences: Sequence[dict[str, 
     ]
     ends = {found.name: found.entry["ends"].items() for found in measured if "ends" in found.entry}
     notes = [f"{name}: {', '.join(f'{count} {status}' for status, count in each)}." for name, each in ends.items()]
-    tables = [Table(columns, rows, notes=[note, *notes])]
+    tables = [Table(list(columns), rows, notes=[note, *notes])]
     if differences:
         rows = [
-            [each["metric"], " − ".join(each["models"]), Estimate(each["difference"], each["se"]), each["count"]]
+            [
+                each["metric"],
+                f"{each['model']} − {each['baseline']}",
+                Estimate(each["difference"], each["se"]),
+                each["count"],
+            ]
             for each in differences
         ]
-        tables.append(Table(columns, rows, title="Paired differences with standard errors"))
+        columns[2] = Column("difference")
+        tables.append(Table(columns, rows, title="Paired differences"))
     return tables
 
 

@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class Section:
     reason: str = ""
     results: list[EvalResult] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     examples: list[dict[str, str]] = field(default_factory=list)
 
@@ -90,14 +92,16 @@ class Section:
     def title(self) -> str:
         return TITLES[self.name]
 
-    @property
-    def warnings(self) -> list[str]:
-        return list(dict.fromkeys(warning for result in self.results for warning in result.warnings))
-
     def add(self, result: EvalResult, title: str = "") -> None:
-        """Add a result; its tables are titled by what it is about."""
+        """Add a result; `title` is that of its tables without one."""
         self.results.append(result)
         self.tables += [replace(table, title=table.title or title) for table in result.tables]
+        self.warnings += [warning for warning in result.warnings if warning not in self.warnings]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        kept = {name: getattr(self, name) for name in ("name", "title", "reason", "figures", "examples")}
+        return kept | {"results": [result.as_dict() for result in self.results]}
 
 
 def report(
@@ -126,19 +130,22 @@ def report(
 
     `scorer` adds samples and the frontier (compared with `reference`, by default `data`), `zeroshot_dir` the zero-shot
     sets, `code` Python code. The frontier takes all `steps` and `samplers`, other sections the most steps and the first
-    sampler. `quick` measures little of everything.
+    sampler. `quick` measures little of everything. `command` is shown on the pages.
     """
     if find_spec("matplotlib") is None:
         raise ImportError("the plots of a report need matplotlib: pip install 'adlm[eval]'")
-    lms = name_models(list_models(models))
-    license = license or ("apache-2.0" if {lm.name for lm in lms} <= set(MODELS) else "unknown")
-    given: dict[str, Any] = {"n": n, "length": length, "limit": limit, "steps": steps, "samplers": samplers}
-    extent = {name: choose_extent(name, given, quick) for name in TITLES}
-    same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress}
+    given = list_models(models)
+    lms, real = name_models(given), reference or data
+    license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")
+    sizes = {"n": n, "length": length, "limit": limit, "steps": list(steps), "samplers": list(samplers)}
+    extent = {name: choose_extent(name, sizes, quick) for name in TITLES}
     for lm in lms:  # wrong settings are refused before anything runs
         lm.build_request(seed=seed, **fit_sampling(lm, extent["examples"]))
+    paths = [str(each) for each in (data, reference, scorer, zeroshot_dir) if isinstance(each, str | Path)]
+    files = {Path(path).name: hash_file(Path(path)) for path in paths if Path(path).is_file()}
     if isinstance(scorer, str | Path):
         scorer = load_scorer(scorer, device=lms[0].device)
+    same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress}
     sections = {name: Section(name) for name in TITLES}
 
     text = {Path(data).name: data}
@@ -146,64 +153,44 @@ def report(
     if scorer is None:
         sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
     else:
-        real = reference or data
         sections["frontier"].add(frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"]))
-        if find_spec("mauve") is None:
-            sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
-        else:
-            for lm in lms:
-                own = same | {"out": out / "samples" / lm.name} | fit_sampling(lm, extent["samples"])
-                sections["samples"].add(samples(lm, scorer=scorer, reference=real, **own), lm.name)
+    if scorer is not None and find_spec("mauve") is None:
+        sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
+    elif scorer is not None:
+        for lm in lms:
+            own = same | {"out": out / "samples" / lm.name} | fit_sampling(lm, extent["samples"])
+            sections["samples"].add(samples(lm, scorer=scorer, reference=real, **own), lm.name)
     if two_stage := [lm for lm in lms if lm.model.anchor is not None]:
         sections["anchors"].add(anchors(two_stage, data, rows=rows, scorer=scorer, **same, **extent["anchors"]))
     else:
         sections["anchors"].reason = "none of the models has two stages"
     if zeroshot_dir is None:
-        sections["zero_shot"].reason = "no folder with the sets was given (--zeroshot-dir)"
+        sections["zero_shot"].reason = "no folder of the sets was given (--zeroshot-dir)"
     else:
-        own = same | {"data_dir": zeroshot_dir, "skip_missing": True}
-        sections["zero_shot"].add(zero_shot(lms, **own, **extent["zero_shot"]))
-    if code:
-        sections["code"].add(measure_code(lms, **same, **extent["code"]))
-    else:
-        sections["code"].reason = "it was not requested (--code)"
+        own = extent["zero_shot"] | {"data_dir": zeroshot_dir, "skip_missing": True}
+        sections["zero_shot"].add(zero_shot(lms, **same, **own))
+    sections["code"].reason = "" if code else "it was not requested (--code)"
+    try:
+        if code:
+            sections["code"].add(measure_code(lms, **same, **extent["code"]))
+    except ValueError as error:  # too few functions fit into short rows
+        sections["code"].reason = str(error)
     for lm in lms:
         generated = lm.generate(seed=seed, **fit_sampling(lm, extent["examples"]))
         keys = ("sampler", "steps", "temperature", "top_p", "seed")
         about = ", ".join([lm.name, *(f"{key} {generated.settings[key]}" for key in keys if key in generated.settings)])
         sections["examples"].examples += [{"settings": about, "text": each} for each in generated.texts]
 
-    files = [str(path) for path in (data, reference, zeroshot_dir) if path is not None]
+    hide = partial(hide_paths, paths=[*paths, *(lm.name for lm in given)])
+    settings = {"data": str(data), "reference": str(real), "rows": rows, "quick": quick, "seed": seed, "files": files}
+    settings = hide(to_json(settings | {"scorer": scorer and scorer.settings, "extent": extent}))
+    provenance, metrics = collect_provenance(lms[0].device), hide(collect_metrics(sections))
+    written = [path for each in sections.values() for path in draw_section(each, out)]
     described = [describe_model(lm) for lm in lms]
-    metrics = collect_metrics(sections)
-    settings: dict[str, Any] = {
-        "data": str(data),
-        "reference": str(reference or data),
-        "rows": rows,
-        "quick": quick,
-        "seed": seed,
-    }
-    settings |= {"scorer": scorer.settings if scorer else None, "extent": extent}
-    settings["files"] = {Path(path).name: hash_file(Path(path)) for path in files if Path(path).is_file()}
-    provenance = collect_provenance(lms[0].device)
-    out.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for section in sections.values():
-        for result in section.results:
-            drawn = draw_figures(result, out, ".svg")
-            section.figures += [path.stem for path in drawn]
-            paths += drawn
-    pages = hide_paths(
-        {
-            "title": f"Evaluation of {', '.join(lm.name for lm in lms)}",
-            "models": tabulate_models(described),
-            "summary": tabulate_summary(described, metrics),
-            "sections": list(sections.values()),
-            "origin": tabulate_origin(settings, provenance),
-            "command": command,
-        },
-        files,
-    )
+    summary = tabulate_summary(described, metrics)
+    content = {"title": f"Evaluation of {', '.join(lm.name for lm in lms)}", "models": tabulate_models(described)}
+    content |= {"summary": summary, "origin": tabulate_origin(settings, provenance), "command": hide(command)}
+    shown = [replace(each, tables=hide(each.tables), warnings=hide(each.warnings)) for each in sections.values()]
     front: dict[str, Any] = {
         "license": license,
         "language": [language],
@@ -211,18 +198,13 @@ def report(
         "pipeline_tag": "text-generation",
     }
     front |= {"tags": [*TAGS, *dict.fromkeys(lm.method for lm in lms)], "model-index": build_model_index(metrics)}
-    paths += write_pages(pages, front, out)
-    whole = {"models": described, "metrics": metrics, "command": command, "license": license, "language": language}
-    whole["sections"] = [
-        {"name": each.name, "title": each.title, "reason": each.reason, "figures": each.figures}
-        | {"examples": each.examples, "results": [result.as_dict() for result in each.results]}
-        for each in sections.values()
-    ]
-    whole["files"] = [path.name for path in paths]
-    columns = [Column("section", is_text=True), Column("measured", is_text=True)]
-    states: list[list[Cell]] = [[each.title, each.reason or "yes"] for each in sections.values()]
-    result = EvalResult("report", *hide_paths([to_json(whole), to_json(settings), provenance], files))
-    result = replace(result, tables=[pages["summary"], Table(columns, states)])
+    written += write_pages(content | {"sections": shown}, front, out)
+    whole = {"models": described, "metrics": metrics, "command": hide(command), "license": license}
+    whole |= {"language": language, "sections": hide(to_json([each.as_dict() for each in shown]))}
+    whole["files"] = [path.name for path in written]
+    states = [[each.title, f"no: {each.reason}" if each.reason else "yes"] for each in shown]
+    tables = [summary, Table([Column("section", is_text=True), Column("measured", is_text=True)], states)]
+    result = EvalResult("report", whole, settings, provenance, tables)
     save_json(out / "report.json", result.as_dict())
     return result
 
@@ -279,8 +261,8 @@ def collect_metrics(sections: Mapping[str, Section]) -> list[dict[str, Any]]:
     metrics = []
 
     def add(model: str, kind: str, name: str, estimate: Mapping[str, Any], data: str) -> None:
-        parts = {"model": model, "type": kind, "name": name, "data": data}
-        metrics.append(parts | {"value": estimate["value"], "stderr": estimate.get("stderr")})
+        numbers = {key: estimate.get(key) for key in ("value", "stderr", "interval")}
+        metrics.append({"model": model, "type": kind, "name": name, "data": data, **numbers})
 
     for result in sections["perplexity"].results:
         for entry in result.metrics.get("models", [result.metrics]):
@@ -320,11 +302,13 @@ def tabulate_models(described: Sequence[Mapping[str, Any]]) -> Table:
 
 def tabulate_summary(described: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Table:
     """The main metrics of each model."""
-    known = {(each["model"], each["type"]): Estimate(each["value"], each["stderr"]) for each in reversed(metrics)}
+    cells: dict[tuple[str, str], str] = {}
+    for each in metrics:
+        estimate = Estimate(each["value"], each["stderr"], each["interval"])
+        text = estimate.format(prefix="≤ " if "upper bound" in each["name"] else "")
+        cells.setdefault((each["model"], each["type"]), text)
     kinds = [kind for kind in METRICS if any(each["type"] == kind for each in metrics)]
-    rows: list[list[Cell]] = [
-        [each["name"], *(known.get((each["name"], kind)) for kind in kinds)] for each in described
-    ]
+    rows = [[each["name"], *(cells.get((each["name"], kind)) for kind in kinds)] for each in described]
     return Table([Column("model", is_text=True), *(Column(METRICS[kind]) for kind in kinds)], rows)
 
 
@@ -341,21 +325,16 @@ def tabulate_origin(settings: Mapping[str, Any], provenance: Mapping[str, Any]) 
     return Table([Column("name", is_text=True), Column("value", is_text=True)], rows)
 
 
-def hide_paths(value: Any, paths: Sequence[str]) -> Any:
+def hide_paths(value: Any, *, paths: Sequence[str]) -> Any:
     """The same data with the paths of this machine replaced by their last part; generated texts stay as they are."""
-    if isinstance(value, Mapping):
-        return {
-            key: each if key in GENERATED and _is_text(each) else hide_paths(each, paths) for key, each in value.items()
-        }
-    if isinstance(value, Section):
-        tables, warnings = hide_paths([value.tables, value.warnings], paths)
-        shown = {"name": value.name, "title": value.title, "reason": value.reason, "figures": value.figures}
-        return shown | {"tables": tables, "warnings": warnings, "examples": value.examples}
+    hide = partial(hide_paths, paths=paths)
     if isinstance(value, Table):
-        title, notes, rows = hide_paths([value.title, list(value.notes), [list(row) for row in value.rows]], paths)
+        title, notes, rows = hide([value.title, value.notes, value.rows])
         return replace(value, title=title, notes=notes, rows=rows)
+    if isinstance(value, Mapping):
+        return {key: each if key in GENERATED else hide(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [hide_paths(each, paths) for each in value]
+        return [hide(each) for each in value]
     if isinstance(value, str):
         for path in sorted((path for path in paths if "/" in path), key=len, reverse=True):
             value = value.replace(path, Path(path).name)
@@ -363,8 +342,11 @@ def hide_paths(value: Any, paths: Sequence[str]) -> Any:
     return value
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+def draw_section(section: Section, folder: Path) -> list[Path]:
+    """Draw the plots of a section's results."""
+    paths = [path for result in section.results for path in draw_figures(result, folder, ".svg")]
+    section.figures = [path.stem for path in paths]
+    return paths
 
 
 def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -393,7 +375,7 @@ def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], fol
         marks = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
         return Markup(f"{marks}text\n{clean(text)}\n{marks}")
 
-    names = [name for section in content["sections"] for name in section["figures"]]
+    names = [name for section in content["sections"] for name in section.figures]
     images = {name: base64.b64encode((folder / f"{name}.svg").read_bytes()).decode() for name in names}
     matter = Markup(f"---\n{yaml.safe_dump(dict(front_matter), sort_keys=False, allow_unicode=True)}---")
     paths = []

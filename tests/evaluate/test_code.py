@@ -176,7 +176,7 @@ def test_generated_and_filled_in_functions(tmp_path: Path) -> None:
     assert both["models"][0]["filled_in"] == found["filled_in"]
     metrics = [each["metric"] for each in both["differences"]]
     assert "filled in, lines: parses" in metrics and not [each for each in metrics if each.startswith("written")]
-    assert all(each["models"] == [str(each) for each in models] for each in both["differences"])
+    assert all((each["baseline"], each["model"]) == tuple(map(str, models)) for each in both["differences"])
 
 
 def test_a_causal_model_fills_no_gap() -> None:
