@@ -102,15 +102,12 @@ def hash_settings(settings: Any) -> str:
 def encode_line(key: str, value: Any) -> bytes:
     """One entry as a line of JSON."""
 
-    def encode_array(found: Any) -> Any:
-        if isinstance(found, np.ndarray):
-            found = found.astype(found.dtype.newbyteorder("<"))
-            return {
-                "dtype": found.dtype.str,
-                "shape": found.shape,
-                "base64": base64.b64encode(found.tobytes()).decode(),
-            }
-        raise TypeError(f"a cache holds JSON and numpy arrays, not {type(found).__name__}")
+    def encode_array(array: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"a cache holds JSON and numpy arrays, not {type(array).__name__}")
+        array = array.astype(array.dtype.newbyteorder("<"))
+        content = base64.b64encode(array.tobytes()).decode()
+        return {"dtype": array.dtype.str, "shape": array.shape, "base64": content}
 
     return json.dumps({"key": key, "value": value}, default=encode_array).encode() + b"\n"
 
@@ -118,10 +115,10 @@ def encode_line(key: str, value: Any) -> bytes:
 def read_entries(path: Path) -> dict[str, Any]:
     """The entries of one file; a last line without a line end was being written at a kill and is dropped."""
 
-    def decode_array(found: dict[str, Any]) -> Any:
-        if found.keys() == {"dtype", "shape", "base64"}:
-            return np.frombuffer(base64.b64decode(found["base64"]), found["dtype"]).reshape(found["shape"])
-        return found
+    def decode_array(value: dict[str, Any]) -> Any:
+        if value.keys() == {"dtype", "shape", "base64"}:
+            return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"])
+        return value
 
     if not path.exists():
         return {}

@@ -111,12 +111,12 @@ def perplexity(
         options = selection | {"workers": workers, "on_progress": on_read}
         return load_eval_data(texts[name], lm.tokenizer, length or lm.model.config.length, **options)
 
-    found = measure_texts(
+    estimates = measure_texts(
         lms, texts, load, settings, length=length, batch=batch, out=out, context=context, on_progress=on_progress
     )
-    differences, entries = pair_models(found), [each.entry for each in found]
+    differences, entries = pair_models(estimates), [each.entry for each in estimates]
     provenance = collect_provenance(lms[0].device, processes=1 if context is None else context.world_size)
-    warnings = group_warnings({id(each.entry): list_warnings(each) for each in found}, entries, "data")
+    warnings = group_warnings({id(each.entry): list_warnings(each) for each in estimates}, entries, "data")
     tables = [tabulate(entries)] + ([tabulate_differences(differences)] if differences else [])
     if len(entries) == 1:
         own = dict(entries[0])
@@ -167,7 +167,7 @@ def measure_texts(
     measure = partial(
         measure_text, settings=settings, batch=batch, cache=cache, context=context, on_progress=on_progress
     )
-    found = []
+    estimates = []
     for name in names:
         datasets: dict[tuple[Any, ...], EvalDataset] = {}
         for lm in models:
@@ -179,8 +179,8 @@ def measure_texts(
                 datasets[key] = load(name, lm, lambda read, report=report: report(read.consumed, read.total or 0))  # type: ignore[misc]
                 check_rows(name, datasets[key])
             data = replace(datasets[key], settings=datasets[key].settings | {"tokenizer": words.name})
-            found.append(measure(lm, *networks[lm.name], name, data))
-    return found
+            estimates.append(measure(lm, *networks[lm.name], name, data))
+    return estimates
 
 
 def check_rows(name: str, data: EvalDataset) -> None:
@@ -288,10 +288,10 @@ def describe(nll: NllEstimate, size: int) -> dict[str, Any]:
     }
 
 
-def pair_models(found: Sequence[TextNll]) -> list[dict[str, Any]]:
+def pair_models(estimates: Sequence[TextNll]) -> list[dict[str, Any]]:
     """On every text, the paired difference of each further model to the first one."""
     by_text: dict[str, list[TextNll]] = {}
-    for each in found:
+    for each in estimates:
         by_text.setdefault(each.entry["data"], []).append(each)
     return [compare(each, first) for first, *rest in by_text.values() for each in rest]
 
@@ -347,10 +347,10 @@ def warn_few_units(entry: Mapping[str, Any]) -> list[str]:
     return [f"standard error estimated from only {units} {over}"] if units < MIN_UNITS else []
 
 
-def list_warnings(found: TextNll) -> list[str]:
+def list_warnings(estimate: TextNll) -> list[str]:
     """What limits the meaning of an estimate."""
-    entry, data, warnings = found.entry, found.data.settings, warn_few_units(found.entry)
-    if found.lm.row_format.is_framed and data["rows"] == "wrapped" and entry["documents"] > 1:
+    entry, data, warnings = estimate.entry, estimate.data.settings, warn_few_units(estimate.entry)
+    if estimate.lm.row_format.is_framed and data["rows"] == "wrapped" and entry["documents"] > 1:
         warnings.append("the model was trained on rows of one document each, these are wrapped; rows=documents matches")
     if data.get("documents_cut") and data["rows"] == "documents":
         warnings.append(

@@ -26,8 +26,8 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """`{"value": …, "stderr": …}`, with `"interval"` where there is one."""
-        found: dict[str, Any] = {"value": self.value, "stderr": self.stderr}
-        return found if self.interval is None else found | {"interval": list(self.interval)}
+        fields: dict[str, Any] = {"value": self.value, "stderr": self.stderr}
+        return fields if self.interval is None else fields | {"interval": list(self.interval)}
 
     def format(self, digits: int = 3, prefix: str = "") -> str:
         """`1.234 ± 0.056`, or `1.234 (1.10–1.40)` where there is an interval."""
@@ -94,7 +94,7 @@ class EvalResult:
         return self.metrics[metric]
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form: the metrics, and beside them task, settings, provenance and warnings."""
+        """The JSON form: the metrics with task, settings, provenance and warnings."""
         about = {"task": self.task, "settings": self.settings, "provenance": self.provenance}
         return {**self.metrics, **about, "warnings": list(self.warnings)}
 

@@ -109,7 +109,7 @@ ALIASES = {
 
 
 class MissingSetError(FileNotFoundError):
-    """A set that was not found."""
+    """A set that was not known."""
 
 
 def find_set(name: str) -> str:
@@ -122,30 +122,30 @@ def find_set(name: str) -> str:
 
 def locate_set(name: str, *, data_dir: Path | None = None, path: Path | None = None) -> str:
     """The source of a set for `load_eval_data`: its own path, else its place in the folder, else the Hub's name."""
-    found = SETS[name]
+    known = SETS[name]
     if path is not None:
         if not path.expanduser().exists():
             raise MissingSetError(f"{name}: no file or folder {str(path)!r}: check --set {name}=PATH")
-        return f"{found.corpus}:{path.expanduser()}"
+        return f"{known.corpus}:{path.expanduser()}"
     if data_dir is None:
         try:
-            open_source(found.corpus, split=SPLIT)
+            open_source(known.corpus, split=SPLIT)
         except (FileNotFoundError, ImportError) as error:
             raise MissingSetError(
                 f"{name}: {error}; give --set {name}=PATH, or --data-dir with a folder {name!r}"
             ) from error
-        return found.corpus
+        return known.corpus
     if not data_dir.is_dir():
         raise ValueError(f"--data-dir {data_dir} is not a folder: give the folder that holds the sets")
-    for pattern in found.patterns:
+    for pattern in known.patterns:
         matches = sorted(data_dir.glob(pattern))
         if len(matches) > 1:
             listed = ", ".join(match.name for match in matches)
             raise ValueError(f"{name} may be any of {listed} in {data_dir}: choose one with --set {name}=PATH")
         if matches:
-            return f"{found.corpus}:{matches[0]}"
+            return f"{known.corpus}:{matches[0]}"
     raise MissingSetError(
-        f"{name} is not in {data_dir}: put its files there as {' or '.join(found.patterns)}, give --set {name}=PATH, "
+        f"{name} is not in {data_dir}: put its files there as {' or '.join(known.patterns)}, give --set {name}=PATH, "
         "or leave --data-dir out to load it from the Hub"
     )
 
@@ -182,7 +182,7 @@ def load_set(name: str, source: str, tokenizer: Tokenizer, length: int, **option
 
 def list_deviations(name: str, settings: Mapping[str, Any]) -> list[str]:
     """Why an estimate on rows with these settings is not comparable to the paper's; empty if it is."""
-    found, reasons = SETS[name], []
+    known, reasons = SETS[name], []
     if settings["stand_in"]:
         reasons.append(f"stand-in: {settings['stand_in']}")
     if settings["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256:
@@ -195,14 +195,14 @@ def list_deviations(name: str, settings: Mapping[str, Any]) -> list[str]:
         reasons.append(f"split {settings['split']}, not {SPLIT}")
     if settings["length"] != PAPER_LENGTH:
         reasons.append(f"rows of {settings['length']} tokens, not {PAPER_LENGTH}")
-    if settings["rows"] != found.rows:
-        reasons.append(f"rows {settings['rows']}, not {found.rows}")
+    if settings["rows"] != known.rows:
+        reasons.append(f"rows {settings['rows']}, not {known.rows}")
     if settings["limit"] is not None:
         reasons.append(f"only the first {settings['row_count']} rows")
     elif settings["split"] == SPLIT:
         count = settings["documents"] + settings["documents_dropped"]
-        if count != found.documents:
-            reasons.append(f"{count:,} documents, where the whole split has {found.documents:,}")
+        if count != known.documents:
+            reasons.append(f"{count:,} documents, where the whole split has {known.documents:,}")
     return reasons
 
 
@@ -259,18 +259,18 @@ def zero_shot(
         return replace(data, settings=data.settings | {"stand_in": labels[name]}) if name in labels else data
 
     same: dict[str, Any] = {"length": length, "batch": batch, "out": out}
-    found = measure_texts(
+    estimates = measure_texts(
         lms, sources, load, NllSettings(draws, seed), **same, context=context, on_progress=on_progress
     )
     entries = []
-    for each in found:
+    for each in estimates:
         entry, settings = dict(each.entry), dict(each.entry["settings"])
         data = settings.pop("data")
         dropped = ("data", "kind", "documents", "seconds")
         entry = {"set": entry["data"]} | {key: value for key, value in entry.items() if key not in dropped}
         entries.append(entry | compare_with_paper(entry["set"], data) | {"settings": settings | data})
     differences, described = (
-        pair_models(found),
+        pair_models(estimates),
         [
             {"model": lm.name, "method": lm.method, "step": lm.step, "length": length or lm.model.config.length}
             | {key: entry["settings"][key] for key in ("weights_sha256", "draws", "seed")}

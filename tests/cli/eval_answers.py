@@ -21,6 +21,14 @@ def documents() -> Path:
     return path
 
 
+@cache
+def held_out() -> str:
+    """A file of held-out text."""
+    path = shelf() / "held-out.txt"
+    path.write_text(TEXT[:4000], "utf-8")
+    return str(path)
+
+
 def evaluate(*words: object) -> dict[str, Any]:
     """The one JSON object that `adlm eval WORDS --json` prints."""
     result = invoke("eval", *words, "--json")

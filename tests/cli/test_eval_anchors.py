@@ -10,8 +10,8 @@ import adlm.evaluate
 from adlm.evaluate.anchors import find_anchor_rule, list_run_checkpoints
 from adlm.evaluate.data import load_eval_data
 from adlm.likelihood import estimate_nll
-from tests.cli.evaluation import answers
-from tests.cli.evaluation.answers import text
+from tests.cli.eval_answers import evaluate
+from tests.cli.eval_answers import held_out as text
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.drawn import pixels, with_matplotlib
 from tests.evaluate.scorers import causal_folder, needs
@@ -20,7 +20,7 @@ from tests.training.runs import run, shelf
 FEW = ("--limit", 8, "--draws", 2, "--perturb", "0.5", "--stale", "2", "--device", "cpu")
 BARE = ("--limit", 4, "--draws", 1, "--perturb", "", "--stale", "", "--device", "cpu")
 TEXTS = ("--samples", 2, "--length", 12, "--steps", 3)
-run_json = partial(answers.answered, "anchors")
+run_json = partial(evaluate, "anchors")
 
 
 @cache
