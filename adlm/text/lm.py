@@ -41,7 +41,7 @@ from adlm.text.generation import (
 from adlm.text.hole_length import choose_hole_lengths
 from adlm.text.scoring import Score, score_rows
 from adlm.text.stream import StreamStep, predict_guesses
-from adlm.text.templates import Layout, Template, banned_tokens, classify_tokens
+from adlm.text.templates import Layout, Template, classify_tokens, find_banned_tokens
 from adlm.trajectory import Trajectory, TrajectoryFrame
 
 Prompts = str | Sequence[str]
@@ -366,7 +366,7 @@ def denoise_rows(
     pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
     xt = stack([layout.ids for layout in layouts], pad_id).to(predictor.device)
     is_fixed = stack([layout.is_fixed for layout in layouts], 1).bool()
-    banned = banned_tokens(layouts[0].tokenizer)
+    banned = find_banned_tokens(layouts[0].tokenizer)
     extra = predictor.config.vocab_size - banned.shape[1]  # a causal model may have no mask, others ids to spare
     limits = TokenLimits(stack([layout.kinds for layout in layouts], 0), F.pad(banned, (0, extra), value=True))
     valid = torch.arange(longest) < torch.tensor([len(layout) for layout in layouts])[:, None]

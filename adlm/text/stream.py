@@ -1,4 +1,4 @@
-"""A batch of texts on its way: frames of tokens, seen as text and as stills."""
+"""Texts while they are sampled: token frames as text and as trajectory frames."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from adlm.generate import Predictor
 from adlm.text.templates import WORD, Layout, classify_tokens
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, TrajectoryFrame
 
-MAX_POSITIONS = 1024  # positions whose logits exist at a time
-MAX_COUNT = 5  # the paper's tau: a token that occurs more often in its text is no anchor
+MAX_POSITIONS = 1024  # whose logits exist at a time
+MAX_COUNT = 5  # the paper's tau
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """What a network takes every position for, likeliest first."""
+    """A network's top predictions for every position, likeliest first."""
 
     tokens: Tensor  # (B, L, k)
     probs: Tensor  # (B, L, k)
-    is_anchor: Tensor  # (B, L): rare in the text as it is guessed to be
+    is_anchor: Tensor  # (B, L): rare in the predicted text
 
-    def at(self, layout: Layout, row: int, place: int) -> tuple[tuple[str, float], ...]:
-        """The guesses at one place as text, with their probabilities; a blank that is given there is left out."""
-        names = [decode_token(layout.tokenizer, token) for token in self.tokens[row, place].tolist()]
-        if layout.kinds[place] == WORD:
+    def at(self, layout: Layout, row: int, position: int) -> tuple[tuple[str, float], ...]:
+        """Return the guesses at one position as text, with their probabilities, without a blank that is given there."""
+        names = [decode_token(layout.tokenizer, token) for token in self.tokens[row, position].tolist()]
+        if layout.kinds[position] == WORD:
             names = [name.removeprefix(" ") for name in names]
-        return tuple(zip(names, self.probs[row, place].tolist(), strict=True))
+        return tuple(zip(names, self.probs[row, position].tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -57,38 +57,38 @@ class StreamStep:
 
     @property
     def nfe(self) -> list[int]:
-        """Network evaluations that each text has had."""
-        found: list[int] = self.frame.nfe.tolist()
-        return found
+        """Network evaluations of each text so far."""
+        nfe: list[int] = self.frame.nfe.tolist()
+        return nfe
 
     def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
-        """One of the texts, as terminal, page and picture draw it."""
+        """Return one of the texts as terminal, player and GIF draw it."""
         layout, frame = self.layouts[row], self.frame
         masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
-        cells = []
-        for place, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
-            if place is None:  # given text without a token
-                cells.append(TokenState(text or "", GIVEN))
+        states = []
+        for position, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
+            if position is None:  # given text without a token
+                states.append(TokenState(text or "", GIVEN))
                 continue
-            if masked[place]:
-                state = REMASKED if changed[place] else HIDDEN
+            if masked[position]:
+                state = REMASKED if changed[position] else HIDDEN
             else:
-                state = GIVEN if layout.is_fixed[place] else REVEALED if changed[place] else VISIBLE
-            is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, place])
-            guesses = self.guesses.at(layout, row, place) if self.guesses is not None and masked[place] else ()
-            cells.append(TokenState(text or "", state, guesses, is_anchor))
-        return TrajectoryFrame(self.step, int(frame.nfe[row]), tuple(cells))
+                state = GIVEN if layout.is_fixed[position] else REVEALED if changed[position] else VISIBLE
+            is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, position])
+            guesses = self.guesses.at(layout, row, position) if self.guesses is not None and masked[position] else ()
+            states.append(TokenState(text or "", state, guesses, is_anchor))
+        return TrajectoryFrame(self.step, int(frame.nfe[row]), tuple(states))
 
 
 @lru_cache(maxsize=65536)
 def decode_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token by itself, as text."""
+    """Decode one token."""
     return tokenizer.decode([token])
 
 
 @torch.no_grad()
 def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count: int) -> Guesses:
-    """The anchor network's guesses at a frame (one stage: the network's): one more evaluation, left out of the nfe."""
+    """Predict the likeliest tokens of a frame with the anchor network (one stage: the network), not counted as NFE."""
     model, tokens = predictor.model, frame.tokens
     lengths = torch.tensor([len(layout) for layout in layouts])
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
@@ -97,15 +97,15 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
         share = frame.is_masked.sum(-1) / lengths
         level = -torch.log(1 - (1 - EPS) * share).to(tokens.device)
     padding = None if bool(valid.all()) else valid.to(tokens.device)
-    features = model(tokens, level, valid=padding)
-    found, head = features.final, model.head
-    if features.anchor is not None and model.anchor_head is not None:
-        found, head = features.anchor, model.anchor_head
+    if model.anchor_head is None:
+        features, head = model(tokens, level, valid=padding).final, model.head
+    else:
+        features, head = model.anchor_features(tokens, level, valid=padding), model.anchor_head
     special = classify_tokens(layouts[0].tokenizer).special
     special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(tokens.device)
     best = [
         head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
-        for part in found.flatten(0, 1).split(MAX_POSITIONS)
+        for part in features.flatten(0, 1).split(MAX_POSITIONS)
     ]
     probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
     likeliest = torch.where(frame.is_masked.to(tokens.device), ids[..., 0], tokens)

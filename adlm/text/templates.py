@@ -1,11 +1,11 @@
-"""Text with holes: what is given, where something is to be written, and the way from tokens back to text.
+"""Templates: given text and holes, their tokens, and the way back from tokens to text.
 
-A template is a string in which `___` is a hole of a length to be found, `___{5}` one of five tokens and `___{2,8}` one
-of two to eight; or a list of strings and `Hole`s, in which underscores are underscores.
+A template is a string in which `___` is a hole whose length the model chooses, `___{5}` one of five tokens and
+`___{2,8}` one of two to eight; or a list of strings and `Hole`s, in which underscores are underscores.
 
-Given text is cut into tokens piece by piece, and what comes back holds the given pieces themselves: they are the same
-to the byte, whatever the tokenizer does to them, even where it has no token for them. Words of most vocabularies carry
-the blank before them, so a blank just before a hole is no token of its own: the hole's first token must begin a word.
+Given text is tokenized piece by piece and returned as it is, byte for byte, even where the tokenizer has no token for
+it. In most vocabularies a word's token includes the blank before it, so a blank just before a hole is no token of its
+own: the hole's first token must begin a word.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer
 
 HOLE = re.compile(r"_{3,}(?:\{ *(\d+) *(?:, *(\d+) *)?\})?")
-MAX_HOLE_TOKENS = 12  # tokens of a hole whose length is to be found
+MAX_HOLE_TOKENS = 12  # of a hole whose length the model chooses
 BLOCK = "░"
-TEXT, WORD, ENDED = range(3)  # kinds of places: text; the first token of a word; text, or the end of it
-CONTEXT = 4  # tokens before another that decide how it is spelled, with or without a blank
-SPACED, CONTINUED = ("Ġ", "▁"), "##"  # how vocabularies write the blank before a word, and a word that goes on
+TEXT, WORD, ENDED = range(3)  # kinds of positions: text; the first token of a word; text or its end
+CONTEXT = 4  # tokens before another that decide whether its text has a blank
+SPACED, CONTINUED = ("Ġ", "▁"), "##"  # marks of vocabularies: a blank before a word; the continuation of a word
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ Template = str | Sequence[str | Hole]
 
 
 def parse_template(template: Template) -> Pieces:
-    """The pieces of a template; neighbouring strings are one."""
+    """Split a template into pieces, neighboring strings joined."""
     if not isinstance(template, Sequence):
         raise ValueError(f"a template is a string, or a list of strings and Holes; got {template!r}")
     joined: list[str | Hole] = []
@@ -92,27 +92,27 @@ def _split_template(template: str) -> Iterator[str | Hole]:
 
 
 def find_holes(pieces: Pieces) -> list[Hole]:
-    """The holes, in order."""
+    """Return the holes of pieces, in order."""
     return [piece for piece in pieces if isinstance(piece, Hole)]
 
 
 def set_hole_lengths(pieces: Pieces, lengths: Sequence[int]) -> Pieces:
-    """The pieces with each hole of the length given for it."""
+    """Replace each hole by one of the given length."""
     left = iter(lengths)
     return tuple(Hole.of_length(next(left)) if isinstance(piece, Hole) else piece for piece in pieces)
 
 
 class TokenClasses(NamedTuple):
-    """What a vocabulary's tokens are, each (V,)."""
+    """Classes of a vocabulary's tokens, each (V,)."""
 
     special: Tensor  # no text: marks, the mask, ids without a token
     spaced: Tensor  # a word, or the beginning of one, and the blank before it
-    continued: Tensor  # goes on with the word before it
+    continued: Tensor  # continues the word before it
 
 
 @lru_cache(maxsize=8)
 def classify_tokens(tokenizer: Tokenizer) -> TokenClasses:
-    """The classes of a tokenizer's tokens."""
+    """Classify a tokenizer's tokens."""
     size = tokenizer.vocab_size
     marks = {i for i, token in tokenizer.bpe.get_added_tokens_decoder().items() if token.special}
     marks |= {tokenizer.mask_id} | {i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None}
@@ -121,14 +121,14 @@ def classify_tokens(tokenizer: Tokenizer) -> TokenClasses:
     return TokenClasses(
         torch.tensor([name == "" or i in marks for i, name in enumerate(names)]),
         torch.tensor(spaced),
-        # In a vocabulary that writes blanks, such a token is a run of hashes.
+        # In a vocabulary that marks blanks, such a token is a run of hashes.
         torch.tensor([name.startswith(CONTINUED) and not any(spaced) for name in names]),
     )
 
 
 @lru_cache(maxsize=8)
-def banned_tokens(tokenizer: Tokenizer) -> Tensor:
-    """The tokens (kinds, V) that may not stand in a place of each kind."""
+def find_banned_tokens(tokenizer: Tokenizer) -> Tensor:
+    """Return the tokens (kinds, V) that are banned at a position of each kind."""
     special, spaced, continued = classify_tokens(tokenizer)
     ended = special.clone()
     if tokenizer.eos_id is not None:
@@ -139,18 +139,18 @@ def banned_tokens(tokenizer: Tokenizer) -> Tensor:
 
 @lru_cache(maxsize=8)
 def has_continuation_marks(tokenizer: Tokenizer) -> bool:
-    """Whether a mark says that a word goes on, and nothing that one begins."""
+    """Whether the vocabulary marks tokens that continue a word, and not those that begin one."""
     return bool(classify_tokens(tokenizer).continued.any())
 
 
 def joins_blanks(tokenizer: Tokenizer) -> bool:
-    """Whether a word brings the blank before it: in its token, or because only a mark says that a word goes on."""
+    """Whether a word includes the blank before it: in its token, or because continuations are marked instead."""
     return bool(classify_tokens(tokenizer).spaced.any()) or has_continuation_marks(tokenizer)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where the tokens of a piece stand, and of a given piece what each of them adds to the text."""
+    """The positions of a piece's tokens and, of a given piece, what each token adds to the text."""
 
     start: int
     end: int
@@ -163,7 +163,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """A row to be written."""
+    """A row to be filled."""
 
     tokenizer: Tokenizer
     spans: tuple[Span, ...]
@@ -176,46 +176,46 @@ class Layout:
         return len(self.ids)
 
     def parts(self, ids: Sequence[int]) -> Iterator[tuple[int | None, str | None]]:
-        """A row's text in order: each token's place and what it adds, None while it is hidden.
+        """Yield each token's position and what it adds to the text, None while it is hidden.
 
-        A character that is spread over several tokens is its last one's. Given text for which the tokenizer has no
-        token has no place. What begins, ends or pads a text adds nothing.
+        A character of several tokens belongs to the last one. Given text without a token has the position None. BOS,
+        EOS and padding add nothing.
         """
         for span in self.spans:
-            places: Iterable[int | None] = range(span.start, span.end) if span.end > span.start else (None,)
-            yield from zip(places, self.written(span, ids) if span.texts is None else span.texts)
+            positions: Iterable[int | None] = range(span.start, span.end) if span.end > span.start else (None,)
+            yield from zip(positions, self.decode_hole(span, ids) if span.texts is None else span.texts)
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[str, bool]]:
-        """The text piece by piece, and whether each is given; hidden tokens add nothing."""
+        """Return the text by piece, and whether each is given; hidden tokens add nothing."""
         return [
-            (span.text, True) if span.texts is not None else ("".join(t or "" for t in self.written(span, ids)), False)
+            ("".join(text or "" for text in span.texts or self.decode_hole(span, ids)), span.texts is not None)
             for span in self.spans
         ]
 
-    def written(self, span: Span, ids: Sequence[int]) -> list[str | None]:
-        """What each token of a hole adds to the text; the blank before a word is in the given text already."""
+    def decode_hole(self, span: Span, ids: Sequence[int]) -> list[str | None]:
+        """Return what each token of a hole adds to the text; a blank that is given before it is not repeated."""
         mask_id, eos_id, tokens = self.tokenizer.mask_id, self.tokenizer.eos_id, list(ids[span.start : span.end])
-        found: list[str | None] = [None if token == mask_id else "" for token in tokens]
+        texts: list[str | None] = [None if token == mask_id else "" for token in tokens]
         stop = span.end
         if self.may_end and span is self.spans[-1] and eos_id in tokens:
             stop = span.start + tokens.index(eos_id)
         for start, end in _runs(ids, span.start, stop, mask_id):
-            texts = decode_tokens(self.tokenizer, ids[:start], ids[start:end])
+            run = decode_tokens(self.tokenizer, ids[:start], ids[start:end])
             if self.kinds[start] == WORD:
-                first = next((i for i, text in enumerate(texts) if text), 0)
-                texts[first] = texts[first].removeprefix(" ")
-            found[start - span.start : end - span.start] = texts
-        return found
+                first = next((i for i, text in enumerate(run) if text), 0)
+                run[first] = run[first].removeprefix(" ")
+            texts[start - span.start : end - span.start] = run
+        return texts
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a row; hidden tokens as blocks."""
+        """Return the text of a row, hidden tokens as blocks."""
         return "".join(BLOCK if text is None else text for _, text in self.parts(ids))
 
 
 def build_layout(
     pieces: Pieces, tokenizer: Tokenizer, *, begins: bool = True, ends: bool = True, may_end: bool = False
 ) -> Layout:
-    """Pieces, each hole of one length, as a row between the tokens that begin and end a text (where it has them).
+    """Lay pieces, each hole of one length, out as a row between BOS and EOS (if the tokenizer has them).
 
     With `may_end` the text may also end inside a hole that is its last piece.
     """
@@ -224,19 +224,19 @@ def build_layout(
     kinds: list[int] = []
     spans: list[Span] = []
 
-    def put(tokens: Sequence[int], fixed: bool, kind: int) -> None:
+    def add(tokens: Sequence[int], fixed: bool, kind: int) -> None:
         ids.extend(tokens)
         is_fixed.extend([fixed] * len(tokens))
         kinds.extend([kind] * len(tokens))
 
     if begins and tokenizer.bos_id is not None:
-        put([tokenizer.bos_id], True, TEXT)
+        add([tokenizer.bos_id], True, TEXT)
     starts_word = False
     for number, piece in enumerate(pieces):
         start, is_last = len(ids), number == len(pieces) - 1
         if isinstance(piece, Hole):
             assert piece.min_tokens == piece.max_tokens, f"{piece} has no length yet"
-            put([tokenizer.mask_id] * piece.min_tokens, False, ENDED if may_end and is_last else TEXT)
+            add([tokenizer.mask_id] * piece.min_tokens, False, ENDED if may_end and is_last else TEXT)
             if starts_word:
                 kinds[start] = WORD
             starts_word = False
@@ -244,22 +244,21 @@ def build_layout(
             continue
         starts_word = not is_last and piece.endswith(" ") and joins_blanks(tokenizer)
         tokens, texts = tokenize_piece(tokenizer, piece, len(piece) - starts_word)
-        put(tokens, True, TEXT)
+        add(tokens, True, TEXT)
         spans.append(Span(start, len(ids), tuple(texts)))
     if ends and tokenizer.eos_id is not None:
-        put([tokenizer.eos_id], True, TEXT)
+        add([tokenizer.eos_id], True, TEXT)
     return Layout(tokenizer, tuple(spans), tuple(ids), tuple(is_fixed), tuple(kinds), may_end)
 
 
 def tokenize_piece(tokenizer: Tokenizer, text: str, stop: int | None = None) -> tuple[list[int], list[str]]:
-    """The tokens of a given text up to `stop`, and what each of them adds: together they are the whole text to the
-    byte. Text without a token is one share."""
+    """Return the tokens of a text up to `stop`, and what each adds: joined they are the whole text, byte for byte."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair and no "
-            "text: decode the text with errors='replace', or leave the character out"
+            f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair: "
+            "decode the text with errors='replace', or leave the character out"
         ) from error
     encoding = tokenizer.bpe.encode(text[:stop], add_special_tokens=False)
     marks = [0]
@@ -270,7 +269,7 @@ def tokenize_piece(tokenizer: Tokenizer, text: str, stop: int | None = None) -> 
 
 
 def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """What each of these tokens adds to the text, given the tokens before them."""
+    """Return what each of these tokens adds to the text, given the tokens before them."""
     hidden = next((i for i in range(len(before), 0, -1) if before[i - 1] == tokenizer.mask_id), 0)
     left = list(before[max(hidden, len(before) - CONTEXT) :])
     done, pending = _decode(tokenizer, left), []
@@ -278,7 +277,7 @@ def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int
     for number, token in enumerate(ids, 1):
         pending.append(token)
         whole = _decode(tokenizer, [*left, *pending])
-        if whole.endswith("\ufffd") and number < len(ids):  # bytes of a character that is not whole yet
+        if whole.endswith("\ufffd") and number < len(ids):  # bytes of an incomplete character
             texts.append("")
             continue
         texts.append(whole[len(done) :] if whole.startswith(done) else _decode(tokenizer, pending))
@@ -288,16 +287,16 @@ def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int
 
 
 def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text that may begin inside a word: the mark that says so is none of it."""
+    """Decode tokens that may begin inside a word, without its continuation mark."""
     text = tokenizer.decode(ids, skip_special=True)
     return text.removeprefix(CONTINUED) if has_continuation_marks(tokenizer) else text
 
 
 def _runs(ids: Sequence[int], start: int, stop: int, mask_id: int) -> Iterator[tuple[int, int]]:
-    """Stretches of visible tokens."""
+    """Yield the runs of visible tokens."""
     begin = start
-    for place in range(start, stop + 1):
-        if place == stop or ids[place] == mask_id:
-            if place > begin:
-                yield begin, place
-            begin = place + 1
+    for position in range(start, stop + 1):
+        if position == stop or ids[position] == mask_id:
+            if position > begin:
+                yield begin, position
+            begin = position + 1

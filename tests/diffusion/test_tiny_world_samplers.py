@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from adlm.diffusion import denoising
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution

@@ -11,9 +11,9 @@ from adlm import Hole
 from adlm.text.templates import (
     BLOCK,
     WORD,
-    banned_tokens,
     build_layout,
     classify_tokens,
+    find_banned_tokens,
     joins_blanks,
     parse_template,
     tokenize_piece,
@@ -90,7 +90,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
                 firsts += 1
                 name = model.tokenizer.bpe.id_to_token(ids[span.start])
                 assert not name.startswith("##") if words.startswith("bert") else name[0] == "Ġ" != name[1]
-                assert not "".join(text or "" for text in layout.written(span, ids)).startswith(" ")
+                assert not "".join(text or "" for text in layout.decode_hole(span, ids)).startswith(" ")
     assert (firsts > 0) == (words != "bytes")
     assert shot.texts == last.texts
     assert all(text.startswith("The ") and text.endswith(" sat") for text in last.texts[:20])
@@ -161,7 +161,7 @@ def test_the_classes_of_a_vocabulary() -> None:
 @pytest.mark.parametrize("words", TOKENIZERS)
 def test_only_an_end_may_stand_where_a_text_may_end(words: str) -> None:
     known = tokenizer(words)
-    text, word, ended = banned_tokens(known)
+    text, word, ended = find_banned_tokens(known)
     assert torch.equal(text, classify_tokens(known).special)
     assert (text ^ ended).nonzero()[:, 0].tolist() == [known.eos_id]
     assert bool((word >= text).all()) and not bool(word.all())
