@@ -72,7 +72,7 @@ def two() -> dict[str, str]:
 def four() -> dict[str, str]:
     jobs = {f"{shape} {kind}": job(4, shape, kind) for shape, kind in FOUR}
     jobs |= {f"half {kind}": job(4, "halves", kind, "steps=5", name=f"half-{kind}") for kind in ("fsdp", "hsdp")}
-    return many(4, jobs)
+    return many(4, jobs, seconds=400)
 
 
 @pytest.mark.parametrize(("shape", "kind"), TWO)
