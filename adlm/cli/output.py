@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
 BARS = " ▁▂▃▄▅▆▇█"
-MIN_TEXT_WIDTH = 16  # a narrower column of text drops optional columns first
+MIN_TEXT_WIDTH = 10  # columns of text fold down to this; optional columns are dropped where that is not enough
 
 Value = TypeVar("Value", str, int, float)
 

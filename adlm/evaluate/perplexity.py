@@ -33,7 +33,7 @@ COUNTS = {
 }
 KINDS = {
     "exact": "exact",
-    "nelbo": "NELBO, continuous time",
+    "nelbo": "NELBO",
     "discrete_nelbo": "NELBO, {steps} steps",
     "unmasking_exact": "{order} order: exact",
     "unmasking_bound": "{order} order",
