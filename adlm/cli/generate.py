@@ -196,7 +196,9 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
     sampler |= parse_sampler_options(settings.option or [])
     pairs = [(lm, sampler)]
     if settings.compare is not None:
-        pairs = [(lm, drop_if_causal(lm, sampler)), find_compared(settings.compare, settings, lm, sampler)]
+        # A causal model samples left to right, without the options of the other's sampler.
+        first = {} if lm.row_format.is_causal else sampler
+        pairs = [(lm, first), find_compared(settings.compare, settings, lm, sampler)]
     shared = {name: getattr(settings, name) for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")}
     requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
     names = [Path(each.name).name for each, _ in pairs]
@@ -221,16 +223,11 @@ def find_compared(name: str, settings: GenerationOptions, lm: LM, own: dict[str,
         return lm, {"sampler": name, "steps": own["steps"] if takes_steps else None, "block": own["block"]}
     if name in MODELS or Path(name).exists():
         other = load(name, device=settings.device, deterministic=settings.deterministic)
-        return other, drop_if_causal(other, own)
+        return other, {} if other.row_format.is_causal else own
     raise ValueError(
         f"--compare {name!r} is neither a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a "
         "folder): check the name"
     )
-
-
-def drop_if_causal(lm: LM, sampler: dict[str, Any]) -> dict[str, Any]:
-    """Return no sampler options for a causal model, which is compared left to right."""
-    return {} if lm.row_format.is_causal else sampler
 
 
 def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:

@@ -74,27 +74,14 @@ def prepare(
         if source is None and not check:
             raise ValueError("SOURCE is required: a file, a folder or the name of a data set")
         if source is not None:
+            settings: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "rows": rows, "split": split}
+            settings |= {"valid": valid, "valid_share": valid_share, "train_tokenizer": train_tokenizer}
+            settings |= {"column": column, "documents": documents, "detokenizer": detokenizer, "workers": workers}
+            settings |= {"shard_tokens": shard_tokens or SHARD_TOKENS}
             is_prepared = (out / MANIFEST).is_file() and not overwrite
             try:
                 with show_progress(console) as on_progress:
-                    prepare_data(
-                        source,
-                        out,
-                        tokenizer=tokenizer,
-                        length=length,
-                        rows=rows,
-                        valid=valid,
-                        valid_share=valid_share,
-                        split=split,
-                        column=column,
-                        documents=documents,
-                        detokenizer=detokenizer,
-                        train_tokenizer=train_tokenizer,
-                        workers=workers,
-                        shard_tokens=shard_tokens or SHARD_TOKENS,
-                        overwrite=overwrite,
-                        on_progress=on_progress,
-                    )
+                    prepare_data(source, out, **settings, overwrite=overwrite, on_progress=on_progress)
             except KeyboardInterrupt:
                 console.print("stopped; running the same command again resumes after the last complete shard")
                 raise typer.Exit(130) from None

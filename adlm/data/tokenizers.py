@@ -237,23 +237,16 @@ def _find_special_id(bpe: tokenizers.Tokenizer, role: str, config: dict[str, Any
 
 
 def _load_from_hub(name: str) -> Tokenizer:
-    expected = (
-        f"a file or folder of that name, one of {', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hugging Face Hub "
-        "whose repository has a tokenizer.json"
-    )
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"tokenizer {name!r} was not found: expected {expected}; for the Hub: pip install 'adlm[data]'"
-        ) from error
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
     try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
     except (OSError, ValueError) as error:  # the Hub's own errors are among these
         raise ValueError(
-            f"tokenizer {name!r} could not be loaded ({str(error).splitlines()[0]}): expected {expected}; check the "
-            "name and the connection, or download its tokenizer.json and give the path"
+            f"tokenizer {name!r} could not be loaded ({str(error).splitlines()[0]}): expected a file or folder of that "
+            f"name, one of {', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hugging Face Hub that has a "
+            "tokenizer.json; check the name and the connection, or download its tokenizer.json and give the path"
         ) from error
     for other in CONFIG_FILES:
         try:

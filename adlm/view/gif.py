@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory
 from adlm.view import look
@@ -84,8 +84,7 @@ def plan_frames(count: int, seconds: float) -> tuple[list[int], list[int]]:
     return picks, [*(10 * (end - start) for start, end in pairwise(ends)), round(1000 * HOLD_SECONDS)]
 
 
-@dataclass(frozen=True)
-class TokenBox:
+class TokenBox(NamedTuple):
     """The place of a token in its panel."""
 
     left: int
