@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from adlm.data.shards import hash_file
 from adlm.evaluate.cache import Cache, hash_settings, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
-from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
+from adlm.evaluate.sandbox import Limits, ProgramResult, find_sandbox_problem, run_program
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
@@ -46,31 +47,11 @@ PROMPT = "def "
 CACHE_LOCK = threading.Lock()
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 PARSE_NOTE = (
-    "parses: Python's parser accepts it. equal: identical to the original. parses_if_left_empty: with the gap left "
-    "empty, the baseline that a model must exceed. 95% intervals."
+    "With 95% intervals. parses: Python's parser accepts it. equal: identical to the original. parses_if_left_empty: "
+    "with the gap left empty, the baseline that a model must exceed."
 )
-PASS_NOTE = (
-    "pass@k: the chance that one of k candidates passes its problem's test, averaged over problems. 95% intervals."
-)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A function to complete: its beginning, and a test that defines `check(candidate)`."""
-
-    task_id: str
-    prompt: str
-    entry_point: str
-    canonical_solution: str
-    test: str
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The completion of a problem's prompt."""
-
-    task_id: str
-    completion: str
+PASS_NOTE = "With 95% intervals. pass@k: the chance that one of k candidates for a problem passes its test."
+Row = dict[str, str]  # a problem by FIELDS, or a candidate: task_id and completion
 
 
 @dataclass(frozen=True)
@@ -162,42 +143,40 @@ def code(
     device = lms[0].device if lms else torch.device("cpu")
     cache = open_cache(out, DistributedContext(device))
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
-    measured, warnings = [], []
+    measured, notes, tasks = [], [], [] if problems is None else read_problems(problems)
     for lm in lms:
-        own = sampling if lm.row_format.is_causal else sampling | {"sampler": sampler, "steps": steps}
-        about = {"model": lm.name, "method": lm.method, "weights_sha256": hash_weights(lm.model)}
-        found = ModelCode({"model": lm.name}, about | own | {"device": str(lm.device)})
+        is_causal, about = lm.row_format.is_causal, {"model": lm.name, "weights_sha256": hash_weights(lm.model)}
+        own = sampling if is_causal else sampling | {"sampler": sampler, "steps": steps}
+        found = ModelCode({"model": lm.name}, about | {"method": lm.method, "device": str(lm.device)} | own)
         if problems is None:
             found.settings.update(texts=texts, infills=infills, prompt=PROMPT, length=length)
             measure_parsing(found, lm, texts, infills, cache, on_progress, own | {"length": length})
-            if infills and lm.row_format.is_causal:
-                warnings.append(f"{lm.name} is causal and sees only what is before a gap: it fills none")
+            notes += [f"{lm.name} is causal, sees only what is before a gap, and fills none"] * (
+                is_causal and infills > 0
+            )
         else:
-            found.settings["n"] = n
             on_progress(f"{lm.name}: candidates", 0, 0)
-            found.entry["candidates"] = complete_problems(lm, read_problems(problems), n, cache, about, own)
+            found.entry["candidates"] = complete_problems(lm, tasks, n, cache, about, own)
+            found.settings["n"] = n
         measured.append(found)
     if problems is not None:
-        tasks, limits = read_problems(problems), Limits(seconds, memory * 2**20)
         if candidates is not None:
-            tried = read_candidates(candidates, tasks)
-            measured.append(
-                ModelCode({"candidates": tried}, {"model": None, "candidates_sha256": hash_file(Path(candidates))})
-            )
+            given = {"model": None, "candidates_sha256": hash_file(Path(candidates))}
+            measured.append(ModelCode({"candidates": read_candidates(candidates, tasks)}, given))
+        run = partial(run_program, limits=Limits(seconds, memory * 2**20), unsafe=unsafe)
         shared = {"problems": len(tasks), "problems_sha256": hash_file(Path(problems)), "seconds": seconds}
         shared |= {"memory_mib": memory, "isolation": "none" if unsafe else "bubblewrap"}
-        warnings += ["candidates ran without a sandbox (unsafe), which protects nothing"] if unsafe else []
+        notes += ["candidates ran without a sandbox (unsafe), which protects nothing"] * unsafe
         for found in measured:
             found.settings.update(shared)
-            warnings += measure_passing(found, tasks, k, limits, workers, unsafe, cache, on_progress)
-    cache.flush()
+            notes += measure_passing(found, tasks, k, run, shared, workers, cache, on_progress)
     differences, provenance = compare_models(measured), collect_provenance(device)
     tables = build_tables(measured, differences, PARSE_NOTE if problems is None else PASS_NOTE)
     if len(measured) == 1:
-        return EvalResult("code", measured[0].entry, measured[0].settings, provenance, tables, warnings)
+        return EvalResult("code", measured[0].entry, measured[0].settings, provenance, tables, notes)
     entries = [found.entry | {"settings": found.settings} for found in measured]
     metrics = {"models": entries, "differences": differences}
-    return EvalResult("code", metrics, sampling | {"sampler": sampler, "steps": steps}, provenance, tables, warnings)
+    return EvalResult("code", metrics, sampling | {"sampler": sampler, "steps": steps}, provenance, tables, notes)
 
 
 def compare_models(measured: Sequence[ModelCode]) -> list[dict[str, Any]]:
@@ -219,25 +198,17 @@ def build_tables(measured: Sequence[ModelCode], differences: Sequence[dict[str, 
     columns = [Column(name, is_text=name in ("metric", "model")) for name in names]
     metrics = dict.fromkeys(metric for found in measured for metric in found.values)
     pairs = [(metric, found) for metric in metrics for found in measured if metric in found.values]
-    rows: list[list[Cell]] = [
-        [m, found.name, estimate_share(found.values[m]), len(found.values[m])] for m, found in pairs
-    ]
+    rows: list[list[Cell]]
+    rows = [[name, each.name, estimate_share(each.values[name]), len(each.values[name])] for name, each in pairs]
     ends = {found.name: found.entry["ends"].items() for found in measured if "ends" in found.entry}
     notes = [f"{name}: {', '.join(f'{count} {status}' for status, count in each)}." for name, each in ends.items()]
     tables = [Table(list(columns), rows, notes=[note, *notes])]
-    if differences:
-        rows = [
-            [
-                each["metric"],
-                f"{each['model']} − {each['baseline']}",
-                Estimate(each["difference"], each["se"]),
-                each["count"],
-            ]
-            for each in differences
-        ]
-        columns[2] = Column("difference")
-        tables.append(Table(columns, rows, title="Paired differences"))
-    return tables
+    rows = []
+    for each in differences:
+        change = Estimate(each["difference"], each["se"])
+        rows.append([each["metric"], f"{each['model']} − {each['baseline']}", change, each["count"]])
+    columns[2] = Column("difference")
+    return [*tables, Table(columns, rows, title="Paired differences")] if rows else tables
 
 
 def estimate_share(values: Sequence[float]) -> Estimate:
@@ -271,19 +242,18 @@ def recall(cache: Cache, settings: dict[str, Any], compute: Callable[[], Any]) -
 # Problems
 
 
-def read_problems(path: Path | str) -> list[Problem]:
+def read_problems(path: Path | str) -> list[Row]:
     """Read problems in the form of HumanEval from a jsonl file."""
-    problems = [Problem(**{name: str(row[name]) for name in FIELDS}) for row in read_json_lines(path, FIELDS)]
-    if len({each.task_id for each in problems}) < len(problems):
+    problems = list(read_json_lines(path, FIELDS))
+    if len({each["task_id"] for each in problems}) < len(problems):
         raise ValueError(f"{path} has a task_id twice: every problem needs its own")
     return problems
 
 
-def read_candidates(path: Path | str, problems: Sequence[Problem]) -> list[Candidate]:
+def read_candidates(path: Path | str, problems: Sequence[Row]) -> list[Row]:
     """Read candidates from a jsonl file of task_id and completion; every problem needs one."""
-    rows = read_json_lines(path, ("task_id", "completion"))
-    found = [Candidate(str(row["task_id"]), str(row["completion"])) for row in rows]
-    known, tried = [each.task_id for each in problems], {each.task_id for each in found}
+    candidates = list(read_json_lines(path, ("task_id", "completion")))
+    known, tried = [each["task_id"] for each in problems], {each["task_id"] for each in candidates}
     if unknown := sorted(tried - set(known)):
         raise ValueError(f"{path} has a candidate for {unknown[0]!r}, which is none of the {len(known)} problems")
     if left := [task for task in known if task not in tried]:
@@ -291,11 +261,11 @@ def read_candidates(path: Path | str, problems: Sequence[Problem]) -> list[Candi
             f"{path} has no candidate for {len(left)} of {len(known)} problems, {left[0]!r} among them: pass@k is over "
             "all of them; give one for each, or remove those problems from the file"
         )
-    return found
+    return candidates
 
 
-def read_json_lines(path: Path | str, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a jsonl file, each with all fields."""
+def read_json_lines(path: Path | str, fields: Sequence[str]) -> Iterator[Row]:
+    """The fields of all objects of a jsonl file, as texts."""
     lines = Path(path).read_text("utf-8").splitlines()
     if not any(line.strip() for line in lines):
         raise ValueError(f"{path} is empty: give one JSON object a line, with {', '.join(fields)}")
@@ -309,26 +279,25 @@ def read_json_lines(path: Path | str, fields: Sequence[str]) -> Iterator[dict[st
         if not isinstance(row, dict) or (missing := [name for name in fields if name not in row]):
             lacking = ", ".join(missing) if isinstance(row, dict) else "everything"
             raise ValueError(f"{path}, line {number} lacks {lacking}: a line has {', '.join(fields)}")
-        yield row
+        yield {name: str(row[name]) for name in fields}
 
 
 def complete_problems(
-    lm: LM, problems: Sequence[Problem], n: int, cache: Cache, about: dict[str, Any], sampling: dict[str, Any]
-) -> list[Candidate]:
+    lm: LM, problems: Sequence[Row], n: int, cache: Cache, about: dict[str, Any], sampling: dict[str, Any]
+) -> list[Row]:
     """`n` candidates for each problem: what the model generates after the prompt, to the end of the function."""
     candidates = []
-    for problem in problems:
-        size, longest = len(tokenize_piece(lm.tokenizer, problem.prompt)[0]), lm.row_format.longest
+    for task, prompt in ((each["task_id"], each["prompt"]) for each in problems):
+        size, longest = len(tokenize_piece(lm.tokenizer, prompt)[0]), lm.row_format.longest
         if size >= longest:
             raise ValueError(
-                f"the prompt of {problem.task_id} has {size} tokens, this model's rows hold {longest}: remove the "
-                "problem, or use a model with longer rows"
+                f"the prompt of {task} has {size} tokens, this model's rows hold {longest}: remove the problem, or use "
+                "a model with longer rows"
             )
-        length = size + min(longest - size, MAX_COMPLETION_TOKENS)
-        request = lm.build_request(problem.prompt, length=length, n=n, **sampling)
-        key = {"task": "completions", "about": about, "prompt": problem.prompt, **request.settings}
+        request = lm.build_request(prompt, length=min(longest, size + MAX_COMPLETION_TOKENS), n=n, **sampling)
+        key = {"task": "completions", "about": about, "prompt": prompt, **request.settings}
         texts = recall(cache, key, lambda: [row.pieces[-1][0] for row in lm.generate_rows(request)])  # noqa: B023
-        candidates += [Candidate(problem.task_id, cut_function_body(text)) for text in texts]
+        candidates += [{"task_id": task, "completion": cut_function_body(text)} for text in texts]
     return candidates
 
 
@@ -343,31 +312,28 @@ def cut_function_body(text: str) -> str:
 
 def measure_passing(
     found: ModelCode,
-    problems: Sequence[Problem],
+    problems: Sequence[Row],
     ks: Sequence[int],
-    limits: Limits,
+    run: Callable[..., ProgramResult],
+    settings: dict[str, Any],
     workers: int,
-    unsafe: bool,
     cache: Cache,
     on_progress: ProgressCallback,
 ) -> list[str]:
-    """Run the candidates, and add pass@k as the mean over problems; the warnings."""
-    by_id, candidates = {each.task_id: each for each in problems}, found.entry["candidates"]
+    """Run the candidates, and add pass@k as the mean over problems; returns warnings."""
+    by_id, candidates, results = {each["task_id"]: each for each in problems}, found.entry["candidates"], []
 
-    def run_candidate(candidate: Candidate) -> dict[str, Any]:
-        problem, same = by_id[candidate.task_id], {"task": "candidate", "unsafe": unsafe, **asdict(limits)}
-        program, reference = (problem.prompt + each for each in (candidate.completion, problem.canonical_solution))
-        words = (program, reference, problem.test, problem.entry_point)
-        result = recall(cache, {"programs": words, **same}, lambda: asdict(run_program(*words, limits, unsafe=unsafe)))
-        return asdict(candidate) | result
+    def run_candidate(candidate: Row) -> dict[str, Any]:
+        problem = by_id[candidate["task_id"]]
+        programs = [problem["prompt"] + each for each in (candidate["completion"], problem["canonical_solution"])]
+        programs += [problem["test"], problem["entry_point"]]
+        return candidate | recall(cache, {"programs": programs, **settings}, lambda: asdict(run(*programs)))
 
-    results = []
     with ThreadPoolExecutor(max_workers=workers) as pool:
         for result in pool.map(run_candidate, candidates):
             results.append(result)
             on_progress(f"{found.name}: tests", len(results), len(candidates))
-    counts = Counter(each["status"] for each in results)
-    found.entry.update({"candidates": results, "ends": dict(counts), "pass": {}})
+    found.entry.update({"candidates": results, "ends": dict(Counter(each["status"] for each in results)), "pass": {}})
     for k in ks:
         rates = []
         for task in by_id:

@@ -25,7 +25,6 @@ from adlm.evaluate.perplexity import list_models, perplexity
 from adlm.evaluate.plots import draw_figures
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import (
-    Cell,
     Column,
     Estimate,
     EvalResult,
@@ -65,15 +64,7 @@ QUICK_EXTENT: dict[str, dict[str, Any]] = {
 METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits/byte", "gen_ppl": "Gen-PPL", "mauve": "MAUVE"}
 METRICS |= {"entropy": "entropy"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:[^\s/:'\"]+/)+([^\s/:'\"]+)")
-GENERATED = (
-    "text",
-    "texts",
-    "completion",
-    "written",
-    "before",
-    "removed",
-    "after",
-)  # keys whose values stay as they are
+GENERATED = ("text", "texts", "completion", "written", "before", "removed", "after")  # values that stay as they are
 
 
 @dataclass
@@ -188,8 +179,8 @@ def report(
     written = [path for each in sections.values() for path in draw_section(each, out)]
     described = [describe_model(lm) for lm in lms]
     summary = tabulate_summary(described, metrics)
-    content = {"title": f"Evaluation of {', '.join(lm.name for lm in lms)}", "models": tabulate_models(described)}
-    content |= {"summary": summary, "origin": tabulate_origin(settings, provenance), "command": hide(command)}
+    content = {"title": f"Evaluation of {', '.join(lm.name for lm in lms)}", "models": tabulate(described)}
+    content |= {"summary": summary, "origin": tabulate(list_origin(settings, provenance)), "command": hide(command)}
     shown = [replace(each, tables=hide(each.tables), warnings=hide(each.warnings)) for each in sections.values()]
     front: dict[str, Any] = {
         "license": license,
@@ -252,8 +243,7 @@ def describe_model(lm: LM) -> dict[str, Any]:
     config = lm.model.config
     about = {"name": lm.name, "method": lm.method, "step": lm.step, "length": config.length}
     about |= {"parameters": sum(each.numel() for each in lm.model.parameters()), "vocab_size": config.vocab_size}
-    about |= {"tokenizer": lm.tokenizer.name, "tokenizer_sha256": lm.tokenizer.sha256}
-    return about | {"weights_sha256": hash_weights(lm.model)}
+    return about | {"tokenizer": lm.tokenizer.name, "weights_sha256": hash_weights(lm.model)}
 
 
 def collect_metrics(sections: Mapping[str, Section]) -> list[dict[str, Any]]:
@@ -292,14 +282,6 @@ def build_model_index(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [{"name": name, "results": results} for name, results in index.items()]
 
 
-def tabulate_models(described: Sequence[Mapping[str, Any]]) -> Table:
-    """One row for each model."""
-    keys = ("name", "method", "parameters", "length", "vocab_size", "step")
-    rows: list[list[Cell]] = [[*(each[key] for key in keys), each["weights_sha256"][:16]] for each in described]
-    names = ("model", "method", "parameters", "tokens in a row", "vocabulary", "step", "weights")
-    return Table([Column(name, is_text=name in ("model", "method", "weights")) for name in names], rows)
-
-
 def tabulate_summary(described: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Table:
     """The main metrics of each model."""
     cells: dict[tuple[str, str], str] = {}
@@ -312,17 +294,21 @@ def tabulate_summary(described: Sequence[Mapping[str, Any]], metrics: Sequence[M
     return Table([Column("model", is_text=True), *(Column(METRICS[kind]) for kind in kinds)], rows)
 
 
-def tabulate_origin(settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> Table:
-    """Settings and provenance, a row for each."""
+def list_origin(settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Settings and provenance as text."""
+    origin = {**settings, **provenance, "scorer": (settings["scorer"] or {}).get("name")}
+    texts = {
+        name: ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, Mapping) else str(value)
+        for name, value in origin.items()
+        if name != "extent" and value not in (None, {})
+    }
+    return [{"name": name, "value": text} for name, text in texts.items()]
 
-    def format_value(value: Any) -> str:
-        return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
 
-    shown = {key: value for key, value in settings.items() if key not in ("scorer", "extent")}
-    if settings["scorer"]:
-        shown["scorer"] = settings["scorer"]["name"]
-    rows = [[key, format_value(value)] for key, value in (shown | dict(provenance)).items() if value not in (None, {})]
-    return Table([Column("name", is_text=True), Column("value", is_text=True)], rows)
+def tabulate(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table with a column for each key."""
+    columns = [Column(name.replace("_", " "), is_text=isinstance(value, str)) for name, value in rows[0].items()]
+    return Table(columns, [list(row.values()) for row in rows])
 
 
 def hide_paths(value: Any, *, paths: Sequence[str]) -> Any:

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
+SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"  # of bwrap, setpriv, unshare, sh and mount
 MAX_REASON = 2000  # characters
 MIN_MEMORY = 64 * 2**20  # the address space of an interpreter that does nothing
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "HOME": "/tmp", "TMPDIR": "/tmp", "LC_ALL": "C.UTF-8"}
@@ -128,7 +129,7 @@ def start_process(
     command: Sequence[str], streams: Sequence[int], descriptors: Sequence[int] = (), *, folder: str = "/"
 ) -> subprocess.Popen[bytes]:
     """Start a command in its own session and folder, which protects nothing."""
-    names = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder, "PATH": os.defpath}
+    names = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder, "PATH": SEARCH_PATH}
     pipes: dict[str, Any] = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
     return subprocess.Popen(command, **pipes, cwd=folder, env=names, pass_fds=descriptors, start_new_session=True)
 

@@ -49,11 +49,11 @@ def read_by_sqlite(place: dict[str, Any]) -> int:
 
 def read_by_subinterpreter(place: dict[str, Any]) -> int:
     interpreters = __import__("_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters")
-    code = f"open('/tmp/copy', 'w').write(open({place['secret']!r}).read())"
+    code = f"open('copy', 'w').write(open({place['secret']!r}).read())"
 
     def run_code(_: int) -> None:
         interpreters.run_string(interpreters.create(), code)
-        open("/tmp/copy").read()
+        open("copy").read()
 
     return count(run_code)
 
@@ -136,9 +136,9 @@ def share_memory(place: dict[str, Any]) -> int:
 
 
 def fill_tmp(place: dict[str, Any]) -> int:
-    file = os.open("/tmp/large", os.O_RDWR | os.O_CREAT)
+    file = os.open("large", os.O_RDWR | os.O_CREAT)
     large = count(lambda _: os.ftruncate(file, 2**33)) + count(lambda _: os.posix_fallocate(file, 0, 2**33))
-    return (large << 13) + count(lambda number: open(f"/tmp/{number}", "wb").write(bytes(2**20)), 2**13)
+    return (large << 13) + count(lambda number: open(str(number), "wb").write(bytes(2**20)), 2**13)
 
 
 ATTACKS = (

@@ -173,7 +173,7 @@ def test_a_probe_gives_the_message_and_the_remedy(cause: str, monkeypatch: pytes
         tool.chmod(0o755)
         tmp_path.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)  # without setpriv and unshare
-    monkeypatch.setattr(os, "defpath", str(tmp_path))
+    monkeypatch.setattr(sandbox, "SEARCH_PATH", str(tmp_path))
     if cause == "home in prefix":
         monkeypatch.setenv("HOME", str(Path(sys.base_prefix).resolve() / "home"))
     problem = find_sandbox_problem() or ""
