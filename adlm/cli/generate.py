@@ -177,7 +177,7 @@ def run_generation(model: str | None, settings: GenerationOptions, **texts: Any)
         raise ImportError("--gif needs Pillow: pip install 'adlm[view]'; --html needs nothing")
     with json_stdout(settings.is_json):
         runs = build_runs(model, settings, texts)
-        trajectories = generate_texts(runs, settings)
+        trajectories = sample_runs(runs, settings)
         write_outputs(runs, trajectories, settings)
     if settings.is_json:
         first, *second = (run.as_dict(has_fills="template" in texts) for run in runs)
@@ -248,7 +248,7 @@ def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def generate_texts(runs: Sequence[GenerationRun], settings: GenerationOptions) -> list[Trajectory]:
+def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions) -> list[Trajectory]:
     """Generate all texts; show the first ones on a terminal, and return their trajectories if they are written."""
     is_recorded = settings.html is not None or settings.gif is not None
     streams = [run.stream_first(GUESSES if settings.guesses else 0) for run in runs]

@@ -231,7 +231,7 @@ def summarize_run(run: RunCurves) -> dict[str, Any]:
     return summary
 
 
-def build_table(runs: Sequence[RunCurves]) -> Table:
+def build_runs_table(runs: Sequence[RunCurves]) -> Table:
     """Build a table of the summaries; the error of the perplexity is that of its logarithm, to first order."""
     table = Table(box=None, pad_edge=False)
     for name in ("run", "last step", "val/ppl", "± 2 s.e.", "best", "at step", "unigram/ppl"):

@@ -45,7 +45,7 @@ def score(
     Masked models give an upper bound (≤), causal ones the exact value.
     """
     with report_errors():
-        inputs, skipped = read_texts(texts or [], file or [], lines or [])
+        inputs, skipped = collect_texts(texts or [], file or [], lines or [])
         if skipped:
             status_console().print(f"empty lines skipped: {skipped}", style="dim", markup=False)
         with json_stdout(is_json):
@@ -78,7 +78,7 @@ def score(
         status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)
 
 
-def read_texts(texts: Sequence[str], files: Sequence[Path], lines: Sequence[str]) -> tuple[list[str], int]:
+def collect_texts(texts: Sequence[str], files: Sequence[Path], lines: Sequence[str]) -> tuple[list[str], int]:
     """Read the texts in the order of the options; return them and the number of empty lines skipped."""
     inputs = [read_text_file(text) if text == "-" else text for text in texts]
     inputs += [read_text_file(str(path)) for path in files]

@@ -56,7 +56,7 @@ def plot(
 ) -> Path:
     """Plot runs: likelihood, learning rate and γ, throughput."""
     with report_errors():
-        from adlm.cli.plot import build_table, plot_runs, read_run, summarize_run
+        from adlm.cli.plot import build_runs_table, plot_runs, read_run, summarize_run
 
         with json_stdout(is_json):
             path = plot_runs(runs, out, x=x)
@@ -65,6 +65,6 @@ def plot(
             print_json({"figure": path, "runs": [{"run": f} | summarize_run(run) for f, run in zip(runs, curves)]})
         else:
             console = Console(highlight=False, soft_wrap=True)
-            console.print(build_table(curves))
+            console.print(build_runs_table(curves))
             console.print(f"\n{path}", markup=False)
         return path

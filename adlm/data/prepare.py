@@ -368,7 +368,7 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": source.identity,
         "counts_sha256": shards.hash_file(job.folder / COUNTS),
-        "made_with": f"adlm {get_version()}",
+        "made_with": f"adlm {_get_version()}",
     }
     shards.write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
     remove_temporary(job.folder)
@@ -434,7 +434,7 @@ def describe_full_disk(job: Preparation) -> str:
     )
 
 
-def get_version() -> str:
+def _get_version() -> str:
     """Return the version of the installed package."""
     try:
         return version("adlm")
