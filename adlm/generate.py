@@ -16,7 +16,7 @@ from adlm.diffusion.next_token import continue_tokens
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.language_model import LanguageModel
 
 Inputs = tuple[Tensor | None, ...]
 ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
@@ -224,23 +224,6 @@ def stream_tokens(
     )
 
 
-def blank_rows(
-    config: ModelConfig, tokenizer: Tokenizer, rows: int, length: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Make rows (rows, length) to fill, and which positions are given: none or, for a causal model, the BOS token."""
-    length = length or config.length
-    if not 1 <= length <= config.length:
-        raise ValueError(f"length must be between 1 and this model's {config.length}, got {length}")
-    is_fixed = torch.zeros(rows, length, dtype=torch.bool)
-    if not config.is_causal:
-        assert config.mask_id is not None
-        return torch.full((rows, length), config.mask_id), is_fixed
-    if tokenizer.bos_id is None:
-        raise ValueError("this tokenizer has no BOS token, which a causal model needs as its first token")
-    is_fixed[:, 0] = True
-    return torch.full((rows, length), tokenizer.bos_id), is_fixed
-
-
 def generate_texts(
     predictor: Predictor,
     tokenizer: Tokenizer,
@@ -248,10 +231,14 @@ def generate_texts(
     *,
     rows: int = 1,
     seed: int = 0,
-    length: int | None = None,
     sampling: SamplingParams | None = None,
 ) -> list[str]:
-    """Generate texts without a prompt, one a row; special tokens are left out of them."""
-    xt, is_fixed = blank_rows(predictor.config, tokenizer, rows, length)
+    """Generate texts without a prompt, one per row and as long as the model allows, without special tokens."""
+    first = tokenizer.bos_id if predictor.config.is_causal else predictor.config.mask_id
+    if first is None:
+        raise ValueError("this tokenizer has no BOS token, which a causal model needs as its first token")
+    xt = torch.full((rows, predictor.config.length), first)
+    is_fixed = torch.zeros_like(xt, dtype=torch.bool)
+    is_fixed[:, 0] = predictor.config.is_causal
     *_, frame = stream_tokens(predictor, xt, sampler, seed=seed, sampling=sampling, is_fixed=is_fixed)
     return [tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]

@@ -37,7 +37,7 @@ class TrajectoryFrame:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One text from all masks to its end; a notebook shows it as a player."""
+    """One text from all masks to its end."""
 
     title: str
     text: str  # the sample, which is the last frame's text
@@ -49,12 +49,3 @@ class Trajectory:
     @property
     def nfe(self) -> int:
         return self.frames[-1].nfe
-
-    def _repr_html_(self) -> str:
-        """Render the player in an iframe, so that its styles and scripts stay apart from the notebook's."""
-        from html import escape
-
-        from adlm.view.player import render_player  # here, because the view is built on this module
-
-        page = escape(render_player([self]))
-        return f'<iframe srcdoc="{page}" width="100%" height="480" style="border: 0"></iframe>'

@@ -7,12 +7,12 @@ import torch
 
 import adlm
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import Limits, SamplingParams, distribution
+from adlm.diffusion.categorical import TokenLimits, SamplingParams, compute_probs
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng
-from adlm.diffusion.selected import loss_and_slope
+from adlm.diffusion.selected import compute_loss_and_grad
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import build_config, build_sampler
 from adlm.models.language_model import LanguageModel
@@ -49,9 +49,9 @@ def test_the_loss_kernel_is_the_formula(dtype, offset):
     logits[:, MASK] = -torch.inf
     target, weight = torch.randint(20, VOCAB, (33,), generator=rng), torch.rand(33, generator=rng)
     shift = None if offset is None else torch.tensor(offset)
-    loss, slope = loss_and_slope(logits.clone().float(), target, weight, shift)  # it overwrites what it is given
+    loss, slope = compute_loss_and_grad(logits.clone().float(), target, weight, shift)  # it overwrites what it is given
     on_gpu = [None if x is None else x.cuda() for x in (logits, target, weight, shift)]
-    gpu_loss, gpu_slope = loss_and_slope(*on_gpu)
+    gpu_loss, gpu_slope = compute_loss_and_grad(*on_gpu)
     torch.testing.assert_close(gpu_loss.cpu(), loss, atol=1e-4, rtol=1e-5)
     tolerance = 1e-6 if dtype == torch.float32 else 8e-3
     torch.testing.assert_close(gpu_slope.float().cpu(), slope, atol=1e-6, rtol=tolerance)
@@ -68,7 +68,7 @@ def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
     u = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).cuda()
     u[0], u[1] = 0.0, 1 - 2**-53
     tokens, probs = draw_nucleus(logits, u, top_p)
-    law = distribution(logits.float(), SamplingParams(top_p=top_p))
+    law = compute_probs(logits.float(), SamplingParams(top_p=top_p))
     total = law.cumsum(-1)
     expected = torch.searchsorted(total, (u * total[:, -1])[:, None], right=True)[:, 0].clamp(max=VOCAB - 1)
     # float32 sums may move a token across a boundary of the distribution function, or the nucleus by one token
@@ -82,7 +82,10 @@ def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
 def test_half_precision_training_agrees_with_float32(bridge):
     model = small_model(bridge=bridge)
     batch = corrupt(
-        random_rows(8), ForwardProcess(MASK, anchor_rule=rare_in_sequence(5), multiple=64), CounterRng.of(0, 8), 0
+        random_rows(8),
+        ForwardProcess(MASK, anchor_rule=rare_in_sequence(5), multiple=64),
+        CounterRng.from_seed(0, 8),
+        0,
     )
     loss = training_loss(model, batch, anchor_weight=0.5)
     loss.total.backward()
@@ -116,7 +119,7 @@ def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length
         if is_compiled:
             model.compile_layers()
         x0 = torch.randint(511, (rows, length), generator=rng)
-        batch = corrupt(x0, ForwardProcess(511, multiple=64), CounterRng.of(0, rows), 0).to("cuda")
+        batch = corrupt(x0, ForwardProcess(511, multiple=64), CounterRng.from_seed(0, rows), 0).to("cuda")
         with torch.autocast("cuda", torch.bfloat16):
             loss = training_loss(model, batch)
         loss.total.backward()
@@ -141,14 +144,14 @@ def test_a_graph_gives_the_features_of_the_model():
 @pytest.mark.parametrize("name", ["remask_loop", "remask_conf", "first_hitting", "confidence"])
 def test_rows_of_a_fixed_batch_do_not_depend_on_their_neighbours(name):
     options = {} if name == "first_hitting" else {"steps": 16}
-    sampler, how = build_sampler(name, **options), SamplingParams(top_p=0.9)
+    sampler, sampling = build_sampler(name, **options), SamplingParams(top_p=0.9)
     predictor = compile_for_sampling(small_model(), "cuda", fixed_batch=4)
     xt = torch.full((10, 64), MASK)
-    *_, together = stream_tokens(predictor, xt, sampler, seed=1, how=how)
+    *_, together = stream_tokens(predictor, xt, sampler, seed=1, sampling=sampling)
     assert not (together.tokens == MASK).any()
     for row in (0, 5):
         rows = torch.tensor([row])
-        *_, alone = stream_tokens(predictor, xt[:1], sampler, seed=1, rows=rows, how=how)
+        *_, alone = stream_tokens(predictor, xt[:1], sampler, seed=1, rows=rows, sampling=sampling)
         assert torch.equal(alone.tokens[0], together.tokens[row])
 
 
@@ -156,7 +159,7 @@ def test_prompts_are_kept():
     predictor = compile_for_sampling(small_model(), "cuda")
     xt = random_rows(4)
     xt[:, 20:50] = MASK
-    *_, last = stream_tokens(predictor, xt, remask_loop(32, eta=0.5), seed=3, how=SamplingParams(top_p=0.9))
+    *_, last = stream_tokens(predictor, xt, remask_loop(32, eta=0.5), seed=3, sampling=SamplingParams(top_p=0.9))
     kept = xt != MASK
     assert torch.equal(last.tokens.cpu()[kept], xt[kept])
     assert not (last.tokens == MASK).any()
@@ -174,8 +177,8 @@ def test_banned_tokens_are_never_drawn_where_the_head_is_wider_than_the_vocabula
         torch.full((3, 32), MASK),
         build_sampler(sampler, steps=16),
         seed=0,
-        how=SamplingParams(top_p=0.9),
-        limits=Limits(kind, banned),
+        sampling=SamplingParams(top_p=0.9),
+        limits=TokenLimits(kind, banned),
     )
     tokens = frame.tokens.cpu()
     assert torch.isin(tokens, allowed).all() and (tokens[:, 5] == allowed[0]).all()

@@ -75,7 +75,7 @@ def compute_loss_and_grad(
 
 
 @triton.jit
-def _ordered(z):
+def _order_key(z):
     """Map floats to integers of the same order, wide enough for their differences."""
     bits = z.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -92,8 +92,8 @@ def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.const
     # The highest key such that the tokens from it upwards hold the share top_p: each round cuts the range into four.
     # A half-precision logit has nothing in its lower 16 bits, so its keys are SHIFTed. All tokens that lie `floor` =
     # log(V / (1 - top_p)) below the likeliest hold less than 1 - top_p together: the range starts there.
-    low = _ordered(peak - floor) >> SHIFT
-    high = (_ordered(peak) >> SHIFT) + 1
+    low = _order_key(peak - floor) >> SHIFT
+    high = (_order_key(peak) >> SHIFT) + 1
     enough = top_p * total
     kept = total
     while high - low > 1:
@@ -105,7 +105,7 @@ def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.const
         sum3 = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, vocab, BLOCK):
             z = _row(line, start, lane, vocab)
-            key, p = _ordered(z) >> SHIFT, tl.exp(z - peak)
+            key, p = _order_key(z) >> SHIFT, tl.exp(z - peak)
             sum1 += tl.where(key >= key1, p, 0.0)
             sum2 += tl.where(key >= key2, p, 0.0)
             sum3 += tl.where(key >= key3, p, 0.0)
@@ -126,7 +126,7 @@ def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.const
     where = tl.full((), -1, tl.int32)
     for start in range(0, vocab, BLOCK):
         z = _row(line, start, lane, vocab)
-        mass = tl.sum(tl.where((_ordered(z) >> SHIFT) >= low, tl.exp(z - peak), 0.0).to(tl.float64), 0)
+        mass = tl.sum(tl.where((_order_key(z) >> SHIFT) >= low, tl.exp(z - peak), 0.0).to(tl.float64), 0)
         # Rounding may leave the goal just beyond the last piece with any mass: that piece then.
         here = ((where < 0) | (passed <= goal)) & (mass > 0)
         where = tl.where(here, start, where)
@@ -134,7 +134,7 @@ def _draw(logits, u, tokens, probs, stride, vocab, top_p, floor, SHIFT: tl.const
         passed += mass
     where = tl.maximum(where, 0)  # NaN logits have no mass anywhere
     z = _row(line, where, lane, vocab)
-    share = tl.where((_ordered(z) >> SHIFT) >= low, tl.exp(z - peak), 0.0).to(tl.float64)
+    share = tl.where((_order_key(z) >> SHIFT) >= low, tl.exp(z - peak), 0.0).to(tl.float64)
     first = tl.min(tl.where((tl.cumsum(share, 0) + before > goal) & (share > 0), lane, BLOCK), 0)
     last = tl.max(tl.where(share > 0, lane, 0), 0)
     found = tl.where(first < BLOCK, first, last)

@@ -81,6 +81,7 @@ class ModelConfig:
         require(not self.time_conditioning or self.cond_dim is not None, "time_conditioning needs a cond_dim")
 
 
+Caches = list[KVCache] | None  # of a causal model, one per layer
 StageContext = tuple[Tensor | None, Rotary | None, Tensor | None]  # noise level (B,), rotary angles, attention mask
 
 
@@ -104,59 +105,39 @@ class LanguageModel(nn.Module):
         initialize(self, torch.Generator().manual_seed(seed))
 
     def _build(self, config: ModelConfig) -> None:
-        def stack(layers: int) -> Stack:
-            return Stack(
-                layers,
-                config.dim,
-                heads=config.heads,
-                cond_dim=config.cond_dim,
-                is_causal=config.is_causal,
-                dropout=config.dropout,
-                norm_bias=config.norm_bias,
-                attention_bias=config.attention_bias,
-            )
-
         vocab, dim = config.vocab_size, config.dim
         self.config = config
         self._rotary: Rotary | None = None
         self.embed = empty_embedding(vocab, dim)
         self.positions = empty_embedding(config.length, dim) if config.positions == "learned" else None
-        self.anchor = stack(config.anchor_layers) if config.anchor_layers else None
+        self.anchor = build_stack(config, config.anchor_layers) if config.anchor_layers else None
         self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
         self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if config.anchor_layers else None
-        self.denoiser = stack(config.denoiser_layers)
+        self.denoiser = build_stack(config, config.denoiser_layers)
         self.head = nn.Linear(dim, vocab, bias=not config.tied)
 
     def forward(
-        self,
-        tokens: Tensor,
-        noise_level: Tensor | None = None,
-        *,
-        valid: Tensor | None = None,
-        cache: list[KVCache] | None = None,
+        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
     ) -> Features:
         """Map tokens (B, L) to Features: `denoise_features` of `anchor_features`, or one stage alone.
 
         `valid` (B, L) is False at padding, which then changes nothing elsewhere (with learned positions: on the right).
         """
         if self.anchor is None:
-            x, context = self._embed_tokens(tokens, noise_level, valid, cache)
-            return Features(None, self.denoiser(x, *context, cache))
+            context = self._stage_context(tokens, noise_level, valid, cache)
+            return Features(None, self.denoiser(self._embed_tokens(tokens, cache), *context, cache))
         anchor = self.anchor_features(tokens, noise_level, valid=valid, cache=cache)
         return Features(anchor, self.denoise_features(anchor, noise_level, valid=valid, cache=cache))
 
     def anchor_features(
-        self,
-        tokens: Tensor,
-        noise_level: Tensor | None = None,
-        *,
-        valid: Tensor | None = None,
-        cache: list[KVCache] | None = None,
+        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
     ) -> Tensor:
         """Run the anchor network: tokens (B, L) to features (B, L, dim), which `anchor_head` maps to logits."""
-        anchor = self._require_anchor()
-        x, context = self._embed_tokens(tokens, noise_level, valid, cache)
-        features: Tensor = anchor(x, *context, None if cache is None else cache[: self.config.anchor_layers])
+        if self.anchor is None:
+            raise ValueError("this model has one stage and no anchor network: use a two-stage model (adlm, a2r)")
+        context = self._stage_context(tokens, noise_level, valid, cache)
+        caches = None if cache is None else cache[: self.config.anchor_layers]
+        features: Tensor = self.anchor(self._embed_tokens(tokens, cache), *context, caches)
         return features
 
     def denoise_features(
@@ -165,37 +146,25 @@ class LanguageModel(nn.Module):
         noise_level: Tensor | None = None,
         *,
         valid: Tensor | None = None,
-        cache: list[KVCache] | None = None,
+        cache: Caches = None,
     ) -> Tensor:
         """Run bridge and denoiser: anchor features (B, L, dim) to features (B, L, dim), which `head` maps to logits."""
-        self._require_anchor()
         caches = None if cache is None else cache[self.config.anchor_layers :]
         context = self._stage_context(anchor_features, noise_level, valid, caches)
         features: Tensor = self.denoiser(self.apply_bridge(anchor_features), *context, caches)
         return features
 
-    def _require_anchor(self) -> Stack:
-        if self.anchor is None:
-            raise ValueError(
-                "anchor_layers is 0: this model has one stage and no anchor network; use a two-stage model (adlm, a2r)"
-            )
-        return self.anchor
-
-    def _embed_tokens(
-        self, tokens: Tensor, noise_level: Tensor | None, valid: Tensor | None, cache: list[KVCache] | None
-    ) -> tuple[Tensor, StageContext]:
+    def _embed_tokens(self, tokens: Tensor, cache: Caches) -> Tensor:
         """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
-        context = self._stage_context(tokens, noise_level, valid, cache)
         x = self.embed(tokens)
         if self.positions is not None:
             start = cache[0].used if cache else 0
             x = x + self.positions.weight[start : start + tokens.shape[1]]
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return x, context
+        is_half = torch.is_autocast_enabled(x.device.type)
+        return x.to(torch.get_autocast_dtype(x.device.type)) if is_half else x
 
     def _stage_context(
-        self, x: Tensor, noise_level: Tensor | None, valid: Tensor | None, cache: list[KVCache] | None
+        self, x: Tensor, noise_level: Tensor | None, valid: Tensor | None, cache: Caches
     ) -> StageContext:
         """Collect what a stage takes besides its input (B, L, …): noise level, rotary angles, attention mask."""
         config = self.config
@@ -239,9 +208,7 @@ class LanguageModel(nn.Module):
         SUBS: the mask has probability zero, and a visible token predicts itself with probability one.
         """
         features = self(tokens, noise_level)
-        anchor = None
-        if features.anchor is not None and self.anchor_head is not None:
-            anchor = self.anchor_head(features.anchor).float().log_softmax(-1)
+        anchor = None if self.anchor_head is None else self.anchor_head(features.anchor).float().log_softmax(-1)
         mask_id, logits = self.config.mask_id, self.head(features.final).float()
         if self.config.is_causal:
             if mask_id is not None:
@@ -258,17 +225,9 @@ class LanguageModel(nn.Module):
         config, weight = self.config, self.embed.weight
         if not config.is_causal:
             raise ValueError("this model is masked: only causal models can use a key-value cache")
-        return [
-            KVCache(
-                batch,
-                config.heads,
-                length or config.length,
-                config.dim // config.heads,
-                device=weight.device,
-                dtype=weight.dtype,
-            )
-            for _ in range(config.anchor_layers + config.denoiser_layers)
-        ]
+        shape = batch, config.heads, length or config.length, config.dim // config.heads
+        layers = config.anchor_layers + config.denoiser_layers
+        return [KVCache(*shape, device=weight.device, dtype=weight.dtype) for _ in range(layers)]
 
     def compile_layers(self) -> LanguageModel:
         """Compile each layer in place (they share one graph); embedding, bridge and heads stay eager."""
@@ -280,6 +239,20 @@ class LanguageModel(nn.Module):
     def fold(self) -> LanguageModel:
         """Return the inference form: bridge product and constant modulations in the matrices, equal up to rounding."""
         return fold_model(self)
+
+
+def build_stack(config: ModelConfig, layers: int) -> Stack:
+    """Build one stage of a model."""
+    return Stack(
+        layers,
+        config.dim,
+        heads=config.heads,
+        cond_dim=config.cond_dim,
+        is_causal=config.is_causal,
+        dropout=config.dropout,
+        norm_bias=config.norm_bias,
+        attention_bias=config.attention_bias,
+    )
 
 
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, cast
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
@@ -30,7 +30,12 @@ DEFAULT_BATCH = 16  # rows that are sampled at a time
 SETTINGS = ("max_new_tokens", "length", "n", "sampler", "temperature", "top_p", "top_k", "seed", "block", "batch")
 Templates = Template | Sequence[Template]
 ChooseLengths = Callable[[Pieces, int], Pieces]  # pieces and the tokens there is room for -> holes of one length each
-T = TypeVar("T")
+ALIASES = {  # names of transformers, diffusers and LLaDA
+    "num_return_sequences": "n",
+    "num_inference_steps": "steps",
+    "gen_length": "max_new_tokens",
+    "block_length": "block",
+}
 
 
 class SamplerOptions(TypedDict, total=False):
@@ -51,8 +56,10 @@ class SamplerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The settings that `generate`, `infill`, `stream` and `record` share, as they are given."""
+    """The settings that `generate`, `infill`, `stream` and `record` share."""
 
+    max_new_tokens: int | None = None
+    length: int | None = None
     n: int = 1
     steps: int | None = None
     sampler: str | None = None
@@ -62,25 +69,30 @@ class GenerationConfig:
     seed: int = 0
     block: int | None = None
     batch: int = DEFAULT_BATCH
-    options: SamplerOptions = field(default_factory=SamplerOptions)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def resolve(self) -> GenerationConfig:
-        """Replace other libraries' names by ours and check the numbers."""
-        options = dict(self.options)
-        n = pick_alias("n", self.n, 1, options, "num_return_sequences")
-        steps = pick_alias("steps", self.steps, None, options, "num_inference_steps")
-        block = pick_alias("block", self.block, None, options, "block_length")
-        temperature = self.temperature
+        """Replace other libraries' names in the options by ours, and check the numbers."""
+        options, changes, defaults = dict(self.options), dict[str, Any](), GenerationConfig()
+        for alias, name in ALIASES.items():
+            if alias in options:
+                if (value := getattr(self, name)) != getattr(defaults, name):
+                    raise ValueError(f"{name}={value} and {alias}={options[alias]} are one setting: give {name} alone")
+                changes[name] = options.pop(alias)
         if (do_sample := options.pop("do_sample", None)) is not None:
-            if do_sample == (temperature == 0) and temperature != 1:
-                raise ValueError(f"do_sample={do_sample} contradicts temperature={temperature}: leave one of them out")
-            temperature = temperature if do_sample else 0.0
-        check_whole_numbers(1, n=n, batch=self.batch, steps=steps, block=block)
-        check_whole_numbers(0, seed=self.seed)
-        rest = cast(SamplerOptions, options)
-        return GenerationConfig(
-            n, steps, self.sampler, temperature, self.top_p, self.top_k, self.seed, block, self.batch, rest
-        )
+            if do_sample == (self.temperature == 0) and self.temperature != 1:
+                raise ValueError(f"do_sample={do_sample} contradicts temperature={self.temperature}: give one of them")
+            changes["temperature"] = self.temperature if do_sample else 0.0
+        config = replace(self, options=options, **changes)
+        for name in ("max_new_tokens", "n", "batch", "steps", "block"):
+            check_whole_numbers(1, **{name: getattr(config, name)})
+        check_whole_numbers(0, seed=config.seed)
+        if config.length is not None and config.max_new_tokens is not None:
+            raise ValueError(
+                f"length={config.length} counts the prompt's tokens, max_new_tokens={config.max_new_tokens} only those "
+                "after it: give one of them"
+            )
+        return config
 
 
 @dataclass(frozen=True)
@@ -261,15 +273,6 @@ def as_templates(template: Templates) -> list[Template]:
     if any(isinstance(piece, Hole) for piece in template):
         return [cast(Template, template)]
     return list(cast(Sequence[Template], template))
-
-
-def pick_alias(name: str, value: T, default: T, options: dict[str, Any], alias: str) -> T:
-    """Return an argument or its alias, which is taken out of the options; both is an error."""
-    if alias not in options:
-        return value
-    if value != default:
-        raise ValueError(f"{name}={value} and {alias}={options[alias]} are one setting: give {name} alone")
-    return cast(T, options.pop(alias))
 
 
 def check_whole_numbers(least: int, **values: int | None) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from html import escape
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -36,7 +37,6 @@ from adlm.text.generation import (
     as_texts,
     check_whole_numbers,
     choose_sampler,
-    pick_alias,
 )
 from adlm.text.hole_length import choose_hole_lengths
 from adlm.text.scoring import Score, score_rows
@@ -101,6 +101,16 @@ class GenerationOutput(Sequence[str]):
         return asdict(self)
 
 
+class PlayableTrajectory(Trajectory):
+    """A trajectory that a notebook shows as a player."""
+
+    def _repr_html_(self) -> str:
+        from adlm.view.player import render_player
+
+        page = escape(render_player([self]))  # in an iframe, apart from the notebook's styles and scripts
+        return f'<iframe srcdoc="{page}" width="100%" height="480" style="border: 0"></iframe>'
+
+
 class LMEngine:
     """A model that runs generation requests; `LM` adds the methods for users."""
 
@@ -148,36 +158,32 @@ class LMEngine:
         **options: Unpack[SamplerOptions],
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
-        return self._make_request(config, prompt, template, max_new_tokens=max_new_tokens, length=length)
+        config = GenerationConfig(
+            max_new_tokens, length, n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options
+        )
+        return self._make_request(config, prompt, template)
 
     def _make_request(
-        self,
-        config: GenerationConfig,
-        prompt: Prompts = "",
-        template: Templates | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        length: int | None = None,
+        self, config: GenerationConfig, prompt: Prompts = "", template: Templates | None = None
     ) -> GenerationRequest:
         config, is_causal = config.resolve(), self.row_format.is_causal
-        options = dict(config.options)
-        max_new_tokens = pick_alias("max_new_tokens", max_new_tokens, None, options, "gen_length")
-        check_whole_numbers(1, max_new_tokens=max_new_tokens)
-        if length is not None and max_new_tokens is not None:
-            raise ValueError(
-                f"length={length} counts the prompt's tokens, max_new_tokens={max_new_tokens} those after it: give one"
-            )
         sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         if is_causal and config.block is not None:
             raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
         choose = partial(
-            choose_sampler, config.sampler, config.steps, options, is_causal=is_causal, fills=template is not None
+            choose_sampler,
+            config.sampler,
+            config.steps,
+            config.options,
+            is_causal=is_causal,
+            fills=template is not None,
         )
         choose(hidden=1)  # raises before a network chooses the lengths of holes
         if template is None:
-            layouts = [self.row_format.layout_prompt(text, length, max_new_tokens) for text in as_texts(prompt)]
-        elif prompt != "" or length is not None or max_new_tokens is not None:
+            layouts = [
+                self.row_format.layout_prompt(text, config.length, config.max_new_tokens) for text in as_texts(prompt)
+            ]
+        elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
             raise ValueError("a template decides where everything stands: leave prompt, length and max_new_tokens out")
         else:
             lengths = partial(choose_hole_lengths, lambda: self.predictor, build_layout=self.row_format.build_layout)
@@ -229,7 +235,7 @@ class LMEngine:
         """Collect the frames of a request's first text."""
         guesser = "anchor network" if self.model.anchor is not None else "network"
         title = title or f"{self.name} · {request.settings['sampler']}"
-        return Trajectory(title, frames[-1].text, tuple(frames), seconds, request.settings, guesser)
+        return PlayableTrajectory(title, frames[-1].text, tuple(frames), seconds, request.settings, guesser)
 
 
 class LM(LMEngine):
@@ -261,8 +267,10 @@ class LM(LMEngine):
         **options: Unpack[SamplerOptions],
     ) -> GenerationOutput:
         """Generate `n` texts that begin with the prompt, or with each of several prompts."""
-        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
-        request = self._make_request(config, prompt, max_new_tokens=max_new_tokens, length=length)
+        config = GenerationConfig(
+            max_new_tokens, length, n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options
+        )
+        request = self._make_request(config, prompt)
         started = time.perf_counter()
         rows = list(self.generate_rows(request))
         return GenerationOutput.from_rows(rows, time.perf_counter() - started, request.settings)
@@ -283,7 +291,7 @@ class LM(LMEngine):
         **options: Unpack[SamplerOptions],
     ) -> GenerationOutput:
         """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates."""
-        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
+        config = GenerationConfig(None, None, n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
         return self.run_request(self._make_request(config, template=template))
 
     def stream(
@@ -308,8 +316,10 @@ class LM(LMEngine):
 
         A step holds the anchor network's `guesses` likeliest tokens for every position.
         """
-        config = GenerationConfig(n, steps, sampler, temperature, top_p, top_k, seed, block, options=options)
-        request = self._make_request(config, prompt, template, max_new_tokens=max_new_tokens, length=length)
+        config = GenerationConfig(
+            max_new_tokens, length, n, steps, sampler, temperature, top_p, top_k, seed, block, options=options
+        )
+        request = self._make_request(config, prompt, template)
         return self.stream_request(request, guesses)
 
     def record(
@@ -331,8 +341,10 @@ class LM(LMEngine):
         **options: Unpack[SamplerOptions],
     ) -> Trajectory:
         """Record one text at every step, for a notebook, `adlm.write_player` or `adlm.write_gif`."""
-        config = GenerationConfig(1, steps, sampler, temperature, top_p, top_k, seed, block, options=options)
-        request = self._make_request(config, prompt, template, max_new_tokens=max_new_tokens, length=length)
+        config = GenerationConfig(
+            max_new_tokens, length, 1, steps, sampler, temperature, top_p, top_k, seed, block, options=options
+        )
+        request = self._make_request(config, prompt, template)
         started = time.perf_counter()
         frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
         return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)

@@ -295,11 +295,11 @@ def test_uses_that_make_no_sense_are_refused():
     model = random_model(length=3)
     with pytest.raises(ValueError, match="4 tokens are longer than this model's length of 3"):
         model(torch.zeros(1, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match="cache serves causal models"):
+    with pytest.raises(ValueError, match="only causal models can use a key-value cache"):
         model.new_cache(1)
     causal = random_model("ar", **CAUSAL)
     cache = causal.new_cache(1, 2)
-    with pytest.raises(ValueError, match="the cache holds 2 positions"):
+    with pytest.raises(ValueError, match="do not fit into a cache of 2"):
         causal(torch.zeros(1, 3, dtype=torch.long), cache=cache)
 
 
@@ -313,7 +313,7 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
         with torch.no_grad():
             found, expected = model(padded, valid=valid.expand(2, -1)).final[:, 4:], model(tokens).final
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="either `valid` or a cache"):
+    with pytest.raises(ValueError, match="`valid` or a cache, not both"):
         model(tokens, valid=torch.ones(2, 6).bool(), cache=model.new_cache(2))
 
 
@@ -330,3 +330,24 @@ def test_angles_made_for_inference_serve_training():
     with torch.inference_mode():
         model(tokens)
     model(tokens).final.sum().backward()
+
+
+@pytest.mark.parametrize("method", ["adlm", "a2r"])
+def test_forward_is_the_composition_of_the_two_stages(method):
+    """Bit for bit; with padding, a noise level and (causal) a cache too. A one-stage model has no anchor features."""
+    config = build_config(method, "nano", vocab_size=97, mask_id=96, length=16, dim=32, heads=2, bridge="factored")
+    model = LanguageModel(config, seed=1).eval()
+    tokens = torch.randint(0, 96, (3, 12), generator=torch.Generator().manual_seed(0))
+    valid = torch.arange(12) < torch.tensor([12, 7, 9])[:, None]
+    for where in ({}, {"valid": valid}):
+        whole, anchor = model(tokens, **where), model.anchor_features(tokens, **where)
+        assert torch.equal(whole.anchor, anchor)
+        assert torch.equal(whole.final, model.denoise_features(anchor, **where))
+    if method == "a2r":
+        cache, other = model.new_cache(3), model.new_cache(3)
+        for part in tokens.split(5, 1):
+            whole, anchor = model(part, cache=cache), model.anchor_features(part, cache=other)
+            assert torch.equal(whole.final, model.denoise_features(anchor, cache=other))
+    one_stage = LanguageModel(build_config("mdlm", "nano", vocab_size=97, mask_id=96, length=16, dim=32, heads=2))
+    with pytest.raises(ValueError, match="one stage and no anchor network"):
+        one_stage.anchor_features(tokens)

@@ -58,7 +58,7 @@ def test_vectors_are_kept_as_they_are_and_twice_is_once() -> None:
 def test_a_scale_that_is_missing_is_an_error() -> None:
     stored = quantize({"a.w": weights()})
     del stored["a.w" + SCALE]
-    with pytest.raises(ValueError, match=r"a\.w is int8 but has no a\.w\.scale: the file is not whole"):
+    with pytest.raises(ValueError, match=r"a\.w is int8 but has no a\.w\.scale: the file is incomplete"):
         dequantize(stored)
 
 

@@ -152,3 +152,8 @@ def test_a_causal_model_is_watched_without_guesses(method: str) -> None:
     assert shots[0].texts == ["ab" + BLOCK * 7, "abcd" + BLOCK * 5]
     assert shots[-1].nfe == [7, 5]
     assert [cell.state for cell in shots[0].trajectory_frame(1).tokens] == [GIVEN] * 4 + [HIDDEN] * 5
+
+
+def test_a_notebook_shows_a_record_as_a_player() -> None:
+    html = lm("adlm").record(length=9, steps=2)._repr_html_()
+    assert html.startswith("<iframe srcdoc=") and "&lt;script" in html and "<script" not in html
