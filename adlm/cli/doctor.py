@@ -52,7 +52,7 @@ def doctor(is_json: options.Json = False) -> None:
             except Exception as error:  # with a broken torch, for example: the first section names it
                 sections[title] = {title: Finding(describe_error(error), False, "fix the problems above first")}
             if not is_json:
-                console.print(format_section(title, sections[title]))
+                print_section(console, title, sections[title])
     problems = {name: each for found in sections.values() for name, each in found.items() if each.is_ok is False}
     if is_json:
         listed = {title: {name: asdict(each) for name, each in found.items()} for title, found in sections.items()}
@@ -62,58 +62,38 @@ def doctor(is_json: options.Json = False) -> None:
     raise typer.Exit(1 if problems else 0)
 
 
-def format_section(title: str, findings: dict[str, Finding]) -> Text:
-    """Format a section: a mark, the name, the finding and the remedy on each line."""
-    text, width = Text(f"{title}\n", style=""), max(map(len, findings))
-    text.stylize("bold")
+def print_section(console: Console, title: str, findings: dict[str, Finding]) -> None:
+    """Print a line for each finding: a mark, the name, the text and the remedy."""
+    console.print(title, style="bold")
+    width = max(map(len, findings))
     for name, finding in findings.items():
         mark, style = MARKS[finding.is_ok]
-        text.append("  ").append(mark, style).append(f" {name:<{width}}  {finding.text}", "not bold")
-        if finding.is_ok is not True and finding.remedy:
-            text.append(f" → {finding.remedy}", "cyan not bold")
-        text.append("\n")
-    return text
+        remedy = f" → {finding.remedy}" if finding.is_ok is not True and finding.remedy else ""
+        console.print(Text.assemble("  ", (mark, style), f" {name:<{width}}  {finding.text}", (remedy, "cyan")))
 
 
 def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def list_requirements() -> list[tuple[str, str | None]]:
-    """List the package's requirements: the name and the extra that has it."""
-    lines = metadata.requires("adlm") or []
-    names = [re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines]
-    extras = [re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line) for line in lines]
-    return [(name, extra[1] if extra else None) for name, extra in zip(names, extras, strict=True)]
-
-
 def check_packages() -> dict[str, Finding]:
-    """Check Python, adlm and its required packages, which must import."""
+    """Check Python, adlm, its required packages, which must import, and those of its extras."""
     findings = {"adlm": Finding(__version__)}
     findings["python"] = Finding(f"{platform.python_version()}, {platform.system()} {platform.machine()}")
-    for name, extra in list_requirements():
-        if extra is None:
-            try:
-                module = importlib.import_module(MODULES.get(name, name.replace("-", "_")))
-                build = f", CUDA {module.version.cuda}" if name == "torch" and module.version.cuda else ""
-                findings[name] = Finding(metadata.version(name) + build)
-            except Exception as error:  # a broken package may raise anything
-                findings[name] = Finding(describe_error(error), False, f"pip install --force-reinstall {name}")
-    return findings
-
-
-def check_extras() -> dict[str, Finding]:
-    """Check which packages of the extras are installed, without importing them."""
-    extras: dict[str, dict[str, str | None]] = {}
-    for name, extra in list_requirements():
-        if extra is not None:
-            is_installed = find_spec(MODULES.get(name, name.replace("-", "_"))) is not None
-            extras.setdefault(extra, {})[name] = metadata.version(name) if is_installed else None
-    findings = {}
-    for extra, versions in extras.items():
-        missing = [name for name, version in versions.items() if version is None]
-        listed = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
-        findings[extra] = Finding(listed, None if missing else True, f"pip install 'adlm[{extra}]'")
+    for line in metadata.requires("adlm") or []:
+        name = re.split(r"[^\w.-]", line)[0].lower().replace("_", "-")
+        module = MODULES.get(name, name.replace("-", "_"))
+        if extra := re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line):
+            is_installed = find_spec(module) is not None  # not imported: some are slow
+            text = metadata.version(name) if is_installed else "missing"
+            findings[name] = Finding(text, True if is_installed else None, f"pip install 'adlm[{extra[1]}]'")
+            continue
+        try:
+            imported = importlib.import_module(module)
+            build = f", CUDA {imported.version.cuda}" if name == "torch" and imported.version.cuda else ""
+            findings[name] = Finding(metadata.version(name) + build)
+        except Exception as error:  # a broken package may raise anything
+            findings[name] = Finding(describe_error(error), False, f"pip install --force-reinstall {name}")
     return findings
 
 
@@ -156,7 +136,6 @@ def check_tools() -> dict[str, Finding]:
 
 SECTIONS: dict[str, Callable[[], dict[str, Finding]]] = {
     "packages": check_packages,
-    "extras": check_extras,
     "devices": check_devices,
     "models": check_models,
     "tools": check_tools,

@@ -122,14 +122,22 @@ def list_labels(runs: Sequence[RunCurves]) -> list[str]:
 
 def draw_runs(figure: Figure, runs: Sequence[RunCurves], x: str) -> None:
     """Draw likelihood above, learning rate with γ and throughput with stalls below."""
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, PercentFormatter
 
     grid = figure.add_gridspec(2, 2, height_ratios=[2.2, 1], wspace=0.08)
     top, left, right = (figure.add_subplot(place) for place in (grid[0, :], grid[1, 0], grid[1, 1]))
     colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
     draw_likelihood(top, runs, colors, x)
-    draw_schedule(left, runs, colors, x)
-    draw_throughput(right, runs, colors, x)
+    anchor_axes = draw_pair(left, runs, colors, x, {"lr": "learning rate", "anchor_weight": "γ (dashed)"})
+    for axes in (left, anchor_axes):
+        if axes is not None:
+            axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    labels = {"time/tokens_per_second": "tokens/s", "time/stall": "stall (dashed)"}
+    stall_axes = draw_pair(right, runs, colors, x, labels, is_smooth=True)
+    right.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if stall_axes is not None:
+        stall_axes.set_ylim(0, max(MIN_STALL_TOP, stall_axes.get_ylim()[1]))
+        stall_axes.yaxis.set_major_formatter(PercentFormatter(1))
     for axes in (top, left, right):
         axes.set_xlabel(x)
         axes.margins(x=0.02)
@@ -174,50 +182,36 @@ def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str]
     right.minorticks_off()
 
 
-def draw_schedule(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
-    """Draw the learning rate, solid, and γ of the runs that have one, dashed."""
-    anchored = [run for run in runs if np.nan_to_num(run.train["anchor_weight"]).any()]
-    right = axes.twinx() if anchored else None
-    for i, (run, color) in enumerate(zip(runs, colors)):
-        # Runs of one recipe have one schedule: the lower curve shows at the edges of the upper one.
-        width = 1.4 + 1.0 * (len(runs) - 1 - i)
-        axes.plot(run.train[x], run.train["lr"], color=color, linewidth=width)
-        if right is not None and run in anchored:
-            right.plot(run.train[x], run.train["anchor_weight"], color=color, linewidth=1.2, linestyle=DASHED)
-    for each, label, room in ((axes, "learning rate", 1.1), (right, "γ (dashed)", 1.35)):  # apart from each other
-        if each is not None:
-            start_at_zero(each, label, room, is_right=each is right)
-            each.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
-
-
-def draw_throughput(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str], x: str) -> None:
-    """Draw tokens per second, solid, and the share of the time spent waiting for data, dashed."""
-    from matplotlib.ticker import EngFormatter
-
-    right = axes.twinx()
-    for run, color in zip(runs, colors):
-        speed = run.train["time/tokens_per_second"]
-        axes.plot(run.train[x], speed, color=color, alpha=0.25, linewidth=0.7)
-        axes.plot(run.train[x], smooth_curve(speed), color=color, linewidth=1.4)
-        right.plot(run.train[x], smooth_curve(run.train["time/stall"]), color=color, linewidth=1.2, linestyle=DASHED)
-    start_at_zero(axes, "tokens/s", 1.1)
-    start_at_zero(right, "stall (dashed)", 1.1, is_right=True)
-    right.set_ylim(0, max(MIN_STALL_TOP, right.get_ylim()[1]))
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    right.yaxis.set_major_formatter(lambda share, place: f"{100 * share:.3g}%")
-
-
-def start_at_zero(axes: Axes, label: str, room: float, *, is_right: bool = False) -> None:
-    """Start the vertical axis at zero, with a label and few ticks."""
+def draw_pair(
+    axes: Axes,
+    runs: Sequence[RunCurves],
+    colors: Sequence[str],
+    x: str,
+    labels: dict[str, str],
+    is_smooth: bool = False,
+) -> Axes | None:
+    """Draw the first metric solid and the second, where a run has it, dashed on the right axis, which is returned."""
     from matplotlib.ticker import MaxNLocator
 
-    high = max((float(np.nanmax(line.get_ydata(), initial=0.0)) for line in axes.get_lines()), default=0.0)
-    axes.set_ylim(0, room * high or 1.0)
-    axes.set_ylabel(label)
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    if is_right:
-        axes.grid(False)
-        axes.spines["right"].set_visible(True)
+    solid, dashed = labels
+    with_dashed = [run for run in runs if np.nan_to_num(run.train[dashed]).any()]
+    right = axes.twinx() if with_dashed else None
+    for i, (run, color) in enumerate(zip(runs, colors)):
+        first, second = (smooth_curve(run.train[name]) if is_smooth else run.train[name] for name in labels)
+        # Runs of one recipe have one schedule: the lower curve shows at the edges of the upper one.
+        axes.plot(run.train[x], first, color=color, linewidth=1.4 + len(runs) - 1 - i)
+        if right is not None and run in with_dashed:
+            right.plot(run.train[x], second, color=color, linewidth=1.2, linestyle=DASHED)
+    for each, name, room in ((axes, solid, 1.1), (right, dashed, 1.35)):  # apart from each other
+        if each is not None:
+            high = max(float(np.nanmax(line.get_ydata(), initial=0.0)) for line in each.get_lines())
+            each.set_ylim(0, room * high or 1.0)
+            each.set_ylabel(labels[name])
+            each.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+    if right is not None:
+        right.grid(False)
+        right.spines["right"].set_visible(True)
+    return right
 
 
 def summarize_run(run: RunCurves) -> dict[str, Any]:
