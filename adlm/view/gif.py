@@ -38,6 +38,8 @@ def write_gif(
     path, count = Path(path), len(trajectories)
     if not trajectories or not all(each.frames for each in trajectories):
         raise ValueError(f"{count} trajectories, not all with frames: give at least one, with at least one frame each")
+    if any(len({len(frame.tokens) for frame in each.frames}) > 1 for each in trajectories):
+        raise ValueError("the frames of a trajectory differ in their number of tokens: record one text each")
     if path.suffix.lower() != ".gif":
         raise ValueError(f"{path.name!r} does not end in .gif: call it {path.stem or 'sample'}.gif")
     if not seconds > 0:

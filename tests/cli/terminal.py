@@ -1,5 +1,6 @@
 """The command line as tests call it: in this process, in one of its own, and in a terminal."""
 
+import json
 import os
 import pty
 import re
@@ -31,6 +32,14 @@ def invoke(*words: object, given: str | bytes | None = None) -> Result:
     """A command in this process; `given` is what comes in by stdin."""
     found: Any = CliRunner().invoke(app, [str(word) for word in words], input=given)
     return found
+
+
+def answer_json(*words: object, given: str | bytes | None = None) -> dict[str, Any]:
+    """The JSON object that a command prints, which is all of stdout."""
+    result = invoke(*words, "--json", given=given)
+    assert result.exit_code == 0, result.output
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
 
 
 def assert_told(result: Result, *said: str, code: int = 2) -> None:

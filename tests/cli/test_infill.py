@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,16 +10,9 @@ import adlm
 from adlm.cli.generate import GenerationRun, style_row
 from adlm.text.templates import HOLE, parse_template
 from adlm.view.terminal import escape_controls
-from tests.cli.terminal import assert_told, invoke, process, screen, trained, without_escapes
+from tests.cli.terminal import answer_json, assert_told, invoke, process, screen, trained, without_escapes
 
 CAT = "The ___ sat on the ___{2}."
-
-
-def answered(*words: object, given: str | bytes | None = None) -> dict[str, Any]:
-    result = invoke("infill", *words, "--json", given=given)
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 def test_the_bundled_model_fills_as_the_api_does() -> None:
@@ -44,7 +36,7 @@ def test_the_bundled_model_fills_as_the_api_does() -> None:
     ],
 )
 def test_fills_in_their_places_make_the_text(template: str) -> None:
-    found = answered(template, "--model", trained(), "--n", 2)
+    found = answer_json("infill", template, "--model", trained(), "--n", 2)
     assert found["texts"] == adlm.load(trained(), device="cpu").infill(template, n=2).texts
     for text, fills in zip(found["texts"], found["fills"], strict=True):
         left = iter(fills)
@@ -54,9 +46,9 @@ def test_fills_in_their_places_make_the_text(template: str) -> None:
 
 def test_several_templates_and_batches() -> None:
     words = (CAT, "It ___{1} was", "--model", trained(), "--n", 2)
-    found = answered(*words)
+    found = answer_json("infill", *words)
     assert [text.startswith("The ") for text in found["texts"]] == [True, True, False, False]
-    assert found["texts"] == answered(*words, "--batch", 1)["texts"]
+    assert found["texts"] == answer_json("infill", *words, "--batch", 1)["texts"]
 
 
 def test_a_template_comes_by_stdin() -> None:
@@ -69,7 +61,7 @@ def test_a_template_comes_by_stdin() -> None:
 def test_a_terminal_tells_given_from_filled() -> None:
     words = ("infill", CAT, "--model", trained(), "--seed", 2)
     shown, code = screen(*words, "--pause", 0)
-    found = answered(*words[1:])
+    found = answer_json(*words)
     assert code == 0 and escape_controls(found["texts"][0]) in without_escapes(shown)
     last = shown[shown.rindex("\x1b[3;38;5;31mThe ") :]  # italic, in the color of what is given
     assert "\x1b[1;32m" in last and last.count("\x1b[3;38;5;31m") == 3  # bold and green: the two fills between
@@ -88,10 +80,10 @@ def test_marks_do_without_colors() -> None:
 
 
 def test_the_way_is_kept(tmp_path: Path) -> None:
-    found = answered(CAT, "--model", trained(), "--html", tmp_path / "a.html", "--gif", tmp_path / "a.gif")
-    assert found["texts"] == answered(CAT, "--model", trained())["texts"]
+    found = answer_json("infill", CAT, "--model", trained(), "--html", tmp_path / "a.html", "--gif", tmp_path / "a.gif")
+    assert found["texts"] == answer_json("infill", CAT, "--model", trained())["texts"]
     assert '"given"' in (tmp_path / "a.html").read_text("utf-8")
-    both = answered(CAT, "--model", trained(), "--compare", "ancestral", "--steps", 5)
+    both = answer_json("infill", CAT, "--model", trained(), "--compare", "ancestral", "--steps", 5)
     assert both["compare"]["settings"]["sampler"] == "ancestral" and len(both["compare"]["fills"][0]) == 2
     assert len(parse_template(CAT)) == 5
 

@@ -13,18 +13,10 @@ import adlm
 from adlm.bundled import DEFAULT
 from adlm.cli.generate import parse_sampler_options
 from adlm.view.terminal import escape_controls
-from tests.cli.terminal import ROOT, assert_told, env_of, invoke, process, screen, trained, without_escapes
+from tests.cli.terminal import ROOT, answer_json, assert_told, env_of, invoke, process, screen, trained, without_escapes
 
 SHORT = ("--length", 20, "--steps", 6)
 KEYS = {"texts", "nfe", "seconds", "settings"}
-
-
-def answered(*words: object) -> dict[str, Any]:
-    """What `adlm sample … --json` answers with: stdout, whole."""
-    result = invoke("sample", *words, "--json")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 def test_the_bundled_model_answers_with_one_json_object() -> None:
@@ -55,9 +47,9 @@ def test_texts_are_the_apis_whatever_the_batch() -> None:
     for prompt in prompts:
         words += ["--prompt", prompt]
     for batch in (1, 4, 16):
-        found = answered(*words, "--batch", batch)
+        found = answer_json("sample", *words, "--batch", batch)
         assert (found["texts"], found["nfe_each"], found["prompt"]) == (same.texts, same.nfe_each, prompts)
-    assert answered(*words, "--seed", 6)["texts"] != same.texts
+    assert answer_json("sample", *words, "--seed", 6)["texts"] != same.texts
 
 
 def test_a_pipe_and_a_file_get_the_texts_alone(tmp_path: Path) -> None:
@@ -67,7 +59,7 @@ def test_a_pipe_and_a_file_get_the_texts_alone(tmp_path: Path) -> None:
     assert result.stdout_bytes == out.read_bytes()
     assert (
         out.read_text("utf-8").removesuffix("\n").split("\n<|endoftext|>\n")
-        == answered(trained(), *SHORT, "--n", 2)["texts"]
+        == answer_json("sample", trained(), *SHORT, "--n", 2)["texts"]
     )
     assert f"wrote {out}" in result.stderr
 
@@ -80,7 +72,7 @@ def test_a_terminal_shows_the_way_and_the_same_texts() -> None:
     seen = without_escapes(shown)
     assert "step 0 of 6" in seen and "step 6 of 6" in seen and "guess <25%" in seen
     plainly = seen[seen.rindex("hidden again") :]
-    for text in answered(*words)["texts"]:
+    for text in answer_json("sample", *words)["texts"]:
         assert escape_controls(text) in plainly
     bare, code = screen("sample", *words, "--pause", 0, "--no-guesses")
     assert code == 0 and "guess" not in bare and "step 6 of 6" in bare
@@ -90,9 +82,9 @@ def test_a_terminal_shows_the_way_and_the_same_texts() -> None:
 def test_the_way_is_kept_without_changing_the_text(tmp_path: Path, html: bool) -> None:
     path = tmp_path / "new" / ("a.html" if html else "a.gif")
     words = (trained(), *SHORT, "--n", 2, "--seed", 3)
-    kept = answered(*words, "--html" if html else "--gif", path)
+    kept = answer_json("sample", *words, "--html" if html else "--gif", path)
     assert kept["html" if html else "gif"] == str(path)
-    assert kept["texts"] == answered(*words)["texts"]
+    assert kept["texts"] == answer_json("sample", *words)["texts"]
     content = path.read_bytes()
     assert b"remask_loop" in content if html else content.startswith(b"GIF89a")
 
@@ -106,27 +98,31 @@ def recordings(page: Path) -> list[dict[str, Any]]:
 
 def test_two_samplers_compared_write_what_each_writes_alone(tmp_path: Path) -> None:
     words, page, picture = (trained(), *SHORT, "--n", 2, "--seed", 3), tmp_path / "a.html", tmp_path / "a.gif"
-    both = answered(*words, "--option", "eta=0.3", "--compare", "remdm-cap", "--html", page, "--gif", picture)
-    assert both["texts"] == answered(*words, "--option", "eta=0.3")["texts"]
-    alone = answered(*words, "--sampler", "remask_cap")
+    both = answer_json(
+        "sample", *words, "--option", "eta=0.3", "--compare", "remdm-cap", "--html", page, "--gif", picture
+    )
+    assert both["texts"] == answer_json("sample", *words, "--option", "eta=0.3")["texts"]
+    alone = answer_json("sample", *words, "--sampler", "remask_cap")
     assert both["compare"]["texts"] == alone["texts"] and both["compare"]["settings"]["steps"] == 6
     assert both["settings"]["eta"] == 0.3 and "eta" not in both["compare"]["settings"]
     assert [each["title"].split(" · ")[1] for each in recordings(page)] == ["remask_loop", "remdm-cap"]
     assert picture.read_bytes().startswith(b"GIF89a")
-    without_steps = answered(*words, "--compare", "first_hitting")
+    without_steps = answer_json("sample", *words, "--compare", "first_hitting")
     assert "steps" not in without_steps["compare"]["settings"]
 
 
 def test_two_models_compared(tmp_path: Path) -> None:
     words, page = (*SHORT, "--seed", 3), tmp_path / "a.html"
-    both = answered(trained(), *words, "--sampler", "ancestral", "--compare", trained("mdlm"))
-    assert both["compare"]["texts"] == answered(trained("mdlm"), *words, "--sampler", "ancestral")["texts"]
-    causal = answered(trained(), *words, "--sampler", "ancestral", "--compare", trained("ar"), "--html", page)
+    both = answer_json("sample", trained(), *words, "--sampler", "ancestral", "--compare", trained("mdlm"))
+    assert both["compare"]["texts"] == answer_json("sample", trained("mdlm"), *words, "--sampler", "ancestral")["texts"]
+    causal = answer_json(
+        "sample", trained(), *words, "--sampler", "ancestral", "--compare", trained("ar"), "--html", page
+    )
     assert causal["compare"]["settings"]["sampler"] == "left_to_right"
-    assert causal["compare"]["texts"] == answered(trained("ar"), "--length", 20, "--seed", 3)["texts"]
+    assert causal["compare"]["texts"] == answer_json("sample", trained("ar"), "--length", 20, "--seed", 3)["texts"]
     assert [each["title"] for each in recordings(page)] == ["run-adlm · ancestral", "run-ar · left_to_right"]
-    turned = answered(trained("ar"), *words, "--compare", trained())
-    assert turned["compare"]["texts"] == answered(trained(), *words)["texts"]
+    turned = answer_json("sample", trained("ar"), *words, "--compare", trained())
+    assert turned["compare"]["texts"] == answer_json("sample", trained(), *words)["texts"]
     shown, code = screen("sample", trained(), *words, "--compare", trained("ar"), "--pause", 0)
     assert code == 0 and "run-ar · left_to_right" in without_escapes(shown)
 

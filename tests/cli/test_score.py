@@ -3,22 +3,14 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import adlm
 from adlm.bundled import DEFAULT
-from tests.cli.terminal import assert_told, invoke, process, trained
+from tests.cli.terminal import answer_json, assert_told, invoke, process, trained
 
 TEXTS = ("It was the best of times.", "times of best the was It.")
-
-
-def answered(*words: object, given: str | bytes | None = None) -> dict[str, Any]:
-    result = invoke("score", *words, "--json", given=given)
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 def test_the_bundled_models_figures_are_the_apis() -> None:
@@ -39,14 +31,14 @@ def test_the_table_says_what_json_says() -> None:
     assert result.exit_code == 0, result.output
     header, *rows = result.stdout.splitlines()
     assert header.split()[:3] == ["text", "tokens", "nats/token"]
-    for row, score in zip(rows, answered(*words)["scores"], strict=True):
+    for row, score in zip(rows, answer_json("score", *words)["scores"], strict=True):
         assert score["text"] in row and f"≤ {score['nll']:.3f}" in row and f"{score['stderr']:.3f}" in row
         assert f"≤ {score['ppl']:,.1f}" in row and f"≤ {score['bits_per_byte']:.3f}" in row
     assert "upper bound, 8 noise samples per text" in result.stderr
 
 
 def test_a_causal_models_figure_is_exact() -> None:
-    found = answered(*TEXTS, "--model", trained("ar"))
+    found = answer_json("score", *TEXTS, "--model", trained("ar"))
     assert all(score["is_exact"] and score["stderr"] == 0 for score in found["scores"])
     result = invoke("score", *TEXTS, "--model", trained("ar"))
     assert "≤" not in result.stdout and "exact" in result.stdout
@@ -61,9 +53,9 @@ def test_texts_come_from_everywhere(tmp_path: Path) -> None:
     texts = [score["text"] for score in json.loads(result.stdout)["scores"]]
     assert texts == ["given", "from stdin", "One text\nof two lines.", "first", "second – é"]
     assert "empty lines skipped: 1" in result.stderr
-    by_stdin = answered("--lines", "-", "--model", trained(), "--draws", 2, given="first\nsecond – é\n")
+    by_stdin = answer_json("score", "--lines", "-", "--model", trained(), "--draws", 2, given="first\nsecond – é\n")
     assert [score["text"] for score in by_stdin["scores"]] == texts[3:]
-    alone = answered("first", "--model", trained(), "--draws", 2)["scores"][0]
+    alone = answer_json("score", "first", "--model", trained(), "--draws", 2)["scores"][0]
     assert math.isclose(by_stdin["scores"][0]["nll"], alone["nll"], rel_tol=1e-4)
 
 

@@ -200,6 +200,7 @@ def test_an_ordinary_trajectory_is_a_small_file(tmp_path: Path) -> None:
     [
         ([], "a.gif", {}, "0 trajectories"),
         ([Trajectory("empty", "", ())], "a.gif", {}, "not all with frames"),
+        ([make_trajectory([], [TokenState("x", VISIBLE)])], "a.gif", {}, "differ in their number of tokens"),
         ([record(steps=2)], "a.png", {}, r"'a\.png' does not end in \.gif: call it a\.gif"),
         ([record(steps=2)], "a.gif", {"seconds": 0.0}, "seconds is 0.0: expected more than 0"),
         ([record(steps=2)] * 2, "a.gif", {"width": 400}, "width 400 is too narrow for 2 panels: give at least 492"),
