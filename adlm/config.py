@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,15 +19,35 @@ from adlm.data.shards import write_atomically
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
 PATH_KEYS = ("folder", "resume", "data.path", "data.stream")
-# A run may resume with other values of these; all other keys change what it computes.
-RESUMABLE_SECTIONS = ("log", "checkpoint", "samples", "valid", "parallel", "guard")
-RESUMABLE_KEYS = ("folder", "steps", "device", "micro_batch", "compile", "memory_check", "resume")
-RESUMABLE_DATA_KEYS = ("data.path", "data.workers", "data.verify")
-POSITIVE_KEYS = """
-steps batch micro_batch log.every valid.every valid.rows valid.batch valid.draws samples.every samples.rows
-samples.steps checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr
-optimizer.clip objective.discrete_steps guard.spike guard.window parallel.shard
+# Keys and sections that a run may resume with other values of; all others change what it computes.
+RESUMABLE = """
+log checkpoint samples valid parallel guard folder steps device micro_batch compile memory_check resume
+data.path data.workers data.verify
 """
+POSITIVE_KEYS = """
+steps batch micro_batch log.every valid.every valid.batch valid.draws samples.every samples.rows samples.steps
+checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr optimizer.clip
+objective.discrete_steps guard.spike guard.window parallel.shard
+"""
+NON_NEGATIVE_KEYS = ("objective.anchor_weight", "data.workers", "optimizer.warmup")
+CHOICES = {
+    "optimizer.name": ("adamw", "muon"),
+    "optimizer.decay": ("constant", "cosine", "wsd"),
+    "precision": ("auto", "float32", "bfloat16"),
+    "parallel.kind": ("auto", "none", "ddp", "fsdp", "hsdp"),
+}
+# Which values of a key are allowed, and how an error says it; null is always allowed.
+LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{key: (lambda value: value > 0, "above 0") for key in POSITIVE_KEYS.split()},
+    **{key: (lambda value: value >= 0, "at least 0") for key in NON_NEGATIVE_KEYS},
+    **{key: (values.__contains__, f"one of {', '.join(values)}") for key, values in CHOICES.items()},
+    "valid.rows": (lambda value: value > 1, "at least 2 for a standard error"),
+    "seed": (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1"),
+    "ema": (lambda value: 0 <= value < 1, "in [0, 1) or null"),
+    "optimizer.floor": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "optimizer.decay_share": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "samples.top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """The training objective: noise schedule, anchors and their weight (Eq. 6, the ANELBO)."""
+    """The training objective: noise schedule, anchors and their weight in the ANELBO."""
 
     schedule: str = "loglinear"
     schedule_options: dict[str, Any] = field(default_factory=dict)
@@ -182,32 +202,13 @@ class Config:
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
     def __post_init__(self) -> None:
-        def require(is_met: bool, message: str) -> None:
-            if not is_met:
-                raise ValueError(f"config: {message}")
-
-        def require_choice(key: str, value: str, *choices: str) -> None:
-            require(value in choices, f"{key} {value!r} is not one of {', '.join(choices)}")
-
-        for key in POSITIVE_KEYS.split():
+        for key, (is_allowed, expectation) in LIMITS.items():
             value = attrgetter(key)(self)
-            require(value is None or value > 0, f"{key} must be above 0, got {value}")
-        optimizer, objective = self.optimizer, self.objective
-        require(self.valid.rows is None or self.valid.rows > 1, "valid.rows must be at least 2 for a standard error")
-        require(
-            objective.anchor_weight >= 0, f"objective.anchor_weight must be at least 0, got {objective.anchor_weight}"
-        )
-        require(self.ema is None or 0 <= self.ema < 1, f"ema must be in [0, 1) or null, got {self.ema}")
-        require(0 <= self.seed < 2**63, f"seed must be between 0 and 2**63 - 1, got {self.seed}")
-        require(self.data.workers >= 0, f"data.workers must be at least 0, got {self.data.workers}")
-        require(optimizer.warmup >= 0, f"optimizer.warmup must be at least 0, got {optimizer.warmup}")
-        require(0 <= optimizer.floor <= 1, f"optimizer.floor must be in [0, 1], got {optimizer.floor}")
-        require(0 < self.samples.top_p <= 1, f"samples.top_p must be in (0, 1], got {self.samples.top_p}")
-        require(0 < optimizer.decay_share <= 1, f"optimizer.decay_share must be in (0, 1], got {optimizer.decay_share}")
-        require_choice("optimizer.name", optimizer.name, "adamw", "muon")
-        require_choice("optimizer.decay", optimizer.decay, "constant", "cosine", "wsd")
-        require_choice("precision", self.precision, "auto", "float32", "bfloat16")
-        require_choice("parallel.kind", self.parallel.kind, "auto", "none", "ddp", "fsdp", "hsdp")
+            if value is not None and not is_allowed(value):
+                raise ValueError(f"config: {key} must be {expectation}, got {value}")
+
+
+SECTIONS = [key for key, value in vars(Config()).items() if is_dataclass(value)]
 
 
 def load_config(
@@ -218,35 +219,30 @@ def load_config(
     A keyword is a section (`data={"path": ...}`) or a dotted key (`**{"data.path": ...}`).
     """
     merged: Any = OmegaConf.structured(Config)
-    _make_writable(merged)
+    for node in (merged, *(merged[key] for key in SECTIONS)):  # frozen dataclasses become read-only nodes
+        OmegaConf.set_readonly(node, False)
     source = str(recipe)  # for error messages
     try:
-        merged = OmegaConf.merge(merged, _read_recipe(recipe))
-        for change in changes:
-            key, equals, text = change.partition("=") if isinstance(change, str) else ("", "", "")
+        merged.merge_with(_read_recipe(recipe))
+        for source in changes:
+            key, equals, text = source.partition("=") if isinstance(source, str) else ("", "", "")
             if not equals or not key.strip():
-                raise ValueError(f"{change!r} is not a change: write key=value, such as steps=1000 or data.path=FOLDER")
-            source = change
+                raise ValueError(f"{source!r} is not a change: write key=value, such as steps=1000 or data.path=FOLDER")
             if key in ("folder", "data.path"):  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:
-                merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([change]))
-        for key, value in settings.items():
-            source = key
-            for part in reversed(key.split(".")):
-                value = {part: value}
-            merged = OmegaConf.merge(merged, OmegaConf.create(_to_plain(value)))
+                merged.merge_with_dotlist([source])
+        for source, value in settings.items():
+            OmegaConf.update(merged, source, value)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ValueError(f"config: {', '.join(missing)} must be given, for example {missing[0]}=FOLDER")
         for key in PATH_KEYS:  # shells do not expand the ~ of key=~/folder
             if value := OmegaConf.select(merged, key):
                 OmegaConf.update(merged, key, os.path.expanduser(value))
-        config = OmegaConf.to_object(merged)
+        return cast(Config, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(_explain_error(error, source)) from error
-    assert isinstance(config, Config)
-    return config
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -257,13 +253,9 @@ def save_config(config: Config, path: Path) -> None:
 
 def compare_configs(old: Config, new: Config) -> list[str]:
     """List the settings that prevent resuming `old` as `new`, each with both values."""
-
-    def is_resumable(key: str) -> bool:
-        return key in RESUMABLE_KEYS + RESUMABLE_DATA_KEYS or key.split(".")[0] in RESUMABLE_SECTIONS
-
-    before, after = (dict(_flatten(asdict(config))) for config in (old, new))
-    keys = [key for key in before | after if before.get(key) != after.get(key) and not is_resumable(key)]
-    return [f"{key}: {before.get(key)} then, {after.get(key)} now" for key in keys]
+    before, after, resumable = _flatten(old), _flatten(new), set(RESUMABLE.split())
+    keys = [key for key in before if before[key] != after[key] and not {key, key.split(".")[0]} & resumable]
+    return [f"{key}: {before[key]} then, {after[key]} now" for key in keys]
 
 
 def list_recipes() -> dict[str, Path]:
@@ -272,18 +264,13 @@ def list_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def list_config_keys() -> list[str]:
-    """List all dotted keys of a recipe."""
-    return [key for key, _ in _flatten(asdict(Config()))]
-
-
 def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     if recipe is None:
-        return OmegaConf.create({})
+        return {}
     if isinstance(recipe, Config):
-        return OmegaConf.create(asdict(recipe))
+        return asdict(recipe)
     if isinstance(recipe, Mapping):
-        return OmegaConf.create(_to_plain(recipe))
+        return dict(recipe)
     path, recipes = Path(recipe), list_recipes()
     if not path.is_file():
         # `recipes/x.yaml` works from any folder: the recipes are also in the package.
@@ -300,35 +287,19 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     return loaded
 
 
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _to_plain(item) for key, item in value.items()}
-    return str(value) if isinstance(value, Path) else value
-
-
-def _make_writable(node: Any) -> None:
-    """Let a merge write into the read-only nodes of frozen dataclasses; the resulting Config is frozen again."""
-    OmegaConf.set_readonly(node, False)
-    for key in node:
-        if not OmegaConf.is_missing(node, key) and OmegaConf.is_dict(node[key]):
-            _make_writable(node[key])
-
-
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their values; the values of free-form options are dicts."""
-    for key, value in section.items():
-        if isinstance(value, dict) and not key.endswith("_options"):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, list(value) if isinstance(value, tuple) else value
+def _flatten(config: Config) -> dict[str, Any]:
+    """Return the settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in asdict(config).items():
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if key in SECTIONS else {key: value}
+    return flat
 
 
 def _explain_error(error: OmegaConfBaseException, source: str) -> str:
-    key = getattr(error, "full_key", None) or ""
-    first = str(error).splitlines()[0]
-    if "not in" in first or "Key" in first:
-        keys = list_config_keys()
-        close = difflib.get_close_matches(key, keys, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(keys)}"
-        return f"config: there is no key {key!r}; {hint}"
-    return f"config: {key or source}: {first}"
+    key, first = getattr(error, "full_key", None) or source, str(error).splitlines()[0]
+    if "not in" not in first and "Key" not in first:
+        return f"config: {key}: {first}"
+    known = list(_flatten(Config()))
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    return f"config: there is no key {key!r}; {hint}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adlm.config import Config, compare_configs, list_config_keys, list_recipes, load_config, save_config
+from adlm.config import Config, compare_configs, list_recipes, load_config, save_config
 from adlm.methods import METHODS
 from adlm.training.setup import build_model_config
 from tests.training.runs import ROOT, data
@@ -53,8 +53,8 @@ def test_an_unknown_key_is_answered_with_a_known_one(change: str, said: str) -> 
         ("valid.rows=1", "valid.rows must be at least 2"),
         ("data.workers=-1", "data.workers"),
         ("objective.anchor_weight=-1", "objective.anchor_weight"),
-        ("optimizer.name=sgd", "'sgd' is not one of adamw, muon"),
-        ("optimizer.decay=step", "not one of constant, cosine, wsd"),
+        ("optimizer.name=sgd", "optimizer.name must be one of adamw, muon, got sgd"),
+        ("optimizer.decay=step", "one of constant, cosine, wsd"),
         ("optimizer.decay_share=0", "decay_share"),
         ("precision=float16", "auto, float32, bfloat16"),
         ("parallel.kind=tp", "auto, none, ddp, fsdp, hsdp"),
@@ -145,11 +145,6 @@ def test_only_what_changes_the_run_is_a_difference() -> None:
         "model.dim: None then, 8 now",
         "objective.max_count: 5 then, 3 now",
     ]
-
-
-def test_every_key_is_known_once() -> None:
-    assert len(list_config_keys()) == len(set(list_config_keys()))
-    assert {"folder", "data.path", "optimizer.lr", "parallel.shard"} <= set(list_config_keys())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
