@@ -36,11 +36,6 @@ class Cache:
         self._unwritten: dict[str, Any] = {}
         self._flushed = time.monotonic()
 
-    def load(self) -> None:
-        """Read the merged entries; call `merge` on rank 0 first."""
-        if self.folder is not None:
-            self.entries |= read_entries(self.folder / MERGED)
-
     def __contains__(self, key: str) -> bool:
         return key in self.entries
 
@@ -68,29 +63,37 @@ class Cache:
         self._flushed = time.monotonic()
 
     def merge(self) -> None:
-        """Merge the files of all ranks into one; only rank 0, while no process writes."""
+        """Merge the files of all ranks into one and read it; only rank 0, while no process writes."""
         if self.folder is None:
             return
         parts = sorted(self.folder.glob(PER_RANK.format(rank="*")))
+        for path in (self.folder / MERGED, *parts):
+            self.entries |= read_entries(path)
         if parts:
-            entries: dict[str, Any] = {}
-            for path in (self.folder / MERGED, *parts):
-                entries |= read_entries(path)
-            write_atomically(self.folder / MERGED, b"".join(encode_line(*entry) for entry in entries.items()))
+            write_atomically(self.folder / MERGED, b"".join(encode_line(*entry) for entry in self.entries.items()))
         for path in parts:
             path.unlink()
 
+    def sync(self, context: DistributedContext | None = None) -> None:
+        """Give all ranks the entries of all that share the folder; every rank calls it."""
+        self.flush()
+        if context is None:
+            self.merge()
+            return
+        context.barrier()
+        context.run_on_rank0(self.merge)
+        self.entries = context.all_gather(self.entries if context.is_main else {})[0]
 
-def open_cache(folder: Path | None, context: DistributedContext) -> Cache:
-    """Open a cache on all ranks with the entries that rank 0 reads; only rank 0 writes."""
-    cache = Cache(folder if context.is_main else None, rank=context.rank)
 
-    def load() -> None:
-        cache.merge()
-        cache.load()
-
-    context.run_on_rank0(load)
-    cache.entries = context.all_gather(cache.entries)[0]
+def open_cache(
+    folder: str | Path | None, context: DistributedContext | None = None, *, is_shared: bool = False
+) -> Cache:
+    """Open a cache on all ranks with the entries of earlier runs; rank 0 writes, with `is_shared` every rank."""
+    if is_shared and folder is None and context is not None and context.world_size > 1:
+        raise ValueError(f"{context.world_size} processes exchange results in a folder that all of them see: give out")
+    rank = 0 if context is None else context.rank
+    cache = Cache(None if folder is None or (rank and not is_shared) else Path(folder), rank=rank)
+    cache.sync(context)
     return cache
 
 

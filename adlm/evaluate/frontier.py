@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
-from adlm.evaluate.cache import hash_settings
+from adlm.evaluate.cache import hash_settings, open_cache
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hardware_name, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.sampling import takes_steps
 from adlm.evaluate.scorer import ScoringModel, load_scorer
-from adlm.evaluate.scoring import BATCH, open_shared_cache
+from adlm.evaluate.scoring import BATCH
 from adlm.methods import ALIASES, SAMPLERS, look_up
 from adlm.text.lm import LM, GeneratedRow
 
@@ -97,7 +97,7 @@ def frontier(
     measure = TextScorer(tokenizer, scorer, window, scorer_batch)
     baseline = measure(texts).as_row() if texts else None
     machine = {"device": str(models[0].device), "threads": torch.get_num_threads()}
-    cache, points, described = open_shared_cache(out), list[Point](), list[dict[str, Any]]()
+    cache, points, described = open_cache(out), list[Point](), list[dict[str, Any]]()
     for lm, grid in zip(models, grids, strict=True):
         about_model = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": hash_weights(lm.model)}
         described.append(about_model | {"parameters": sum(each.numel() for each in lm.model.parameters())})

@@ -20,13 +20,13 @@ import numpy as np
 
 from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
-from adlm.evaluate.cache import Cache, hash_settings
+from adlm.evaluate.cache import Cache, hash_settings, open_cache
 from adlm.evaluate.mauve import EXTRA
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
 from adlm.evaluate.scorer import ScoringModel, load_scorer
-from adlm.evaluate.scoring import BATCH, open_shared_cache, sync_cache
+from adlm.evaluate.scoring import BATCH
 from adlm.methods import SAMPLERS, look_up
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, denoise_rows
@@ -83,7 +83,7 @@ def samples(
             raise ValueError(f"texts are given, but {', '.join(unused)} set how to generate: leave them out")
     if find_spec("mauve") is None:
         raise ImportError(f"MAUVE is one of the metrics of samples and needs mauve-text: {EXTRA}")
-    source, cache = open_source(reference), open_shared_cache(out, context)  # wrong names are refused at once
+    source, cache = open_source(reference), open_cache(out, context, is_shared=True)  # wrong names are refused at once
     device = model.device if model is not None else context.device if context else "cpu"
     by = load_scorer(scorer, device=device) if isinstance(scorer, str | Path) else scorer
     by.require_causal()
@@ -184,7 +184,7 @@ def generate_samples(
             on_progress("generating", min(done, request.n), request.n)
     finally:
         cache.flush()
-    sync_cache(cache, context)
+    cache.sync(context)
     return [SampledText(**cache.get(key)) for key in keys]
 
 

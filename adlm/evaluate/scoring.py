@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,27 +27,6 @@ from adlm.training.distributed import DistributedContext
 FORMAT = 1  # of a cached score: raise it where the arithmetic changes
 BATCH = 32  # rows in a forward pass
 MAX_BATCH_TOKENS = 4096  # padding included: bounds the memory of the logits
-
-
-def open_shared_cache(folder: Path | None, context: DistributedContext | None = None) -> Cache:
-    """The cache in a folder, with what all processes of earlier runs left in it."""
-    if folder is None and context is not None and context.world_size > 1:
-        raise ValueError(f"{context.world_size} processes exchange results in a folder that all of them see: give out")
-    cache = Cache(folder, rank=context.rank if context else 0)
-    sync_cache(cache, context)
-    cache.load()
-    return cache
-
-
-def sync_cache(cache: Cache, context: DistributedContext | None = None) -> None:
-    """Exchange what the processes have computed: all of them call this, and have all entries afterwards."""
-    cache.flush()
-    if context is None or context.world_size == 1:
-        cache.merge()
-    else:
-        context.barrier()
-        context.run_on_rank0(cache.merge)
-        cache.load()
 
 
 class TokenWindow(NamedTuple):
@@ -155,7 +133,7 @@ def score_texts(
                 on_progress("scoring", min(done, total), total)
     finally:
         cache.flush()
-    sync_cache(cache, context)
+    cache.sync(context)
     results = []
     for request in requests:
         entries = [cache.get(key) for key in request.keys]

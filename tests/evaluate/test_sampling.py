@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from adlm.evaluate import cache as caches
+from adlm.evaluate.cache import open_cache
 from adlm.evaluate.results import EvalResult
 from adlm.evaluate.sampling import (
     SampledText,
@@ -24,7 +25,6 @@ from adlm.evaluate.sampling import (
     select_texts,
     split_document,
 )
-from adlm.evaluate.scoring import open_shared_cache
 from adlm.text.lm import LM, load
 from adlm.training.distributed import init_distributed
 from tests.cli.terminal import env_of, trained
@@ -39,7 +39,7 @@ N, SIZE = 10, 200
 def generate(folder: Path | None = None, model: LM | None = None, **changes: Any) -> list[SampledText]:
     model, on_progress = model or lm(), changes.pop("on_progress", lambda *_: None)
     request = model.build_request(**({"n": N, "batch": 4} | SAMPLING | changes))
-    return generate_samples(model, request, cache=open_shared_cache(folder), on_progress=on_progress)
+    return generate_samples(model, request, cache=open_cache(folder), on_progress=on_progress)
 
 
 def evaluate(model: str, scorer: str | Path, out: Path | None, **changes: Any) -> EvalResult:

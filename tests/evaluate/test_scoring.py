@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adlm.evaluate import scoring
-from adlm.evaluate.cache import Cache
+from adlm.evaluate.cache import Cache, open_cache
 from adlm.evaluate.scorer import ScoringModel, TokenizedText
-from adlm.evaluate.scoring import ScoringRequest, TextScores, open_shared_cache, score_texts, split_windows
+from adlm.evaluate.scoring import ScoringRequest, TextScores, score_texts, split_windows
 from adlm.training.distributed import DistributedContext
 from tests.evaluate.scorers import causal, documents, encoder
 
@@ -162,8 +162,8 @@ def test_scores_that_are_not_finite_raise() -> None:
 @pytest.mark.parametrize("changes", [{}, {"with_features": False}, {"window": 16}])
 def test_scores_from_the_disk_are_those_that_were_computed(tmp_path: Path, bos: bool, changes: dict) -> None:
     asked = request(causal(bos), **changes)
-    computed = score_texts([asked], cache=open_shared_cache(tmp_path), batch=3)[0]
-    assert_equal(score_texts([asked], cache=open_shared_cache(tmp_path), batch=3)[0], computed)
+    computed = score_texts([asked], cache=open_cache(tmp_path), batch=3)[0]
+    assert_equal(score_texts([asked], cache=open_cache(tmp_path), batch=3)[0], computed)
     assert_equal(score_texts([asked], batch=3)[0], computed)
 
 
@@ -173,13 +173,13 @@ def test_ranks_and_batches_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, size: int
 ) -> None:
     asked = [request(), request(with_nats=False), request(encoder(), window=20)]
-    monkeypatch.setattr(scoring, "sync_cache", lambda *_: None)  # no rank waits for the others in this process
+    monkeypatch.setattr(Cache, "sync", lambda *_: None)  # no rank waits for the others in this process
     for rank in range(size):
         context = DistributedContext(torch.device("cpu"), rank, size)
         with suppress(TypeError):  # the scores of the other ranks are not there yet
             score_texts(asked, cache=Cache(tmp_path, rank=rank), context=context, batch=batch)
     monkeypatch.undo()
-    resumed = open_shared_cache(tmp_path)
+    resumed = open_cache(tmp_path)
     count = len(resumed.entries)
     for mine, whole in zip(score_texts(asked, cache=resumed), score_texts(asked), strict=True):
         assert_equal(mine, whole, abs=1e-5)
@@ -188,10 +188,10 @@ def test_ranks_and_batches_change_nothing(
 
 def test_cached_texts_are_not_scored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request()
-    whole = score_texts([asked], cache=open_shared_cache(tmp_path))[0]
+    whole = score_texts([asked], cache=open_cache(tmp_path))[0]
     monkeypatch.setattr(scoring, "run_scorer", lambda *_: pytest.fail("a text was scored again"))
     fewer = replace(asked, texts=asked.texts[2:5][::-1])
-    found = score_texts([fewer], cache=open_shared_cache(tmp_path))[0]
+    found = score_texts([fewer], cache=open_cache(tmp_path))[0]
     assert_equal(found, TextScores(whole.nats[2:5][::-1], whole.features[2:5][::-1]))
 
 
@@ -212,8 +212,8 @@ def test_scores_before_an_error_are_kept(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        score_texts([asked], cache=open_shared_cache(tmp_path), batch=2, on_progress=stop)
-    cache = open_shared_cache(tmp_path)
+        score_texts([asked], cache=open_cache(tmp_path), batch=2, on_progress=stop)
+    cache = open_cache(tmp_path)
     found = score_texts([asked], cache=cache, batch=2, on_progress=lambda _, done, total: progress.append(done))
     assert progress[0] == 4 and progress[-1] == len(LENGTHS)
     assert_equal(found[0], score_texts([asked])[0], abs=1e-5)
@@ -235,4 +235,4 @@ def test_the_key_covers_everything_a_score_follows_from() -> None:
 
 def test_several_processes_need_a_folder() -> None:
     with pytest.raises(ValueError, match="2 processes exchange results in a folder"):
-        open_shared_cache(None, DistributedContext(torch.device("cpu"), 0, 2))
+        open_cache(None, DistributedContext(torch.device("cpu"), 0, 2), is_shared=True)
