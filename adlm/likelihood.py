@@ -1,18 +1,16 @@
 """Negative log-likelihood of rows of tokens: the NELBO of masked models, exact for causal ones, or under an order.
 
-Under an unmasking order (`estimate_order_nll`) a masked model that reveals tokens in an order that depends only on what
-is visible has a computable likelihood: −log p(x) = Σ −log p(x_i | what is visible when i is revealed). It is exact for
-the sampler that decodes in this order from a row of known length, all hidden but the given tokens: `denoise` with the
-order of this name, temperature 1, no top-k, top-p or limits. Where several tokens are revealed in a step, that sampler
-draws them independently of each other, and the sum is exact for it. In a random order it is a bound: p(x) is a mean
-over orders, and the mean of −log p(x | order) is above −log of it. For a model without time conditioning its
-expectation is the NELBO of continuous time: it is no tighter, but less noisy.
+A masked model that reveals tokens in an order which depends only on what is visible has a computable likelihood
+(`estimate_order_nll`): −log p(x) = Σ −log p(x_i | what is visible when i is revealed). It is exact for the sampler that
+decodes in this order (`denoise`, temperature 1, no top-k or top-p) from a row of known length; tokens of one step are
+independent of each other. In a random order it is a bound, the mean of −log p(x | order); without time conditioning its
+expectation is the NELBO of continuous time, with less noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, TensorRows, is_valid
 from adlm.diffusion import orders
@@ -75,37 +74,23 @@ class NllEstimate:
 
     def bits_per_byte(self, size: int) -> float:
         """All counted nats as bits, over `size` bytes of text."""
-        if size < 1:
-            raise ValueError(f"bits per byte need a text of at least 1 byte, got {size}")
         return self.nll * self.tokens / math.log(2) / size
 
 
-def summarize_rows(
-    row_nats: Tensor,
-    row_tokens: Tensor,
-    documents: Tensor | None = None,
-    *,
-    variance: Tensor | None = None,
-    draws: int = 1,
-) -> NllEstimate:
-    """The estimate from each row's nats and tokens (n,), with a standard error over documents or rows.
-
-    `variance` (n,) is that of each row's nats by its noise, where it is known.
-    """
+def summarize_rows(row_nats: Tensor, row_tokens: Tensor, documents: Tensor | None = None) -> NllEstimate:
+    """The estimate from each row's nats and tokens (n,), with a standard error over documents or rows."""
     row_nats, row_tokens = row_nats.double().cpu(), row_tokens.double().cpu()
     infinite = (~torch.isfinite(row_nats)).nonzero()[:, 0].tolist()
     if infinite:
         raise FloatingPointError(f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}")
     unit, units = group_rows(len(row_nats), documents)
-    tokens = float(row_tokens.sum())
-    if tokens == 0:
-        raise ValueError("no tokens were counted: the data is empty or every token is masked out")
     sums = torch.zeros(2, units, dtype=torch.float64).index_add_(1, unit, torch.stack([row_nats, row_tokens]))
-    _, stderr = estimate_ratio(*sums.numpy())
+    tokens, (_, stderr) = float(row_tokens.sum()), estimate_ratio(*sums.numpy())
     if math.isnan(stderr):
-        raise ValueError(f"a standard error needs counted tokens in at least 2 of {units} units: give more text")
-    noise = None if variance is None else float(variance.sum().sqrt() / row_tokens.sum())
-    return NllEstimate(float(row_nats.sum()) / tokens, stderr, int(tokens), noise, draws, row_nats, row_tokens)
+        raise ValueError(
+            f"a standard error needs counted tokens in 2 of {units} units, got {int(tokens)}: give more text"
+        )
+    return NllEstimate(float(row_nats.sum()) / tokens, stderr, int(tokens), row_nats=row_nats, row_tokens=row_tokens)
 
 
 def estimate_ratio(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float]:
@@ -125,18 +110,15 @@ def influence_stderr(influence: NDArray[Any], is_used: NDArray[np.bool_]) -> flo
 
 def group_rows(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]:
     """The unit of each row (rows,) for a standard error over documents or rows, and the number of units, at least 2."""
-    if documents is None:
-        if rows < 2:
-            raise ValueError(f"a standard error needs at least 2 rows, got {rows}: give more text or shorter rows")
-        return torch.arange(rows), rows
-    if documents.shape != (rows,):
-        raise ValueError(f"{rows} rows need as many document numbers, got a shape of {tuple(documents.shape)}")
-    distinct, unit = documents.cpu().unique(return_inverse=True)
+    unit = torch.arange(rows) if documents is None else documents.cpu()
+    if unit.shape != (rows,):
+        raise ValueError(f"{rows} rows need as many document numbers, got a shape of {tuple(unit.shape)}")
+    distinct, unit = unit.unique(return_inverse=True)
     if len(distinct) < 2:
-        raise ValueError(
-            f"a standard error over documents needs rows from at least 2 of them, got {len(distinct)}: give more text, "
-            "or leave `documents` out for an error over rows"
+        units = (
+            "rows: give more text or shorter rows" if documents is None else "documents: give more, or no `documents`"
         )
+        raise ValueError(f"a standard error needs more than {len(distinct)} {units}")
     return unit, len(distinct)
 
 
@@ -171,26 +153,30 @@ class RowBatch:
 def _estimate(
     rows: Tensor | RowDataset,
     compute_nats: Callable[[RowBatch, int], Tensor],
-    *,
     draws: int,
     batch: int,
     given_tokens: Sequence[int],
     documents: Tensor | None,
     ranks: Ranks | None,
     on_rows: Callable[[int, int], None] | None,
+    *,
     is_exact: bool,
     max_rows: int | None = None,
     skip_first: bool = False,
-    times: Callable[[int], Tensor] | None = None,
+    times_seed: int | None = None,
 ) -> NllEstimate:
-    """Sum the nats (n, draws) that `compute_nats` returns for every batch and the number of all rows."""
+    """Sum the nats (n, draws) that `compute_nats` returns for every batch and the number of all rows.
+
+    With `times_seed` the draws are at the times of `draw_position`.
+    """
+    if draws < 1 or batch < 1:
+        raise ValueError(f"draws and batch must be at least 1, got {draws} and {batch}")
     dataset = TensorRows(rows) if isinstance(rows, Tensor) else rows
     count = len(dataset) if max_rows is None else min(max_rows, len(dataset))
     documents = None if documents is None else documents[:count]
     group_rows(count, documents)  # raises before anything is computed
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    sums = torch.zeros(2, count, dtype=torch.float64)  # nats and tokens of each row
-    row_draws = torch.zeros(count, draws, dtype=torch.float64)
+    row_draws, row_tokens = torch.zeros(count, draws, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     batches = torch.arange(count).split(batch)
     for turn in range(-(-len(batches) // world_size)):
         mine = turn * world_size + rank
@@ -204,16 +190,20 @@ def _estimate(
         is_counted[:, :1] &= not skip_first
         nats = compute_nats(RowBatch(row, x0, valid, is_given, is_counted), count)
         if mine < len(batches):
-            sums[:, row] = torch.stack([nats.mean(1), is_counted.sum(1).double()])
-            row_draws[row] = nats
+            row_draws[row], row_tokens[row] = nats, is_counted.sum(1).double()
         if on_rows is not None:
             on_rows(min((turn + 1) * world_size * batch, count), count)
     if ranks is not None:
-        sums, row_draws = ranks.all_reduce_sum(sums), ranks.all_reduce_sum(row_draws)
-    variance = torch.zeros(count) if is_exact else None
+        row_draws, row_tokens = ranks.all_reduce_sum(row_draws), ranks.all_reduce_sum(row_tokens)
+    estimate = summarize_rows(row_draws.mean(1), row_tokens, documents)
+    noise_stderr = 0.0 if is_exact else None
     if draws > 1:
-        variance = noise_variance(row_draws, sums[1], None if times is None else times(count))
-    return summarize_rows(sums[0], sums[1], documents, variance=variance, draws=draws)
+        times = None
+        if times_seed is not None:
+            places = [draw_position(torch.arange(count), count, draw, draws, times_seed) for draw in range(draws)]
+            times = torch.stack(places, dim=1) / count % 1
+        noise_stderr = float(noise_variance(row_draws, row_tokens, times).sum().sqrt() / row_tokens.sum())
+    return replace(estimate, noise_stderr=noise_stderr, draws=draws)
 
 
 def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> Tensor:
@@ -222,9 +212,9 @@ def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> 
     The seed shifts all rows alike: without that a row would be at the same times for every seed, and a mean over seeds
     would keep the bias of rows at times that are easy for them. A single draw has the lineage's place.
     """
-    shift = (
-        float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0
-    )  # no draw's own number
+    shift = 0.0
+    if draws > 1:  # with a step number that no draw has
+        shift = float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME))
     return row.double() + count * (draw / draws + shift)
 
 
@@ -254,53 +244,35 @@ def estimate_nll(
     over documents, without it over rows. `ranks` share the rows; a sharded model is called through `loss_fn`, equally
     often by each rank. `on_rows` is called with the rows done and all rows.
 
-    A row's noise follows from (seed, its number, the draw). One draw has the lineage's time: in the row's own n-th of
-    the unit interval. Several are spread evenly, k / draws later each, from a start that the seed shifts for all rows
-    alike: so times are even over the draws of a row and over the rows, and over seeds every row is seen at every time.
-    Batch size and number of processes change nothing but rounding.
+    A row's noise follows from (seed, its number, the draw), not from batch size or ranks. Times are even over the rows
+    and over the draws of a row (`draw_position`); one draw has the lineage's time, in the row's own n-th of [0, 1).
     """
-    if draws < 1 or batch < 1:
-        raise ValueError(f"draws and batch must be at least 1, got {draws} and {batch}")
     config, device, was_training = model.config, model.embed.weight.device, model.training
     draws = 1 if config.is_causal else draws
     process = ForwardProcess(config.mask_id, schedule or LogLinear(), attend_padding=attend_padding, steps=steps)
 
-    def times(count: int) -> Tensor:
-        every = torch.arange(count)
-        return torch.stack([draw_position(every, count, draw, draws, seed) / count % 1 for draw in range(draws)], dim=1)
-
-    def corrupt_rows(each: RowBatch, count: int, draw: int, is_given: Tensor | None) -> NoisyBatch:
-        if config.is_causal:
-            return shift_tokens(each.x0, valid=each.is_counted if is_given is not None else each.valid)
-        rng, index = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
-        return corrupt(each.x0, process, rng, draw, index=index, total=count, valid=each.valid, is_fixed=is_given)
-
     def compute_nats(each: RowBatch, count: int) -> Tensor:
         # Where every token is given nothing counts, but all ranks must call a sharded model.
         has_counted = bool(each.is_counted.any())
+        is_given = each.is_given if has_counted else None
         nats = []
         for draw in range(draws):
-            noisy = corrupt_rows(each, count, draw, each.is_given if has_counted else None).to(device)
+            if config.is_causal:
+                noisy = shift_tokens(each.x0, valid=each.valid if is_given is None else each.is_counted)
+            else:
+                rng, index = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
+                place = {"index": index, "total": count}
+                noisy = corrupt(each.x0, process, rng, draw, **place, valid=each.valid, is_fixed=is_given)
+            noisy = noisy.to(device)
             loss = loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
             nats.append(loss.row_nll.double().cpu() * has_counted)
         return torch.stack(nats, dim=1)
 
     model.eval()
     try:
-        return _estimate(
-            rows,
-            compute_nats,
-            draws=draws,
-            batch=batch,
-            max_rows=max_rows,
-            given_tokens=given_tokens,
-            documents=documents,
-            ranks=ranks,
-            on_rows=on_rows,
-            is_exact=config.is_causal,
-            skip_first=config.is_causal,
-            times=times,
-        )
+        options: dict[str, Any] = {"is_exact": config.is_causal, "skip_first": config.is_causal, "max_rows": max_rows}
+        shared = (draws, batch, given_tokens, documents, ranks, on_rows)
+        return _estimate(rows, compute_nats, *shared, **options, times_seed=seed)
     finally:
         model.train(was_training)
 
@@ -328,11 +300,10 @@ def estimate_token_nats(
     for start in range(0, len(pairs), batch):
         part = pairs[start : start + batch]
         row, draw = torch.tensor(part).unbind(1)
-        lengths = torch.tensor([len(rows[i]) for i, _ in part])
-        width = int(lengths.max())
-        x0 = torch.tensor([[*rows[i], *[0] * (width - len(rows[i]))] for i, _ in part])
-        scored = torch.tensor([[*is_scored[i], *[False] * (width - len(rows[i]))] for i, _ in part])
-        valid = is_valid(lengths, width)
+        x0, scored = (
+            pad_sequence([torch.tensor(each[i]) for i, _ in part], batch_first=True) for each in (rows, is_scored)
+        )
+        valid = is_valid(torch.tensor([len(rows[i]) for i, _ in part]), x0.shape[1])
         if config.is_causal:
             noisy = replace(shift_tokens(x0, valid=valid), hidden=select(scored[:, 1:], torch.ones(len(part))))
         else:
@@ -375,60 +346,40 @@ def estimate_order_nll(
     """
     if model.config.is_causal or model.config.mask_id is None:
         raise ValueError("a causal model has one order, from left to right, in which its nll is exact already")
-    if tokens_a_step < 1 or draws < 1:
-        raise ValueError(f"tokens_a_step and draws must be at least 1, got {tokens_a_step} and {draws}")
-    is_random = isinstance(order, str) and order == RANDOM
-    scored = None if isinstance(order, Tensor) else _find_scored_order(order)
+    if tokens_a_step < 1:
+        raise ValueError(f"tokens_a_step must be at least 1, got {tokens_a_step}")
+    scored, is_random = None, False
+    if isinstance(order, str):
+        if order not in ORDERS:
+            raise ValueError(f"unknown order {order!r}; known: {', '.join(ORDERS)}, or a permutation of the positions")
+        scored, is_random = SCORED_ORDERS.get(order), order == RANDOM
+    elif isinstance(order, Order):
+        if order.score is None:
+            raise ValueError(f"order {order.name!r} is random: give the name {RANDOM!r}")
+        scored = order
     folded = model.fold() if scored is None else model.fold().double()
-    permutation = order if isinstance(order, Tensor) else None
-    if permutation is not None and not torch.equal(permutation.sort().values, torch.arange(permutation.numel())):
-        raise ValueError(f"a permutation has every position from 0 on once, got {permutation.tolist()}")
     draws = draws if is_random else 1
 
     def compute_nats(each: RowBatch, _: int) -> Tensor:
         if scored is not None:
             return _nats_by_score(folded, each, scored, tokens_a_step)[:, None]
-        width = each.x0.shape[1]
+        positions = torch.arange(each.x0.shape[1])
+        place = positions.expand_as(each.x0)
+        if isinstance(order, Tensor):
+            if not torch.equal(order.sort().values, positions):
+                raise ValueError(
+                    f"a permutation has all {len(positions)} positions of a row once, got {order.tolist()}"
+                )
+            place = order.argsort().expand_as(each.x0)
         nats = []
         for draw in range(draws):
             if is_random:
-                place = CounterRng.from_seed(seed, each.row).uniform(draw, width, Purpose.ORDER)
-            elif permutation is None:
-                place = torch.arange(width).expand_as(each.x0)
-            elif len(permutation) == width:
-                place = permutation.argsort().expand_as(each.x0)
-            else:
-                raise ValueError(f"the permutation is of {len(permutation)} positions, the rows have {width}")
+                place = CounterRng.from_seed(seed, each.row).uniform(draw, len(positions), Purpose.ORDER)
             nats.append(_nats_by_place(folded, each, place, tokens_a_step, batch))
         return torch.stack(nats, dim=1)
 
-    return _estimate(
-        rows,
-        compute_nats,
-        draws=draws,
-        batch=batch,
-        given_tokens=given_tokens,
-        documents=documents,
-        ranks=ranks,
-        on_rows=on_rows,
-        is_exact=not is_random,
-    )
-
-
-def _find_scored_order(order: str | Order) -> Order | None:
-    """The order by its score; None where the places are known beforehand."""
-    if isinstance(order, Order):
-        if order.score is None:
-            raise ValueError(f"order {order.name!r} is random: give the name {RANDOM!r}")
-        return order
-    if order not in ORDERS:
-        raise ValueError(f"unknown order {order!r}; known: {', '.join(ORDERS)}, or a permutation of the positions")
-    return SCORED_ORDERS.get(order)
-
-
-def count_steps(hidden: Tensor, tokens_a_step: int) -> Tensor:
-    """The number of steps of rows with so many hidden tokens."""
-    return -(-hidden // tokens_a_step)
+    shared = (draws, batch, given_tokens, documents, ranks, on_rows)
+    return _estimate(rows, compute_nats, *shared, is_exact=not is_random)
 
 
 def step_of_rank(rank: Tensor, hidden: Tensor, steps: Tensor) -> Tensor:
@@ -442,7 +393,7 @@ def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_a
     """Nats of rows (n,) whose order is known beforehand, the lowest place (n, L) first: all states at once."""
     hidden = rows.is_counted.sum(1, keepdim=True)
     rank = torch.where(rows.is_counted, place.double(), torch.inf).argsort(stable=True, dim=1).argsort(1)
-    steps = count_steps(hidden, tokens_a_step)
+    steps = -(-hidden // tokens_a_step)
     reveal = torch.where(rows.is_counted, step_of_rank(rank, hidden, steps), -1)  # given tokens and padding: before
     row = torch.repeat_interleave(torch.arange(len(place)), steps[:, 0])
     step = torch.arange(len(row)) - (steps.cumsum(0) - steps)[row, 0]
@@ -461,7 +412,7 @@ def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_a
 def _nats_by_score(model: LanguageModel, rows: RowBatch, order: Order, tokens_a_step: int) -> Tensor:
     """Nats of rows (n,) whose next positions follow from the network's own prediction, a step of all rows at a time."""
     is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
-    steps = count_steps(is_hidden.sum(1), tokens_a_step)
+    steps = -(-is_hidden.sum(1) // tokens_a_step)
     start = torch.zeros_like(steps)
     if order.steps is None and order.entropy_bound is None:
         # Rows end together: a row of fewer steps starts later, so that the steps left are the same for all.
@@ -491,21 +442,20 @@ def merge_ties(scores: Tensor, is_hidden: Tensor) -> Tensor:
     return torch.empty_like(scores).scatter_(1, place, ranked.gather(1, leader))
 
 
-def _score_hidden(
-    model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor, order: Order
-) -> tuple[Tensor, Tensor]:
-    """Score and nats of every hidden position of some rows of the batch, (n, L) each, zero elsewhere."""
+def _score_hidden(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor, order: Order) -> Tensor:
+    """Score and nats (2, n, L) of every hidden position of some rows of the batch, zero elsewhere."""
     assert order.score is not None
-    features = _compute_features(model, batch, rows, is_hidden).flatten(0, 1)
-    index = is_hidden.flatten().nonzero()[:, 0]
-    targets = batch.x0[rows].flatten()[index].to(features.device)
-    scores, losses = [], []
-    for part, logits in _compute_logits(model, features[index.to(features.device)]):
-        scores.append(order.score(logits))
-        losses.append(-logits.log_softmax(-1).gather(1, targets[part, None])[:, 0])
-    score, loss = torch.cat(scores).cpu(), torch.cat(losses).cpu()
-    scattered = [values.new_zeros(is_hidden.shape).masked_scatter_(is_hidden, values) for values in (score, loss)]
-    return scattered[0], scattered[1]
+    features = _compute_features(model, batch, rows, is_hidden)
+    is_asked = is_hidden.to(features.device)
+    targets, parts = batch.x0[rows].to(features.device)[is_asked], []
+    for i, each in enumerate(features[is_asked].split(size := MAX_LOGIT_ROWS[features.device.type])):
+        logits = model.head(each)
+        logits[:, model.config.mask_id] = -torch.inf
+        losses = -logits.log_softmax(-1).gather(1, targets[i * size : (i + 1) * size, None])[:, 0]
+        parts.append(torch.stack([order.score(logits), losses]))
+    result = features.new_zeros(2, *is_hidden.shape)
+    result[:, is_asked] = torch.cat(parts, dim=1)
+    return result.cpu()
 
 
 def _compute_features(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor) -> Tensor:
@@ -518,12 +468,3 @@ def _compute_features(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hi
     valid = None if batch.valid is None else batch.valid[rows].to(device)
     final: Tensor = model(xt.to(device), level.to(device), valid=valid).final
     return final
-
-
-def _compute_logits(model: LanguageModel, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of features (N, dim), a chunk at a time, without the mask token."""
-    size = MAX_LOGIT_ROWS[features.device.type]
-    for start in range(0, len(features), size):
-        logits = model.head(features[start : start + size])
-        logits[:, model.config.mask_id] = -torch.inf
-        yield slice(start, start + size), logits

@@ -87,11 +87,11 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("method", "rows", "options", "message"),
     [
-        ("mdlm", ROWS[:1], {}, "at least 2 rows"),
-        ("ar", ROWS, {"documents": torch.zeros(40, dtype=torch.int64)}, "at least 2 of them, got 1"),
+        ("mdlm", ROWS[:1], {}, "more than 1 rows"),
+        ("ar", ROWS, {"documents": torch.zeros(40, dtype=torch.int64)}, "more than 1 documents"),
         ("ar", ROWS, {"documents": torch.arange(39)}, "40 rows need as many document numbers"),
         ("mdlm", ROWS, {"draws": 0}, "draws and batch must be at least 1, got 0 and 32"),
-        ("mdlm", torch.zeros(4, 5, dtype=torch.int64), {"given_tokens": (0,)}, "no tokens were counted"),
+        ("mdlm", torch.zeros(4, 5, dtype=torch.int64), {"given_tokens": (0,)}, "counted tokens in 2 of 4 units, got 0"),
     ],
 )
 def test_mistakes(method: str, rows: Tensor, options: dict[str, Any], message: str) -> None:
@@ -101,8 +101,6 @@ def test_mistakes(method: str, rows: Tensor, options: dict[str, Any], message: s
 
 def test_bits_per_byte_are_all_nats_over_the_bytes() -> None:
     assert NllEstimate(2.0, 0.1, 30).bits_per_byte(100) == pytest.approx(60 / math.log(2) / 100)
-    with pytest.raises(ValueError, match="at least 1 byte"):
-        NllEstimate(2.0, 0.1, 30).bits_per_byte(0)
 
 
 def test_unigram_counts_with_one_added() -> None:
@@ -411,7 +409,7 @@ def test_what_has_no_token_is_no_unit() -> None:
     nats, tokens = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1.0, 1.0, 2.0])
     more = summarize_rows(torch.cat([nats, torch.zeros(40)]), torch.cat([tokens, torch.zeros(40)]))
     assert more.stderr == summarize_rows(nats, tokens).stderr
-    with pytest.raises(ValueError, match="counted tokens in at least 2 of 2 units"):
+    with pytest.raises(ValueError, match="counted tokens in 2 of 2 units, got 1"):
         summarize_rows(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
 
 

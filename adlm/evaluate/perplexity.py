@@ -270,8 +270,8 @@ def _recall(
         cache.flush()
         return nll
     nats, tokens = (torch.tensor(stored[name]) for name in ("row_nats", "row_tokens"))
-    nll = summarize_rows(nats, tokens, data.document_units(), draws=stored["draws"])
-    return replace(nll, noise_stderr=stored["noise_stderr"])
+    nll = summarize_rows(nats, tokens, data.document_units())
+    return replace(nll, noise_stderr=stored["noise_stderr"], draws=stored["draws"])
 
 
 def describe(nll: NllEstimate, size: int) -> dict[str, Any]:
