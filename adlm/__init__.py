@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from adlm.data.shards import open_data
     from adlm.diffusion.anchors import rare_in_sequence
     from adlm.diffusion.categorical import SamplingParams
-    from adlm.diffusion.masking import corrupt
+    from adlm.diffusion.masking import ForwardProcess, corrupt
     from adlm.diffusion.objectives import training_loss
     from adlm.diffusion.rng import CounterRng
-    from adlm.diffusion.schedules import LogLinear
     from adlm.generate import compile_for_sampling, stream_tokens
     from adlm.interop.reference import from_state_dict
     from adlm.likelihood import estimate_nll
@@ -36,10 +35,10 @@ _EXPORTS = {
     "LM": "adlm.text.lm",
     "Config": "adlm.config",
     "CounterRng": "adlm.diffusion.rng",
+    "ForwardProcess": "adlm.diffusion.masking",
     "GenerationOutput": "adlm.text.lm",
     "Hole": "adlm.text.templates",
     "LanguageModel": "adlm.models.language_model",
-    "LogLinear": "adlm.diffusion.schedules",
     "SamplingParams": "adlm.diffusion.categorical",
     "Trajectory": "adlm.trajectory",
     "build_config": "adlm.methods",
