@@ -110,7 +110,7 @@ def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
         ("model.heads=5", "5"),
         ("objective.schedule=square", "unknown schedule"),
         ("objective.anchor_rule=rarest", "unknown anchor rule"),
-        ("data.path=nowhere", "no manifest.json in nowhere"),
+        ("data.path=nowhere", "nowhere has no manifest.json"),
         ("device=cuda:99", "cuda"),
         ("resume=nowhere", "is not a checkpoint"),
         ("batch=100000000", "Reduce micro_batch"),
