@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +12,11 @@ from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.selected import SelectedLoss, selected_loss
 
 
-class ModelFeatures(Protocol):
-    """What a model computes before its heads, each (B, L, dim)."""
-
-    @property
-    def anchor(self) -> Tensor | None: ...
-
-    @property
-    def final(self) -> Tensor: ...
-
-
-class TokenConfig(Protocol):
-    """The part of a model's config that its losses need."""
-
-    @property
-    def is_causal(self) -> bool: ...
-
-    @property
-    def mask_id(self) -> int | None: ...
-
-
 class FeatureModel(Protocol):
-    """Any model that maps tokens to features and has a linear head for each stage."""
+    """Any model that maps tokens to features (.anchor or None, .final) and has a linear head for each stage."""
 
     @property
-    def config(self) -> TokenConfig: ...
+    def config(self) -> Any: ...  # with is_causal and mask_id
 
     @property
     def head(self) -> nn.Linear: ...
@@ -44,7 +24,7 @@ class FeatureModel(Protocol):
     @property
     def anchor_head(self) -> nn.Linear | None: ...
 
-    def __call__(self, tokens: Tensor, noise_level: Tensor, *, valid: Tensor | None) -> ModelFeatures: ...
+    def __call__(self, tokens: Tensor, noise_level: Tensor, *, valid: Tensor | None) -> Any: ...
 
 
 class Loss(NamedTuple):

@@ -301,4 +301,4 @@ def test_the_paper_models_are_the_methods() -> None:
             built = build_config(
                 method, "small", vocab_size=corpus.vocab_size, mask_id=corpus.mask_id, length=corpus.length
             )
-            assert planned.paper_model(corpus, method) == built
+            assert planned.build_paper_config(corpus, method) == built
