@@ -18,14 +18,15 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from rich.filesize import decimal as format_bytes
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +45,8 @@ DISK_FULL = ("No space left", "file write failed", "os error 28", "os error 27")
 
 T = TypeVar("T")
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # true of every run of one process
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -60,23 +63,21 @@ class Snapshot:
         return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.training.values()))
 
 
-def take_snapshot(
-    step: int,
-    weights: Mapping[str, Tensor],
-    training: Mapping[str, Tensor],
-    state: dict[str, Any],
-    *,
-    is_best: bool = False,
-    is_main: bool = True,
-    host_mesh: DeviceMesh | None = None,
-) -> Snapshot:
-    """Copy a run to host memory: each rank its shards, and rank 0 what every rank has."""
-    copies = {
-        name: _copy_to_host(tensor, host_mesh)
-        for name, tensor in training.items()
-        if is_main or isinstance(tensor, DTensor)
-    }
-    return Snapshot(step, gather_weights(weights, is_main=is_main), copies, state, is_best)
+def copy_to_host(
+    tensors: Mapping[str, Tensor], *, is_main: bool, host_mesh: DeviceMesh | None = None
+) -> dict[str, Tensor]:
+    """Copy tensors to host memory: every rank its shards, and rank 0 what is not sharded."""
+    copies: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            assert host_mesh is not None
+            shard = tensor.to_local().detach().to("cpu", copy=True)
+            copies[name] = DTensor.from_local(
+                shard, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        elif is_main:
+            copies[name] = tensor.detach().to("cpu", copy=True)
+    return copies
 
 
 def gather_weights(weights: Mapping[str, Tensor], *, is_main: bool = True) -> dict[str, Tensor]:
@@ -89,43 +90,29 @@ def gather_weights(weights: Mapping[str, Tensor], *, is_main: bool = True) -> di
     return gathered
 
 
-def _copy_to_host(tensor: Tensor, host_mesh: DeviceMesh | None) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
-    assert host_mesh is not None
-    shard = tensor.to_local().detach().to("cpu", copy=True)
-    return DTensor.from_local(
-        shard, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
+@dataclass
 class CheckpointWriter:
     """Writes snapshots, by default in a background thread, whose errors the next call raises."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        method: str,
-        tokenizer: Tokenizer | None,
-        *,
-        rows: str = WRAPPED,
-        keep: int = 2,
-        background: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.folder, self.config, self.method, self.tokenizer, self.rows = folder, config, method, tokenizer, rows
-        self.keep, self.background, self.group = keep, background, group
+    folder: Path
+    config: ModelConfig
+    method: str
+    tokenizer: Tokenizer | None
+    rows: str = WRAPPED
+    keep: int = 2
+    background: bool = True
+    group: dist.ProcessGroup | None = None
+    pending: Future[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.pending: Future[None] | None = None
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a snapshot after the one before it is written."""
         self.wait()
-        if self.background:
-            self.pending = self.executor.submit(self._write, snapshot)
-        else:
-            self._write(snapshot)
+        self.pending = self.executor.submit(self._write, snapshot)
+        if not self.background:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the last snapshot is on the disk, and raise the error if writing it failed."""
@@ -139,9 +126,7 @@ class CheckpointWriter:
         try:
             run_on_rank0(lambda: self._create_partial(partial, snapshot), self.group)
             writer = HuggingFaceStorageWriter(str(partial / "training"), save_distributed=True)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(snapshot.training, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            dcp.save(snapshot.training, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             run_on_rank0(lambda: self._publish(partial, final, snapshot), self.group)
         except BaseException as error:
             if self.group is None or dist.get_rank(self.group) == 0:
@@ -216,11 +201,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
     """Find the checkpoint that a run resumes from."""
-    path = folder / LATEST
-    if path.exists():
-        return path.resolve()
-    checkpoints = list_checkpoints(folder)
-    return checkpoints[-1] if checkpoints else None  # killed between the rename and the link
+    if (folder / LATEST).exists():
+        return (folder / LATEST).resolve()
+    return next(reversed(list_checkpoints(folder)), None)  # killed between the rename and the link
 
 
 def verify_checkpoint(path: Path) -> Path:
@@ -254,25 +237,19 @@ def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist
     reader = HuggingFaceStorageReader(str(path / "training"))
     saved = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
-        if name not in saved:
-            raise ValueError(f"{path.name} has no {name}: it was written with another optimizer or another model")
-        if tuple(saved[name].size) != tuple(tensor.shape):  # type: ignore[union-attr]
-            raise ValueError(f"{name} has shape {tuple(saved[name].size)} in {path.name}, {tuple(tensor.shape)} here")  # type: ignore[union-attr]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        shape = getattr(saved.get(name), "size", None)
+        if shape != tensor.shape:
+            was = "no" if shape is None else f"another shape, {tuple(shape)} instead of {tuple(tensor.shape)}, of"
+            raise ValueError(f"{path.name} has {was} {name}: it was written with another optimizer or another model")
+    dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the weights for inference, by name."""
-    file = path / "model.safetensors"
     try:
-        with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {file}") from None
+        return load_file(path / "model.safetensors")
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+        raise ValueError(f"{path / 'model.safetensors'} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -301,14 +278,11 @@ def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
     about = read_json(folder / "config.json")
     if about.get("format", 0) > MODEL_FORMAT:
         raise ValueError(f"{folder.name} has format {about['format']}, newer than {MODEL_FORMAT}: update adlm")
-    unknown = set(about["model"]) - {f.name for f in fields(ModelConfig)}
-    if unknown:
-        raise ValueError(f"{folder.name}/config.json has unknown model settings {sorted(unknown)}: update adlm")
-    model = LanguageModel(ModelConfig(**about["model"]))
     try:
+        model = LanguageModel(ModelConfig(**about["model"]))
         model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
-    except (RuntimeError, KeyError) as error:
-        raise ValueError(f"{folder}/model.safetensors does not fit its config.json: {error}") from error
+    except (TypeError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{folder}/config.json does not fit model.safetensors or this adlm: {error}") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
 
@@ -323,8 +297,7 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)
     names = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")  # not a README in it
-    sums = {name: digest for name, digest in compute_checksums(folder).items() if name in names}
-    write_json(folder / "checksums.json", sums)
+    write_json(folder / "checksums.json", {key: sha for key, sha in compute_checksums(folder).items() if key in names})
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     return folder
 
@@ -364,15 +337,6 @@ def replace_link(path: Path, target: str) -> None:
     new.symlink_to(target, target_is_directory=True)
     os.replace(new, path)
     fsync_path(path.parent)
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes with its unit."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
 
 
 def explain_write_error(error: BaseException, folder: Path, needed: int) -> BaseException:

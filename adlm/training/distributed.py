@@ -31,7 +31,6 @@ from adlm.models.transformer import Layer
 
 T = TypeVar("T")
 
-SINGLE = ParallelSettings()
 TIMEOUT = timedelta(minutes=30)  # of a collective
 
 
@@ -73,7 +72,7 @@ class DistributedContext:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return bool(self.all_reduce_sum(torch.tensor(float(flag)))) if self.world_size > 1 else flag
+        return bool(self.all_reduce_sum(torch.tensor(float(flag))))
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:
         """Run a function on rank 0; all ranks return its result, or all raise its error."""
@@ -89,8 +88,7 @@ class DistributedContext:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.host_group is not None:
-            dist.barrier(group=self.host_group)
+        self.any(False)
 
 
 @contextmanager
@@ -165,7 +163,7 @@ class ParallelModel:
         return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
 
-def parallelize(learner: LossModule, context: DistributedContext, settings: ParallelSettings = SINGLE) -> ParallelModel:
+def parallelize(learner: LossModule, context: DistributedContext, settings: ParallelSettings) -> ParallelModel:
     """Wrap a loss module for the processes of a run, and checkpoint its activations if the settings say so."""
     kind, world_size = settings.kind, context.world_size
     if kind == "auto":
@@ -184,23 +182,16 @@ def parallelize(learner: LossModule, context: DistributedContext, settings: Para
         ids = [context.device.index] if context.device.type == "cuda" else None
         wrapped = DistributedDataParallel(learner, device_ids=ids, gradient_as_bucket_view=True)
         return ParallelModel(wrapped, learner.model, kind)
-    mesh = build_mesh(context, kind, settings.shard)
+    shard = settings.shard or context.local_world_size
+    if kind == "hsdp" and world_size % shard:
+        raise ValueError(f"parallel.shard={shard} does not divide the {world_size} processes")
+    sizes = {"shard": world_size} if kind == "fsdp" else {"replicate": world_size // shard, "shard": shard}
+    build_mesh = partial(init_device_mesh, mesh_shape=tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = build_mesh(context.device.type)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     # Embedding, bridge and heads are one group, the root's: the bridge multiplies parameters of two modules.
     fully_shard(learner, mesh=mesh)
     # Created once: a mesh creates process groups.
-    is_cpu, names = mesh.device_type == "cpu", mesh.mesh_dim_names
-    host_mesh = mesh if is_cpu else init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=names)
+    host_mesh = mesh if mesh.device_type == "cpu" else build_mesh("cpu")
     return ParallelModel(learner, learner.model, kind, host_mesh)
-
-
-def build_mesh(context: DistributedContext, kind: str, shard: int | None) -> DeviceMesh:
-    """Build the device mesh: one dimension for fsdp, replicas × shards for hsdp."""
-    device, world_size = context.device.type, context.world_size
-    if kind == "fsdp":
-        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
-    shard = shard or context.local_world_size
-    if world_size % shard:
-        raise ValueError(f"parallel.shard={shard} does not divide the {world_size} processes")
-    return init_device_mesh(device, (world_size // shard, shard), mesh_dim_names=("replicate", "shard"))

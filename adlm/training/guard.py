@@ -17,15 +17,14 @@ from safetensors.torch import save_file
 
 from adlm.data.batches import Batch
 
-EXIT_REQUEUE = 75  # EX_TEMPFAIL: the run is saved, start the same command again
-EXIT_INTERRUPTED = 130
-EXIT_CODES = {signal.SIGTERM: EXIT_REQUEUE, signal.SIGUSR1: EXIT_REQUEUE, signal.SIGINT: EXIT_INTERRUPTED}
+# 75 is EX_TEMPFAIL: the run is saved, start the same command again.
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 class Diverged(RuntimeError):
-    """The loss is not finite or spiked; has the step and, where known, its batch."""
+    """The loss is not finite or spiked; has the step and its batch."""
 
-    def __init__(self, message: str, step: int, batch: Batch | None = None) -> None:
+    def __init__(self, message: str, step: int, batch: Batch) -> None:
         super().__init__(message)
         self.step, self.batch = step, batch
 
@@ -44,10 +43,11 @@ class LossGuard:
     def __init__(self, spike: float | None, window: int) -> None:
         self.spike, self.recent = spike, deque[float](maxlen=window)
 
-    def check(self, step: int, loss: float) -> None:
-        """Raise Diverged if this loss is not finite or a spike, and remember it otherwise."""
-        if not math.isfinite(loss):
-            raise Diverged(f"the loss at step {step} is {loss}", step)
+    def check(self, loss: float, gradient_norm: float, step: int, batch: Batch) -> None:
+        """Raise Diverged if the loss or the gradient is not finite or the loss spiked; remember the loss otherwise."""
+        for name, value in {"loss": loss, "gradient norm": gradient_norm}.items():
+            if not math.isfinite(value):  # of the gradient: the updated weights must not be saved
+                raise Diverged(f"the {name} at step {step} is {value}", step, batch)
         if self.spike is not None and len(self.recent) == self.recent.maxlen:
             mean, deviation = statistics.fmean(self.recent), statistics.pstdev(self.recent)
             if deviation > 0 and loss > mean + self.spike * deviation:
@@ -55,19 +55,20 @@ class LossGuard:
                     f"the loss at step {step} is {loss:.4g}, more than guard.spike={self.spike:g} standard deviations "
                     f"({deviation:.2g}) above the mean of the last {len(self.recent)} steps ({mean:.4g})",
                     step,
+                    batch,
                 )
         self.recent.append(loss)
 
 
-def save_failed_batch(folder: Path, step: int, rank: int, batch: Batch, reason: str) -> Path:
+def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:
     """Write the batch at which a run diverged to the run's folder."""
-    path = folder / "failures" / f"step-{step:08d}-process-{rank}"
+    path, batch = folder / "failures" / f"step-{error.step:08d}-process-{rank}", error.batch
     path.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": batch.tokens, "number": batch.number, "place": batch.place}
     if batch.lengths is not None:
         tensors["lengths"] = batch.lengths
     save_file({name: t.contiguous() for name, t in tensors.items()}, path / "batch.safetensors")
-    about = {"step": step, "why": reason, "state": batch.state, "total": batch.total}
+    about = {"step": error.step, "why": str(error), "state": batch.state, "total": batch.total}
     (path / "why.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
     return path
 

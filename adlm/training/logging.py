@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,7 +29,7 @@ from adlm.data.shards import PreparedData, fsync_path, write_atomically
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
 from adlm.training.distributed import DistributedContext
-from adlm.training.guard import Diverged, LossGuard
+from adlm.training.guard import LossGuard
 
 Record = dict[str, Any]
 WriteRecord = Callable[[Record], None]
@@ -51,16 +51,6 @@ class StepMetrics:
     anchor_weight: float
     batch: Batch
     stall: float  # seconds spent waiting for the dataloader
-
-    @property
-    def loss(self) -> float:
-        """The optimized loss, with the anchor term."""
-        return float(self.values[0])
-
-    @property
-    def nll(self) -> float:
-        """Nats per token, without the anchor term."""
-        return float(self.values[1])
 
 
 class MetricWindow:
@@ -84,13 +74,7 @@ class MetricWindow:
         values = torch.stack([metrics.values for metrics in self.unread]).double().cpu()
         values = self.context.all_reduce_sum(values) / self.context.world_size
         for metrics, row in zip(self.unread, values.tolist(), strict=True):
-            try:
-                self.guard.check(metrics.step, row[1])
-                if not math.isfinite(row[3]):  # the updated weights must not be saved
-                    raise Diverged(f"the gradient norm at step {metrics.step} is {row[3]}", metrics.step)
-            except Diverged as error:
-                error.batch = metrics.batch
-                raise
+            self.guard.check(row[1], row[3], metrics.step, metrics.batch)
             self.values.append(row)
         self.unread.clear()
 
@@ -102,80 +86,42 @@ class MetricWindow:
         return {name: sum(column) / len(column) for name, column in zip(STEP_METRICS, columns, strict=True)}, stall
 
 
-class MetricsFile:
-    """An append-only file of JSON lines; a resumed run first calls `cut_after` with its checkpoint's step."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self._file: TextIO | None = None
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record as one line and flush it."""
-        line = format_record(record) + "\n"
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8")
-            if self._file.tell() and not self.path.read_bytes().endswith(b"\n"):
-                self.close()
-                raise ValueError(f"{self.path} ends in an incomplete line: call cut_after(checkpoint step) first")
-        self._file.write(line)
-        self._file.flush()
-
-    def cut_after(self, step: int) -> int:
-        """Remove records after a step and an incomplete last line; return how many lines were removed."""
-        self.close()
-        if not self.path.exists():
-            return 0
-        content = self.path.read_bytes()
-        is_complete = not content or content.endswith(b"\n")
-        lines = content.count(b"\n") + (not is_complete)
-        records = [record for record in read_metrics(self.path) if record["step"] <= step]
-        if len(records) < lines or not is_complete:
-            write_atomically(self.path, "".join(format_record(record) + "\n" for record in records).encode("utf-8"))
-        return lines - len(records)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record to a file as one line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(format_record(record))
 
 
 def format_record(record: Mapping[str, Any]) -> str:
     """Format a record as one line of strict JSON: "step" first, "time" last, the other keys sorted."""
-    step = record.get("step")
-    if not isinstance(step, int) or isinstance(step, bool):
-        raise ValueError(f'a record needs "step", an int; got {step!r} in a record of {", ".join(record) or "nothing"}')
     keys = sorted(record, key=lambda key: (key != "step", key == "time", key))
-    return json.dumps({key: _to_json(record[key]) for key in keys}, allow_nan=False)
+    return json.dumps({key: _to_json(record[key]) for key in keys}, allow_nan=False) + "\n"
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Remove the records after a checkpoint's step, and a line whose write was interrupted."""
+    records = [record for record in read_metrics(path) if record["step"] <= step]
+    content = "".join(map(format_record, records)).encode("utf-8")
+    if content != path.read_bytes():
+        write_atomically(path, content)
 
 
 def read_metrics(path: Path | str) -> list[Record]:
     """Read all records of a file; an incomplete last line is left out."""
-    lines = Path(path).read_bytes().split(b"\n")
-    last = lines.pop()  # empty, or a line whose write was interrupted
+    *lines, last = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         try:
             records.append(_parse_line(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}; got {line[:80]!r}") from error
-    if last:
-        with suppress(ValueError):
-            records.append(_parse_line(last))
+    with suppress(ValueError):  # empty, or a line whose write was interrupted
+        records.append(_parse_line(last))
     return records
 
 
 def _parse_line(line: bytes) -> Record:
-    def refuse(name: str) -> float:
-        raise ValueError(f"{name} is not JSON")
-
-    record = _from_json(json.loads(line, parse_constant=refuse))
+    record = _from_json(json.loads(line))
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError('not a record: an object with "step", an int')
     return record
@@ -195,23 +141,15 @@ def _from_json(value: Any) -> Any:
 
 def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by name ("time/seconds", …), without the step."""
-    flat: dict[str, float] = {}
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}/{name}": number for name, number in flatten_record(value).items()}
-        elif key != "step" and isinstance(value, int | float):
-            flat[key] = value
-    return flat
+    flat = {**record, **{f"time/{name}": value for name, value in record.get("time", {}).items()}}
+    return {name: value for name, value in flat.items() if name != "step" and isinstance(value, int | float)}
 
 
 @contextmanager
 def open_trackers(
-    names: Sequence[str], *, folder: Path, run: str, config: Record, resumed_after: int | None = None
+    names: Sequence[str], folder: Path, run: str, config: Record, resumed_after: int | None = None
 ) -> Iterator[list[WriteRecord]]:
-    """A context with a function for each tracker that writes a record to it.
-
-    `resumed_after` is the step of the checkpoint that the run resumes from.
-    """
+    """A context with a function for each tracker that writes a record; `resumed_after` is the checkpoint's step."""
     if unknown := [name for name in names if name not in TRACKERS]:
         raise ValueError(f"unknown tracker {', '.join(unknown)}; known: {', '.join(TRACKERS)}")
     with ExitStack() as exit_stack:
@@ -274,87 +212,47 @@ def open_trackio(folder: Path, run: str, config: Record, resumed_after: int | No
 TRACKERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
 
 
-class ProgressDisplay:
-    """Loss, speed and time left: a progress bar on a terminal, lines elsewhere, nothing if `console` is None."""
-
-    def __init__(self, console: Console | None, first_step: int, steps: int) -> None:
-        self.console, self.first_step, self.steps = console, first_step, steps
-        self.start, self.last_line = time.perf_counter(), -math.inf
-        self.bar: Progress | None = None
-        if console is not None and console.is_terminal:
-            columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
-            self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-            self.task = self.bar.add_task("starting", total=steps, completed=first_step - 1)
-            self.bar.start()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def advance(self, step: int) -> None:
-        """Move the bar to a step."""
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step)
-
-    def show_metrics(self, record: Record) -> None:
-        """Show the latest means."""
-        if self.console is None:
-            return
-        times, step, mfu = record["time"], record["step"], record["time"]["mfu"]
-        speed = f"{times['tokens_per_second']:,.0f} tokens/s" + ("" if mfu is None else f", MFU {100 * mfu:.0f}%")
-        text = f"nll {record['train/nll']:.3f}  {speed}"
-        if self.bar is not None:
-            self.bar.update(self.task, description=text)
-            return
-        now = time.perf_counter()
-        if now - self.last_line >= SECONDS_BETWEEN_LINES or step >= self.steps:
-            self.last_line = now
-            seconds = (now - self.start) / max(step - self.first_step + 1, 1) * (self.steps - step)
-            left = timedelta(seconds=round(seconds))
-            self.console.print(f"step {step:>7,} of {self.steps:,}  {text}  {left} left", markup=False)
-
-    def print(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self.console is not None:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 class RunLogger:
     """Logs a run to metrics.jsonl, trackers and the terminal; every rank has one, and only rank 0 writes.
 
-    `step` and `seconds` are those of the checkpoint that the run resumes from; `exit_stack` closes what is opened here.
+    `state` is that of the checkpoint that the run resumes from; `exit_stack` closes what is opened here.
     """
 
     def __init__(
-        self,
-        config: Config,
-        shape: ModelConfig,
-        context: DistributedContext,
-        exit_stack: ExitStack,
-        *,
-        step: int,
-        seconds: float,
+        self, config: Config, shape: ModelConfig, context: DistributedContext, exit_stack: ExitStack, state: Record
     ) -> None:
-        self.config, self.context, self.seconds_before = config, context, seconds
+        self.config, self.context, self.seconds_before, step = config, context, state["seconds"], state["step"]
         self.tokens_per_step = config.batch * shape.length
         self.flops_per_token = flops_per_token(shape, length=shape.length)
         is_gpu = context.device.type == "cuda"
         self.peak_flops = peak_flops(torch.cuda.get_device_name(context.device)) if is_gpu else None
         self.start = self.last_log = time.perf_counter()
-        self.last_step, self.paused = step, 0.0  # the last logged step, and seconds not spent training since
-        folder = Path(config.folder)
-        self.metrics = exit_stack.enter_context(MetricsFile(folder / "metrics.jsonl"))
+        self.first_step = self.last_step = step  # the last logged step
+        self.paused = 0.0  # seconds not spent training since then
         self.trackers: list[WriteRecord] = []
+        folder = Path(config.folder)
+        self.path = folder / "metrics.jsonl"
         if context.is_main:
-            self.metrics.cut_after(step)
-            self.metrics.path.touch()
-            about: Record = {"folder": folder, "run": folder.name, "config": asdict(config)}
-            trackers = open_trackers(config.log.track, **about, resumed_after=step or None)
+            self.path.touch()
+            cut_metrics(self.path, step)
+            trackers = open_trackers(config.log.track, folder, folder.name, asdict(config), step or None)
             self.trackers = exit_stack.enter_context(trackers)
-        console = Console(highlight=False) if context.is_main and config.log.show else None
-        self.progress = ProgressDisplay(console, step + 1, config.steps)
-        exit_stack.callback(self.progress.close)
-        self.print = self.progress.print
+        self.console = Console(highlight=False, quiet=not (context.is_main and config.log.show))
+        self.has_bar, self.last_line = self.console.is_terminal and not self.console.quiet, -math.inf
+        columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
+        bar = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console, disable=not self.has_bar
+        )
+        self.bar = exit_stack.enter_context(bar)
+        self.task = self.bar.add_task("starting", total=config.steps, completed=step)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar to a step."""
+        self.bar.update(self.task, completed=step)
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def seconds(self) -> float:
@@ -371,7 +269,8 @@ class RunLogger:
     def log(self, record: Record) -> None:
         """Write a record to metrics.jsonl and the trackers."""
         if self.context.is_main:
-            for write in (self.metrics.write, *self.trackers):
+            append_record(self.path, record)
+            for write in self.trackers:
                 write(record)
 
     def log_step(self, metrics: StepMetrics, window: MetricWindow) -> None:
@@ -397,12 +296,22 @@ class RunLogger:
             },
         }
         self.log(record)
-        self.progress.show_metrics(record)
+        self._show_progress(record, speed, record["time"]["mfu"])
+
+    def _show_progress(self, record: Record, speed: float, mfu: float | None) -> None:
+        """Show the latest means in the bar or, without a terminal, on a line every few seconds."""
+        text = f"nll {record['train/nll']:.3f}  {speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.0%}")
+        self.bar.update(self.task, description=text)
+        now, step, steps = time.perf_counter(), record["step"], self.config.steps
+        if not self.has_bar and (now - self.last_line >= SECONDS_BETWEEN_LINES or step >= steps):
+            self.last_line = now
+            left = timedelta(seconds=round((now - self.start) / (step - self.first_step) * (steps - step)))
+            self.print(f"step {step:>7,} of {steps:,}  {text}  {left} left")
 
     def sync(self) -> None:
         """Wait until metrics.jsonl is on the disk."""
         if self.context.is_main:
-            fsync_path(self.metrics.path)
+            fsync_path(self.path)
 
 
 def describe_run(

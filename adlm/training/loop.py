@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,9 @@ class Run:
     """A finished training run."""
 
     folder: Path
+    checkpoint: Path
     step: int
     valid: dict[str, float]  # val/nll, val/ppl, val/stderr, unigram/ppl
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoints" / checkpoint.LATEST
 
 
 def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any) -> Run:
@@ -129,9 +127,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         is_bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
         precision = torch.bfloat16 if is_bfloat16 else torch.float32
         if config.batch % context.world_size:
-            raise ValueError(
-                f"batch={config.batch} rows cannot be divided among {context.world_size} processes: use a multiple"
-            )
+            raise ValueError(f"batch={config.batch} must be a multiple of the {context.world_size} processes")
         micro_batch = min(config.micro_batch or config.batch, config.batch // context.world_size)
 
         # What we train: the data, the model and its objective.
@@ -141,7 +137,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         objective = setup.build_objective(config, shape, data, on_gpu=on_gpu)
         sampler = None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
         setup.check_memory(config, shape, context, micro_batch, precision)
-        exit_stack.enter_context(setup.lock_run_folder(folder, context))
+        context.run_on_rank0(lambda: setup.lock_run_folder(folder, exit_stack))
         source = context.run_on_rank0(lambda: setup.find_resume_checkpoint(config, data_hash))
         model = LanguageModel(shape, seed=config.seed).to(device)
         if on_gpu if config.compile is None else config.compile:
@@ -183,7 +179,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             group=context.checkpoint_group,
         )
         exit_stack.callback(writer.wait)  # after an error too, a checkpoint that was started is finished
-        logger = RunLogger(config, shape, context, exit_stack, step=state["step"], seconds=state["seconds"])
+        logger = RunLogger(config, shape, context, exit_stack, state)
         logger.print(describe_run(config, shape, data, context, parallel.kind, source))
 
         def validate(metrics: StepMetrics) -> None:
@@ -211,6 +207,11 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             logger.log({"step": step, **valid, "time": {"seconds": time.perf_counter() - start}})
             logger.print(f"step {step:,}: {format_validation(valid, is_causal=shape.is_causal)}")
 
+        def write_samples(step: int) -> None:
+            gathered = checkpoint.gather_weights(weights, is_main=context.is_main)
+            sample = partial(setup.write_samples, config, shape, gathered, data.tokenizer, sampler, step, device)
+            logger.print(context.run_on_rank0(sample))
+
         def save(metrics: StepMetrics) -> None:
             window.read()  # raises Diverged before anything is saved
             step, valid = metrics.step, state["valid"]
@@ -222,16 +223,10 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             state.update(window=list(window.values), recent=list(window.guard.recent))
             logger.sync()
             writer.wait()  # at most one snapshot in host memory
-            snapshot = checkpoint.take_snapshot(
-                step,
-                weights,
-                get_training_tensors(model, optimizers),
-                dict(state),
-                is_best=is_best,
-                is_main=context.is_main,
-                host_mesh=parallel.host_mesh,
-            )
-            writer.save(snapshot)
+            inference = checkpoint.gather_weights(weights, is_main=context.is_main)
+            training = get_training_tensors(model, optimizers)
+            training = checkpoint.copy_to_host(training, is_main=context.is_main, host_mesh=parallel.host_mesh)
+            writer.save(checkpoint.Snapshot(step, inference, training, dict(state), is_best))
 
         # The loop.
         training = train_steps(
@@ -253,7 +248,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             for metrics in training:
                 step, is_last = metrics.step, metrics.step == config.steps
                 window.add(metrics)
-                logger.progress.advance(step)
+                logger.advance(step)
                 is_logged = step % config.log.every == 0 or is_last
                 if is_logged:
                     logger.log_step(metrics, window)
@@ -261,12 +256,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                     if step % config.valid.every == 0 or is_last:
                         validate(metrics)
                     if config.samples.every and (step % config.samples.every == 0 or is_last):
-                        gathered = checkpoint.gather_weights(weights, is_main=context.is_main)
-                        if context.is_main:
-                            logger.print(
-                                setup.write_samples(config, shape, gathered, data.tokenizer, sampler, step, device)
-                            )
-                        context.barrier()
+                        write_samples(step)
                     # Ranks may receive a signal at different steps: they agree at the steps that are logged.
                     can_stop = is_logged or context.world_size == 1
                     is_stopping = can_stop and context.any(stop.signal is not None)
@@ -278,17 +268,17 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                     message = f"stopped after step {step:,}, which is saved; {command} resumes the run"
                     raise Preempted(message, EXIT_CODES[stop.signal or signal.SIGTERM])
         except Diverged as error:
-            assert error.batch is not None  # noqa: PT017
-            saved = save_failed_batch(folder, error.step, context.rank, error.batch, str(error))
+            saved = save_failed_batch(folder, context.rank, error)
             raise Diverged(
                 f"{error}. The batch is in {saved}; the last checkpoint is from before. Look at those rows. A larger "
                 "guard.spike, or null, resumes in this folder; with another optimizer.lr or warmup, start a new run: "
                 f"folder=NEW, and resume={latest} to start from this checkpoint",
                 error.step,
+                error.batch,
             ) from error
         writer.wait()
         logger.print(f"step {state['step']:,} of {config.steps:,} is in {latest}")
         valid = {name: value for name, value in state["valid"].items() if name != "step"}
         if valid:  # empty if the run was already past these steps
             logger.print(f"{folder}: {format_validation(valid, is_causal=shape.is_causal)}")
-        return Run(folder, state["step"], valid)
+        return Run(folder, latest, state["step"], valid)

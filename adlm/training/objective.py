@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from adlm.data.batches import Batch
-from adlm.diffusion.anchors import AnchorRule, anchor_weight, rare_in_sequence
+from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt, shift_tokens
 from adlm.diffusion.rng import CounterRng
-from adlm.models.language_model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -22,20 +21,6 @@ class Objective:
     is_causal: bool
     peak_anchor_weight: float = 3e-3
     anchor_ramp: bool = True
-
-    @staticmethod
-    def for_model(
-        config: ModelConfig,
-        *,
-        anchor_rule: AnchorRule | None = None,
-        peak_anchor_weight: float = 3e-3,
-        anchor_ramp: bool = True,
-    ) -> Objective:
-        """Make a model's objective, by default the paper's."""
-        if anchor_rule is None and config.anchor_layers:
-            anchor_rule = rare_in_sequence(max_count=5)
-        process = ForwardProcess(config.mask_id, anchor_rule=anchor_rule)
-        return Objective(process, config.is_causal, peak_anchor_weight, anchor_ramp)
 
     def corrupt(self, batch: Batch, seed: int, step: int, tokens: Tensor | None = None) -> NoisyBatch:
         """Corrupt the batch of a step. `tokens` is what the mean is over, by default this batch's number of tokens."""

@@ -30,10 +30,8 @@ def get_lr_multiplier(step: int, steps: int, settings: OptimizerSettings = PAPER
     if settings.decay == "wsd":
         decay_steps = max(1, round(settings.decay_share * steps))
         return min(1.0, max(0, steps - step + 1) / decay_steps)
-    if settings.decay == "cosine":
-        progress = min((step - settings.warmup) / max(steps - settings.warmup, 1), 1.0)
-        return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress))
-    raise ValueError(f"optimizer.decay {settings.decay!r} is not one of constant, cosine, wsd")
+    progress = min((step - settings.warmup) / max(steps - settings.warmup, 1), 1.0)
+    return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def find_muon_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -98,13 +96,9 @@ def get_training_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> d
             for p in group["params"]:
                 state = optimizer.state[p]
                 if not state:  # before the first step
-                    state.update(_initial_state(optimizer, p.detach()))
+                    keys = ("momentum_buffer",) if isinstance(optimizer, Muon) else ("exp_avg", "exp_avg_sq")
+                    if isinstance(optimizer, AdamW):
+                        state["step"] = torch.zeros((), device=p.device)
+                    state.update({key: torch.zeros_like(p.detach()) for key in keys})
                 tensors |= {f"optimizer.{names[p]}.{key}": value for key, value in state.items()}
     return tensors
-
-
-def _initial_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    if isinstance(optimizer, Muon):
-        return {"momentum_buffer": torch.zeros_like(parameter)}
-    step = torch.zeros((), device=parameter.device)
-    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}

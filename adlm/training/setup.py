@@ -8,16 +8,15 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal as format_bytes
 from torch import Tensor
 
 from adlm import checkpoint, methods
-from adlm.checkpoint import format_bytes
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, StreamedRows, is_valid
 from adlm.data.shards import PreparedData, ShardedRows, open_data
@@ -37,18 +36,16 @@ from adlm.training.objective import Objective
 
 def open_data_on_all_ranks(config: Config, context: DistributedContext) -> PreparedData:
     """Open the prepared data; its checksums are compared once per node, and all ranks must see the same data."""
-    opened: dict[str, Any] = {"error": None, "data": None}
-    data = None
+    data, error = None, ""
     try:
         data = open_data(config.data.path, verify=config.data.verify and context.local_rank == 0)
-        opened["data"] = data.manifest["settings_sha256"]
-    except (ValueError, OSError) as error:  # raised below, on all ranks
-        opened["error"] = str(error)
-    ranks = context.all_gather(opened)
+    except (ValueError, OSError) as caught:  # raised below, on all ranks
+        error = str(caught)
+    ranks = context.all_gather({"error": error, "data": data and data.manifest["settings_sha256"]})
     errors = [rank["error"] for rank in ranks if rank["error"]]
-    if errors or data is None:
+    if data is None or errors:
         raise ValueError(errors[0])
-    if any(rank["data"] != opened["data"] for rank in ranks):
+    if len({rank["data"] for rank in ranks}) > 1:
         raise ValueError(f"the processes see different data in {config.data.path}: copy it again to every node")
     return data
 
@@ -67,10 +64,9 @@ def open_stream(config: Config) -> Source | None:
 def hash_data(data: PreparedData, stream: Source | None) -> str:
     """Identify the rows that a run trains on: a run resumes only on the same."""
     key = str(data.manifest["settings_sha256"])
-    if stream is None:
-        return key
-    identity = json.dumps([key, stream.identity], sort_keys=True)
-    return hashlib.sha256(identity.encode("utf-8")).hexdigest()
+    if stream is not None:
+        key = hashlib.sha256(json.dumps([key, stream.identity], sort_keys=True).encode("utf-8")).hexdigest()
+    return key
 
 
 def open_valid_rows(data: PreparedData) -> ShardedRows:
@@ -99,18 +95,11 @@ def build_dataloader(
     config: Config, data: PreparedData, stream: Source | None, context: DistributedContext
 ) -> ShuffledBatches | StreamedBatches:
     """Build the iterator over this rank's part of every batch."""
-    ranks: dict[str, Any] = {"seed": config.seed, "rank": context.rank, "size": context.world_size}
+    options: dict[str, Any] = {"seed": config.seed, "rank": context.rank, "size": context.world_size}
     if stream is None:
-        return ShuffledBatches(data.rows("train"), config.batch, workers=config.data.workers, **ranks)
-    rows = StreamedRows(
-        stream,
-        data.tokenizer,
-        data.length,
-        config.batch // context.world_size,
-        is_wrapped=not data.is_padded,
-        block=config.data.shuffle,
-        **ranks,
-    )
+        return ShuffledBatches(data.rows("train"), config.batch, workers=config.data.workers, **options)
+    options |= {"is_wrapped": not data.is_padded, "block": config.data.shuffle}
+    rows = StreamedRows(stream, data.tokenizer, data.length, config.batch // context.world_size, **options)
     return StreamedBatches(rows, config.batch, workers=config.data.workers)
 
 
@@ -131,14 +120,8 @@ def build_model_config(config: Config, data: PreparedData) -> ModelConfig:
         changes["cond_dim"] = None
     if not methods.look_up(methods.METHODS, config.method, "method").two_stages and changes.pop("anchor_layers", 0):
         raise ValueError(f"model.anchor_layers: {config.method} has one stage; set model.denoiser_layers instead")
-    return methods.build_config(
-        config.method,
-        config.model.preset,
-        vocab_size=data.vocab_size,
-        mask_id=data.mask_id,
-        length=data.length,
-        **changes,
-    )
+    changes |= {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
+    return methods.build_config(config.method, config.model.preset, **changes)
 
 
 def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool) -> Objective:
@@ -215,10 +198,10 @@ def check_memory(
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_cuda=is_cuda,
     )
-    available = get_available_memory(context.device)
     processes = 1 if is_cuda else context.local_world_size  # that share this memory
-    if config.memory_check and available is not None and needed.total * processes > available:
-        total, activations = needed.total * processes, (needed.activations + needed.head) * processes
+    total, activations = needed.total * processes, (needed.activations + needed.head) * processes
+    available = get_available_memory(context.device)
+    if config.memory_check and available is not None and total > available:
         raise MemoryError(
             f"a step of {rows} × {model.length} tokens takes about {format_bytes(total)} (activations "
             f"{format_bytes(activations)}), and {format_bytes(available)} are free on {context.device}. Reduce "
@@ -232,12 +215,10 @@ def get_available_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-    except (OSError, ValueError):
+        text = Path("/proc/meminfo").read_text("utf-8")
+    except OSError:  # not Linux
         return None
-    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-    return min([max(pages, free.get("MemAvailable", 0)), *read_container_limit()])
+    return min([1024 * int(text.split("MemAvailable:")[1].split()[0]), *read_container_limit()])
 
 
 def read_container_limit() -> list[int]:
@@ -250,34 +231,26 @@ def read_container_limit() -> list[int]:
     return [] if limit == "max" else [max(0, int(limit) - int(used))]
 
 
-@contextmanager
-def lock_run_folder(folder: Path, context: DistributedContext) -> Iterator[None]:
-    """A context in which no other process can train in the folder; the lock ends with the process."""
-    with ExitStack() as exit_stack:
+def lock_run_folder(folder: Path, exit_stack: ExitStack) -> None:
+    """Lock the folder, so that no other process trains in it, until the exit stack or the process ends."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder={folder} is a file: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.name == "posix":
+        import fcntl
 
-        def lock() -> None:
-            import fcntl
-
-            if folder.exists() and not folder.is_dir():
-                raise ValueError(f"folder={folder} is a file: choose another folder")
-            folder.mkdir(parents=True, exist_ok=True)
-            file = exit_stack.enter_context((folder / ".lock").open("w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"another process trains in {folder}: wait for it, or choose another folder") from None
-
-        if os.name == "posix":
-            context.run_on_rank0(lock)
-        yield
+        file = exit_stack.enter_context((folder / ".lock").open("w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process trains in {folder}: wait for it, or choose another folder") from None
 
 
 def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
     """Find and verify the checkpoint to resume from; None for a new run."""
-    folder = Path(config.folder)
-    checkpoints = folder / "checkpoints"
-    latest = checkpoint.find_latest_checkpoint(checkpoints)
-    path = latest if config.resume == "auto" else Path(config.resume).resolve()
+    folder, checkpoints = Path(config.folder), Path(config.folder) / "checkpoints"
+    is_auto = config.resume == "auto"
+    path = checkpoint.find_latest_checkpoint(checkpoints) if is_auto else Path(config.resume).resolve()
     if path is None:
         return None
     if not path.is_dir():
@@ -296,18 +269,17 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
             f"{folder} was trained on other data than {config.data.path} (another text, tokenizer or length): resume "
             "with the same data, or choose another folder"
         )
-    if config.resume != "auto" and path.parent == checkpoints.resolve():
-        _set_aside_later(checkpoints, path)
+    if not is_auto and path.parent == checkpoints.resolve():
+        go_back(checkpoints, path)
     return path
 
 
-def _set_aside_later(checkpoints: Path, path: Path) -> None:
-    """Rename the checkpoints after the one that the run goes back to, and point `latest` to it."""
+def go_back(checkpoints: Path, path: Path) -> None:
+    """Rename the checkpoints after one, and point `latest` to it."""
     for later in checkpoint.list_checkpoints(checkpoints):
         if later.name > path.name:
             aside = checkpoints / f"set-aside-{later.name}"
-            if aside.exists():  # from going back before
-                shutil.rmtree(aside)
+            shutil.rmtree(aside, ignore_errors=True)  # from going back before
             os.rename(later, aside)
     best = checkpoints / checkpoint.BEST
     if best.is_symlink() and not best.exists():

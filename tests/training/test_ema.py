@@ -14,47 +14,47 @@ class Pair(nn.Module):
         self.p0, self.p1 = nn.Parameter(first.clone()), nn.Parameter(second.clone())
 
 
-def build():
-    golden = arrays("ema")
-    return golden, Pair(golden["p0_init"], golden["p1_init"])
+GOLDEN, DECAYS = arrays("ema"), facts("ema")["effective_decay"]
 
 
-def updates(golden):
-    return len(facts("ema")["effective_decay"])
+def build() -> Pair:
+    return Pair(GOLDEN["p0_init"], GOLDEN["p1_init"])
 
 
-def test_the_shadow_follows_the_authors():
-    golden, model = build()
+def set_weights(model: Pair, step: int) -> None:
+    with torch.no_grad():
+        model.p0.copy_(GOLDEN[f"param0_{step}"])
+
+
+def test_the_shadow_follows_the_authors() -> None:
+    model = build()
     ema = EMA(model, decay=facts("ema")["decay"])
-    torch.testing.assert_close(ema.shadow["p0"], golden["p0_init"], atol=0, rtol=0)
-    for i in range(updates(golden)):
-        with torch.no_grad():
-            model.p0.copy_(golden[f"param0_{i}"])
+    torch.testing.assert_close(ema.shadow["p0"], GOLDEN["p0_init"], atol=0, rtol=0)
+    for i in range(len(DECAYS)):
+        set_weights(model, i)
         ema.update(model)
-        torch.testing.assert_close(ema.shadow["p0"], golden[f"shadow0_{i}"], atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(ema.shadow["p1"], golden["p1_init"])  # what does not move stays
-    assert ema.updates == updates(golden)
+        torch.testing.assert_close(ema.shadow["p0"], GOLDEN[f"shadow0_{i}"], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(ema.shadow["p1"], GOLDEN["p1_init"])  # what does not move stays
+    assert ema.updates == len(DECAYS)
 
 
-def test_the_warm_up_is_one_plus_n_over_ten_plus_n():
-    """A shadow of zero and a parameter of one: what is left is the product of the decays."""
+def test_the_warm_up_ends_at_the_decay() -> None:
+    """An average of zero and a parameter of one: what is left is the product of the decays."""
     model = Pair(torch.zeros(1), torch.zeros(1))
     ema, left = EMA(model, decay=0.5), 1.0
     with torch.no_grad():
         model.p0.fill_(1.0)
-    expected = [*facts("ema")["effective_decay"][:7], 0.5, 0.5, 0.5]  # 0.18, 0.25, … until the decay itself
-    for decay in expected:
+    for decay in [*DECAYS[:7], 0.5, 0.5, 0.5]:  # 0.18, 0.25, … until the decay itself
         ema.update(model)
         left *= min(decay, 0.5)
         assert float(1 - ema.shadow["p0"]) == pytest.approx(left, abs=1e-6)
 
 
-def test_saved_and_resumed_it_goes_on_as_if_nothing_happened():
-    golden, model = build()
+def test_a_resumed_average_is_the_average() -> None:
+    model = build()
     straight, halved = EMA(model), EMA(model)
-    for i in range(updates(golden)):
-        with torch.no_grad():
-            model.p0.copy_(golden[f"param0_{i}"])
+    for i in range(len(DECAYS)):
+        set_weights(model, i)
         if i == 5:
             shadow, count = {name: v.clone() for name, v in halved.shadow.items()}, halved.updates
             halved = EMA(Pair(torch.ones(3), torch.ones(2, 2)))
@@ -66,9 +66,9 @@ def test_saved_and_resumed_it_goes_on_as_if_nothing_happened():
         assert torch.equal(halved.shadow[name], value)
 
 
-def test_the_average_is_swapped_in_and_out():
+def test_the_average_is_swapped_in_and_out() -> None:
     """Frozen parameters are not averaged and do not change."""
-    _, model = build()
+    model = build()
     model.p1.requires_grad_(False)
     ema = EMA(model)
     assert set(ema.shadow) == {"p0"}

@@ -85,7 +85,7 @@ def test_two_processes_are_one(shape: str, kind: str) -> None:
     ("name", "said"),
     [
         ("muon", "optimizer.name=muon needs whole matrices"),
-        ("odd", "batch=7 rows cannot be divided among 2 processes"),
+        ("odd", "batch=7 must be a multiple of the 2 processes"),
         ("none", "parallel.kind=none, but torchrun started 2 processes"),
         ("shard", "parallel.shard=3 does not divide the 2 processes"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from adlm.checkpoint import find_latest_checkpoint, load_model, read_json, read_state, write_json
 from adlm.data.shards import hash_file
 from adlm.methods import METHODS
-from adlm.training.logging import ProgressDisplay
+from adlm.training.logging import RunLogger
 from tests.training.runs import assert_same, curve, data, ended, in_process, run, tensors, until
 
 
@@ -23,12 +23,12 @@ class Crash(Exception):
 def crash_at(step: int) -> Iterator[None]:
     """The process ends, as it were, in the middle of a step."""
 
-    def stop(self: ProgressDisplay, now: int) -> None:
+    def stop(self: RunLogger, now: int) -> None:
         if now == step:
             raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProgressDisplay, "advance", stop)
+        patch.setattr(RunLogger, "advance", stop)
         with pytest.raises(Crash):
             yield
 

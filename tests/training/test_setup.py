@@ -59,7 +59,7 @@ def test_data_without_held_out_rows(tmp_path: Path) -> None:
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "read_container_limit", lambda: [2**19])
-    with pytest.raises(MemoryError, match=r"512 KiB are free.*micro_batch"):
+    with pytest.raises(MemoryError, match=r"524.3 kB are free.*micro_batch"):
         run(tmp_path / "run")
     assert run(tmp_path / "run", "memory_check=false", "steps=1").step == 1
 
