@@ -260,9 +260,9 @@ def estimate_nll(
             if config.is_causal:
                 noisy = shift_tokens(each.x0, valid=each.valid if is_given is None else each.is_counted)
             else:
-                rng, index = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
-                place = {"index": index, "total": count}
-                noisy = corrupt(each.x0, process, rng, draw, **place, valid=each.valid, is_fixed=is_given)
+                rng, at = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
+                masks = {"valid": each.valid, "is_fixed": is_given}
+                noisy = corrupt(each.x0, process, rng, draw, index=at, total=count, **masks)
             noisy = noisy.to(device)
             loss = loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
             nats.append(loss.row_nll.double().cpu() * has_counted)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from adlm.evaluate.results import EvalResult, ProgressCallback, Table
+    from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
 BARS = " ▁▂▃▄▅▆▇█"
-MIN_TEXT_WIDTH = 10  # columns of text fold down to this; optional columns are dropped where that is not enough
+MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first, then to the second
+UNLIMITED_WIDTH = 10_000
 
 Value = TypeVar("Value", str, int, float)
 
@@ -27,14 +29,9 @@ def status_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-@contextmanager
-def json_stdout(is_json: bool) -> Iterator[None]:
+def json_stdout(is_json: bool) -> AbstractContextManager[object]:
     """Context manager: with JSON requested, everything else that is printed goes to stderr."""
-    if not is_json:
-        yield
-        return
-    with redirect_stdout(sys.stderr):
-        yield
+    return redirect_stdout(sys.stderr) if is_json else nullcontext()
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -58,40 +55,45 @@ def join_texts(texts: Sequence[str]) -> bytes:
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
-    """Print a table; numbers never wrap, and optional columns are left out where the terminal is too narrow."""
+    """Print a table; numbers are never cut.
+
+    On a narrow terminal optional columns are left out and, where that is not enough, errors go below their values.
+    """
     from rich.markup import escape
     from rich.table import Table as RichTable
 
     console = console or Console(highlight=False)
-    rows, names = table.format_rows(), [column.name for column in table.columns]
-    widths = [max(map(len, (part for cell in cells for part in cell.split("\n")))) for cells in zip(names, *rows)]
-    shown = list(range(len(names)))
-
-    def min_width() -> int:
-        text_widths = [min(widths[i], MIN_TEXT_WIDTH) if table.columns[i].is_text else widths[i] for i in shown]
-        return sum(text_widths) + 3 * len(shown) + 1
-
-    if console.is_terminal:
-        for i in [i for i in reversed(shown) if table.columns[i].is_optional]:
-            if min_width() > console.width:
-                shown.remove(i)
-    else:
-        console = Console(highlight=False, width=sum(widths) + 3 * len(shown) + 1, file=console.file)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=UNLIMITED_WIDTH, file=console.file)
+    columns, lines = table.columns, [[column.name for column in table.columns], *table.format_rows()]
+    widths = fit_columns(columns, lines, MIN_TEXT_WIDTHS[0], console.width)
+    if sum(widths.values()) >= console.width:
+        for i in (i for i, column in enumerate(columns) if not column.is_text):
+            for line in lines:
+                line[i] = re.sub(r" (?=[±(])|(?<=/)", "\n", line[i])
+        fits = [fit_columns(columns, lines, min_text, console.width) for min_text in MIN_TEXT_WIDTHS]
+        widths = next((each for each in fits if sum(each.values()) < console.width), fits[-1])
     grid = RichTable(title=escape(table.title) or None, title_justify="left")
-    for i in shown:
-        is_text = table.columns[i].is_text
-        grid.add_column(
-            escape(names[i]),
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,
-            min_width=min(widths[i], MIN_TEXT_WIDTH) if is_text else widths[i],
-            overflow="fold",
-        )
-    for row in rows:
-        grid.add_row(*(escape(row[i]) for i in shown))
-    console.print(grid, width=max(min(console.width, sum(widths) + 3 * len(names) + 1), min_width()), crop=False)
+    for i, width in widths.items():
+        side, name = "left" if columns[i].is_text else "right", escape(lines[0][i])
+        grid.add_column(name, justify=side, no_wrap=not columns[i].is_text, min_width=width - 3, overflow="fold")  # type: ignore[arg-type]
+    for line in lines[1:]:
+        grid.add_row(*(escape(line[i]) for i in widths))
+    console.print(grid, width=max(console.width, sum(widths.values()) + 1), crop=False)
     for note in table.notes:
         console.print(note, style="dim", markup=False, soft_wrap=True)
+
+
+def fit_columns(columns: Sequence[Column], lines: Sequence[list[str]], min_text: int, room: int) -> dict[int, int]:
+    """The columns that fit, with their least widths; optional ones are left out from the right."""
+    widths = {}
+    for i, cells in enumerate(zip(*lines)):
+        width = max(map(len, "\n".join(cells).split("\n")))
+        widths[i] = 3 + (min(width, min_text) if columns[i].is_text else width)
+    for i in reversed(list(widths)):
+        if columns[i].is_optional and sum(widths.values()) >= room:
+            del widths[i]
+    return widths
 
 
 def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None, paths: Sequence[Path] = ()) -> None:
@@ -190,10 +192,9 @@ def read_text_file(name: str) -> str:
     """Read a UTF-8 file, or stdin for `-`, without the line end at its end."""
     try:
         content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        text = content.decode("utf-8")
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({error.strerror}): give a file of text, or - for stdin") from error
-    try:
-        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         source = "stdin" if name == "-" else name
         raise ValueError(f"{source} is not UTF-8 at byte {error.start}: convert it first") from error

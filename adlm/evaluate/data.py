@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from adlm.data.batches import RowDataset
+from adlm.data.batches import RowDataset, TensorRows
 from adlm.data.packing import Framing, PackedRows, Packer
-from adlm.data.prepare import ROW_LAYOUTS, PrepareProgress, find_named_corpus
+from adlm.data.prepare import ROW_LAYOUTS, find_named_corpus
 from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
@@ -59,12 +59,13 @@ def load_eval_data(
     split: str | None = None,
     workers: int = 1,
     limit: int | None = None,
-    on_progress: Callable[[PrepareProgress], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvalDataset:
     """Load the rows of a file, a folder, a named dataset (also NAME:PATH), a Hub dataset or prepared data.
 
     By default the split is the held-out one, and rows are those of the named dataset, else wrapped. `limit` takes only
-    the first rows. Prepared data keeps its own rows, which may be shorter than `length`.
+    the first rows. Prepared data keeps its own rows, which may be shorter than `length`. `on_progress` is called with
+    the bytes read and all bytes (0: unknown).
     """
     if rows is not None and rows not in ROW_LAYOUTS:
         raise ValueError(f"rows must be one of {', '.join(ROW_LAYOUTS)}, got {rows!r}")
@@ -88,45 +89,28 @@ def load_eval_data(
     layout = rows or (corpus.rows if corpus else "wrapped")
     opened = open_source(source, split=split)
     packing = EvalPacker(Packer(framing, is_wrapped=layout == "wrapped"), tokenizer, limit)
-    _tokenize(opened, packing, split, workers, on_progress or (lambda _: None))
-    if not packing.row_count:
-        remedy = "use rows=documents (one document a row, padded), " if packing.documents > 1 else "use "
+    _tokenize(opened, packing, workers, on_progress)
+    if not packing.parts:
+        documents = len(packing.unknown)
+        remedy = "use rows=documents (one document a row, padded), " if documents > 1 else "use "
         raise ValueError(
-            f"{opened.name} fills no row of {length} tokens: it has {packing.tokens:,} tokens in {packing.documents:,} "
-            f"documents, and a wrapped row takes {length - 2:,}; {remedy}a smaller length, or more text"
+            f"{opened.name} fills no row of {length} tokens: it has {packing.tokens:,} tokens in {documents:,} "
+            f"documents; {remedy}a smaller length, or more text"
         )
-    settings = {
-        "source": opened.name,
-        "identity": opened.identity,
-        "split": split,
-        "detokenizer": opened.identity.get("detokenizer"),
-        "stand_in": opened.identity.get("stand_in"),
-        "rows": layout,
-        "length": length,
-        "tokenizer": tokenizer.name,
-        "tokenizer_sha256": tokenizer.sha256,
-        "limit": limit,
-        "bytes_are": "of the text, detokenized" if opened.identity.get("detokenizer") else "of the text",
-        **packing.count_losses(),
-    }
+    settings = {"source": opened.name, "identity": opened.identity, "split": split, "rows": layout, "length": length}
+    settings |= {"limit": limit, "bytes_are": "of the text"} | packing.count_losses()
+    if opened.identity.get("detokenizer"):
+        settings["bytes_are"] = "of the text, detokenized"
     return _describe_rows(packing.collect_rows(), tokenizer, packing.bytes, settings)
 
 
-@dataclass(frozen=True)
-class CompactRows:
-    """Rows in memory, in the smallest integer type that holds their ids."""
-
-    tokens: NDArray[Any]  # (n, L)
-    lengths: NDArray[np.int64] | None
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+class CompactRows(TensorRows):
+    """Rows in memory, in half the bytes."""
 
     def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (n, L) and lengths (n,) of some rows."""
-        index = torch.as_tensor(indices, dtype=torch.int64).numpy()
-        lengths = None if self.lengths is None else torch.from_numpy(self.lengths[index])
-        return torch.from_numpy(self.tokens[index].astype(np.int64)), lengths
+        tokens, lengths = super().fetch(indices)
+        return tokens.long(), lengths
 
 
 @dataclass
@@ -137,15 +121,13 @@ class EvalPacker:
     tokenizer: Tokenizer
     limit: int | None
     parts: list[PackedRows] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)  # marks <unk> in each document fed so far
     row_count: int = 0
-    documents: int = 0  # fed so far
-    tokens: int = 0  # of the text so far
-    bytes: int = 0  # of the text that the rows hold
+    tokens: int = 0  # fed so far
     bytes_fed: int = 0
+    bytes: int = 0  # of the text that the rows hold
     documents_cut: int = 0
     tokens_cut: int = 0
-    unknown: int = 0  # marks <unk> in the documents that the rows hold something of
-    unknown_pending: list[int] = field(default_factory=list)  # marks <unk> in documents since the last row's end
 
     @property
     def is_full(self) -> bool:
@@ -154,22 +136,18 @@ class EvalPacker:
 
     def feed(self, chunk: TokenizedChunk, texts: list[str]) -> None:
         """Add a chunk of documents."""
-        packed = self.packer.feed(*chunk)
-        if self.limit is not None and self.row_count + len(packed.rows) > self.limit:
+        packed, first = self.packer.feed(*chunk), len(self.unknown)
+        if self.limit is not None:
             keep = self.limit - self.row_count
             lengths = None if packed.lengths is None else packed.lengths[:keep]
             packed = PackedRows(packed.rows[:keep], lengths, packed.ends[:keep])
-        first, self.documents = self.documents, self.documents + len(texts)
         self.tokens += len(chunk.ids)
-        self.unknown_pending += [text.count(UNKNOWN) for text in texts]
+        self.unknown += [text.count(UNKNOWN) for text in texts]
         if len(packed.rows):
             self.parts.append(packed)
             self.row_count += len(packed.rows)
-            whole, inside, _ = packed.ends[-1].tolist()
-            used = whole + (inside > 0) - (self.documents - len(self.unknown_pending))
-            self.unknown += sum(self.unknown_pending[:used])
-            self.unknown_pending = self.unknown_pending[used:]
             if packed.lengths is None:
+                whole, inside, _ = packed.ends[-1].tolist()
                 self.bytes = self.bytes_fed + int(chunk.sizes[: whole - first].sum())
                 if inside:
                     self.bytes += self._count_prefix_bytes(texts[whole - first], inside)
@@ -190,40 +168,36 @@ class EvalPacker:
 
     def collect_rows(self) -> CompactRows:
         """All rows."""
+        rows = np.concatenate([part.rows for part in self.parts]).astype(np.int32)
         lengths = [part.lengths for part in self.parts if part.lengths is not None]
         return CompactRows(
-            np.concatenate([part.rows for part in self.parts]),
-            np.concatenate(lengths).astype(np.int64) if lengths else None,
+            torch.from_numpy(rows), torch.from_numpy(np.concatenate(lengths)).long() if lengths else None
         )
 
     def count_losses(self) -> dict[str, Any]:
         """Documents and tokens used and dropped; None where a limit ended the reading and they are not known."""
         whole, inside, _ = self.parts[-1].ends[-1].tolist()
         used, is_wrapped = whole + (inside > 0), self.packer.is_wrapped
-        dropped = (self.documents - used, len(self.packer.carry)) if is_wrapped else (0, self.tokens_cut)
+        dropped = (len(self.unknown) - used, len(self.packer.carry)) if is_wrapped else (0, self.tokens_cut)
         return {
             "documents": used,
             "documents_cut": int(inside > 0) if is_wrapped else self.documents_cut,
             "documents_dropped": None if self.is_full else dropped[0],
             "tokens_dropped": None if self.is_full and is_wrapped else dropped[1],
-            "unk_marks": self.unknown,
+            "unk_marks": sum(self.unknown[:used]),
         }
 
 
-def _tokenize(
-    source: Source, packing: EvalPacker, split: str, workers: int, on_progress: Callable[[PrepareProgress], None]
-) -> None:
+def _tokenize(source: Source, packing: EvalPacker, workers: int, on_progress: Callable[[int, int], None]) -> None:
     """Feed the packer until the source ends or the limit is reached."""
-    started, tokenizer = time.perf_counter(), packing.tokenizer
+    tokenizer = packing.tokenizer
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         with TokenizerPool(Path(folder) / "tokenizer.json", choose_dtype(tokenizer.vocab_size), workers) as pool:
             chunks = ((texts, (texts, consumed)) for texts, consumed in chunk_documents(source.read()))
             for chunk, (texts, consumed) in pool.tokenize(chunks):
                 packing.feed(chunk, texts)
-                seconds = time.perf_counter() - started
-                done = (packing.bytes_fed, packing.tokens, packing.row_count, packing.documents)
-                on_progress(PrepareProgress(split, consumed, source.total_bytes, *done, seconds))
+                on_progress(consumed, source.total_bytes or 0)
                 if packing.is_full:
                     break
 
@@ -251,42 +225,17 @@ def _load_prepared(
     if not len(every):
         raise ValueError(f"{folder} has no rows in {split}: prepare it again with a --valid-share above 0")
     is_whole = limit is None or limit >= len(every)
-    kept: RowDataset = every if limit is None or is_whole else RowPrefix(every, limit)
-    text_bytes = manifest["bytes"]
-    if not is_whole:
-        text_bytes = round(
-            text_bytes * (count_text_tokens(kept, tokenizer) / max(1, count_text_tokens(every, tokenizer)))
-        )
-    settings = {
-        "source": str(folder),
-        "identity": data.manifest["source"],
-        "prepared": data.manifest["settings_sha256"],
-        "split": split,
-        "detokenizer": data.manifest["source"].get("detokenizer"),
-        "stand_in": data.manifest["source"].get("stand_in"),
-        "rows": layout,
-        "length": data.length,
-        "tokenizer": tokenizer.name,
-        "tokenizer_sha256": tokenizer.sha256,
-        "limit": limit,
-        "bytes_are": "the folder's" if is_whole else "a share of the folder's, by tokens",
-    }
+    kept, text_bytes = every, manifest["bytes"]
+    if limit is not None and not is_whole:
+        starts = accumulate((count for _, count in every.shards), initial=0)
+        shards = ((file, min(count, limit - start)) for (file, count), start in zip(every.shards, starts))
+        kept = replace(every, shards=tuple(each for each in shards if each[1] > 0))
+        share = count_text_tokens(kept, tokenizer) / max(1, count_text_tokens(every, tokenizer))
+        text_bytes = round(text_bytes * share)
+    settings = {"source": str(folder), "identity": data.manifest["source"], "split": split, "rows": layout}
+    settings |= {"prepared": data.manifest["settings_sha256"], "length": data.length, "limit": limit}
+    settings["bytes_are"] = "the folder's" if is_whole else "a share of the folder's, by tokens"
     return _describe_rows(kept, tokenizer, text_bytes, settings)
-
-
-@dataclass(frozen=True)
-class RowPrefix:
-    """The first `count` rows of a dataset."""
-
-    every: RowDataset
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens (n, L) and lengths (n,) of some rows."""
-        return self.every.fetch(indices)
 
 
 def iterate_rows(rows: RowDataset) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -340,6 +289,10 @@ def number_documents(rows: RowDataset, tokenizer: Tokenizer, *, is_wrapped: bool
 
 def _describe_rows(rows: RowDataset, tokenizer: Tokenizer, text_bytes: int, settings: dict[str, Any]) -> EvalDataset:
     """The dataset of rows, with their hash and documents computed."""
+    if text_bytes < 1:
+        raise ValueError(f"{settings['source']} has {len(rows)} rows without any text: give another text")
     documents = number_documents(rows, tokenizer, is_wrapped=settings["rows"] == "wrapped")
-    settings = {**settings, "row_count": len(rows), "text_bytes": text_bytes}
+    settings |= {name: settings["identity"].get(name) for name in ("detokenizer", "stand_in")}
+    settings |= {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256}
+    settings |= {"row_count": len(rows), "text_bytes": text_bytes}
     return EvalDataset(rows, documents, text_bytes, hash_rows(rows), settings)

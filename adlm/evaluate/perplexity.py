@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adlm.data.prepare import PrepareProgress
 from adlm.diffusion.masking import MIN_TIME
 from adlm.evaluate.cache import Cache, hash_settings, open_cache
 from adlm.evaluate.data import EvalDataset, RowLayout, count_row_bytes, load_eval_data
@@ -39,7 +38,7 @@ KINDS = {
     "unmasking_bound": "{order} order",
 }
 MIN_UNITS = 20  # documents or rows: fewer give a poor standard error
-Loader = Callable[[str, LM, Callable[[PrepareProgress], None]], EvalDataset]
+Loader = Callable[[str, LM, Callable[[int, int], None]], EvalDataset]
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def perplexity(
     batch: int = 32,
     seed: int = 0,
     workers: int = 1,
-    out: Path | None = None,
+    out: str | Path | None = None,
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
@@ -104,19 +103,17 @@ def perplexity(
     """
     lms, texts = list_models(models), data if isinstance(data, Mapping) else {str(data): data}
     settings = NllSettings(draws, seed, steps, order, tokens_a_step, count, attend_padding)
-
     selection: dict[str, Any] = {"rows": rows, "split": split, "limit": limit}
 
-    def load(name: str, lm: LM, on_read: Callable[[PrepareProgress], None]) -> EvalDataset:
+    def load(name: str, lm: LM, on_read: Callable[[int, int], None]) -> EvalDataset:
         options = selection | {"workers": workers, "on_progress": on_read}
         return load_eval_data(texts[name], lm.tokenizer, length or lm.model.config.length, **options)
 
-    estimates = measure_texts(
-        lms, texts, load, settings, length=length, batch=batch, out=out, context=context, on_progress=on_progress
-    )
+    same: dict[str, Any] = {"batch": batch, "out": out, "context": context, "on_progress": on_progress}
+    estimates = measure_texts(lms, texts, load, settings, length=length, **same)
     differences, entries = pair_models(estimates), [each.entry for each in estimates]
     provenance = collect_provenance(lms[0].device, processes=1 if context is None else context.world_size)
-    warnings = group_warnings({id(each.entry): list_warnings(each) for each in estimates}, entries, "data")
+    warnings = group_warnings([list_warnings(each) for each in estimates], entries, "data")
     tables = [tabulate(entries)] + ([tabulate_differences(differences)] if differences else [])
     if len(entries) == 1:
         own = dict(entries[0])
@@ -147,7 +144,7 @@ def measure_texts(
     *,
     length: int | None = None,
     batch: int = 32,
-    out: Path | None = None,
+    out: str | Path | None = None,
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> list[TextNll]:
@@ -164,9 +161,6 @@ def measure_texts(
     context = context or DistributedContext(models[0].device)
     cache = open_cache(out, context)
     networks = {lm.name: (lm.model.fold().to(lm.device), hash_weights(lm.model)) for lm in models}
-    measure = partial(
-        measure_text, settings=settings, batch=batch, cache=cache, context=context, on_progress=on_progress
-    )
     estimates = []
     for name in names:
         datasets: dict[tuple[Any, ...], EvalDataset] = {}
@@ -174,27 +168,18 @@ def measure_texts(
             words = lm.tokenizer
             key = (words.sha256, words.bos_id, words.eos_id, words.pad_id, length or lm.model.config.length)
             if key not in datasets:
-                report = partial(on_progress, f"{name}: reading")
-                report(0, 0)
-                datasets[key] = load(name, lm, lambda read, report=report: report(read.consumed, read.total or 0))  # type: ignore[misc]
-                check_rows(name, datasets[key])
+                on_progress(f"{name}: reading", 0, 0)
+                datasets[key] = load(name, lm, partial(on_progress, f"{name}: reading"))
             data = replace(datasets[key], settings=datasets[key].settings | {"tokenizer": words.name})
-            estimates.append(measure(lm, *networks[lm.name], name, data))
+            report = partial(on_progress, f"{name}: {lm.name}")
+            try:
+                estimates.append(
+                    measure_text(lm, *networks[lm.name], name, data, settings, batch, cache, context, report)
+                )
+            except (FloatingPointError, ValueError) as error:
+                remedy = "" if isinstance(error, ValueError) else ": check its weights, then the rows"
+                raise ValueError(f"{lm.name} cannot be evaluated on {name}: {error}{remedy}") from error
     return estimates
-
-
-def check_rows(name: str, data: EvalDataset) -> None:
-    """Refuse a text without bytes or without a second row for a standard error."""
-    source, rows = data.settings["source"], len(data.rows)
-    text = source if name == source else f"{name} ({source})"
-    if data.bytes < 1:
-        raise ValueError(f"{text} has {rows} rows without any text: give another text")
-    if rows < 2:
-        remedy = "use a smaller length" if data.settings["rows"] == "wrapped" else "leave rows=documents out"
-        raise ValueError(
-            f"{text} makes one row of {data.settings['length']} tokens, and a standard error needs at least 2: give "
-            f"more text, or {remedy}"
-        )
 
 
 def measure_text(
@@ -203,75 +188,54 @@ def measure_text(
     weights_sha256: str,
     name: str,
     data: EvalDataset,
-    *,
     settings: NllSettings,
     batch: int,
     cache: Cache,
     context: DistributedContext,
-    on_progress: ProgressCallback,
+    on_rows: Callable[[int, int], None],
 ) -> TextNll:
     """Estimate the nll of one model on one text, and under an order if the settings name one."""
     started, is_causal, documents = time.perf_counter(), lm.row_format.is_causal, data.document_units()
     frame = sorted({lm.tokenizer.bos_id, lm.tokenizer.eos_id} - {None}) if settings.count == "text" else []  # type: ignore[type-var]
-    score_entropy = METHODS[lm.method].score_entropy
-    noise: dict[str, Any] = {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
-    same: dict[str, Any] = {"batch": batch, "given_tokens": frame, "documents": documents, "ranks": context}
-    form: dict[str, Any] = {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
-    key = {"weights_sha256": weights_sha256, "rows_hash": data.rows_hash, "given_tokens": frame, **noise}
+    noise = {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
+    form: dict[str, Any] = {"score_entropy": METHODS[lm.method].score_entropy}
+    form |= {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
+    order = {"order": settings.order, "tokens_a_step": settings.tokens_a_step or 1}
 
-    def estimate() -> NllEstimate:
-        report = partial(on_progress, f"{name}: {lm.name}")
-        report(0, len(data.rows))
-        return estimate_nll(network, data.rows, **noise, **form, **same, score_entropy=score_entropy, on_rows=report)
+    def recall(task: str, estimate: Callable[..., NllEstimate], options: dict[str, Any]) -> NllEstimate:
+        """The cached estimate of these settings, or a new one."""
+        found = {"weights_sha256": weights_sha256, "rows_hash": data.rows_hash, "given_tokens": frame}
+        key = hash_settings({"task": task, **found, **noise, **options})
+        if key not in cache:
+            on_rows(0, len(data.rows))
+            same: dict[str, Any] = {"batch": batch, "given_tokens": frame, "ranks": context, "on_rows": on_rows}
+            nll = estimate(network, data.rows, **options, **noise, **same, documents=documents)
+            arrays = {"row_nats": nll.row_nats.numpy(), "row_tokens": nll.row_tokens.numpy()}
+            cache.put(key, arrays | {"noise_stderr": nll.noise_stderr, "draws": nll.draws})
+            cache.flush()
+        stored = cache.get(key)
+        nll = summarize_rows(torch.tensor(stored["row_nats"]), torch.tensor(stored["row_tokens"]), documents)
+        return replace(nll, noise_stderr=stored["noise_stderr"], draws=stored["draws"])
 
-    def estimate_order() -> NllEstimate:
-        report = partial(on_progress, f"{name}: {lm.name}, {settings.order} order")
-        return estimate_order_nll(network, data.rows, **order, **noise, **same, on_rows=report)
-
-    order: dict[str, Any] = {"order": settings.order, "tokens_a_step": settings.tokens_a_step or 1}
-    try:
-        nll = _recall(cache, {"task": "nll", **key, **form, "score_entropy": score_entropy}, estimate, data)
-        kind = "exact" if is_causal else "nelbo" if settings.steps is None else "discrete_nelbo"
-        entry = {"data": name, "model": lm.name} | describe(nll, data.bytes)
-        entry |= {"is_bound": not is_causal, "kind": kind}
-        if settings.order is not None:
-            second = _recall(cache, {"task": "order_nll", **key, **order}, estimate_order, data)
-            is_bound = settings.order == RANDOM
-            entry["unmasking"] = describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
-            entry["unmasking"]["kind"] = "unmasking_bound" if is_bound else "unmasking_exact"
-    except FloatingPointError as error:
-        raise ValueError(
-            f"{lm.name} cannot be evaluated on {name}: {error}. Check its weights, then the rows"
-        ) from error
+    nll = recall("nll", estimate_nll, form)
+    entry = {"data": name, "model": lm.name} | describe(nll, data.bytes) | {"is_bound": not is_causal}
+    entry["kind"] = "exact" if is_causal else "nelbo" if settings.steps is None else "discrete_nelbo"
+    if settings.order is not None:
+        second, is_bound = recall("order_nll", estimate_order_nll, order), settings.order == RANDOM
+        entry["unmasking"] = describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
+        entry["unmasking"]["kind"] = "unmasking_bound" if is_bound else "unmasking_exact"
     count, units = len(data.documents.unique()), "rows" if documents is None else "documents"
+    entry |= {"error_over": units, "error_units": len(data.rows) if documents is None else count}
+    entry |= {"rows": len(data.rows), "documents": count, "bytes": data.bytes, "rows_hash": data.rows_hash}
+    entry["seconds"] = time.perf_counter() - started
     described = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": weights_sha256}
     described |= {"count": settings.count, "attend_padding": settings.attend_padding and not is_causal}
     described |= {"seed": settings.seed, "draws": nll.draws, "steps": None if is_causal else settings.steps}
     if not is_causal:
         described |= {"schedule": "loglinear", "min_time": 0.0 if settings.steps else MIN_TIME}
-    described |= {"objective": "score_entropy" if score_entropy else "cross_entropy", "precision": "float32"}
-    entry |= {"error_over": units, "error_units": len(data.rows) if documents is None else count}
-    entry |= {"rows": len(data.rows), "documents": count, "bytes": data.bytes, "rows_hash": data.rows_hash}
-    entry |= {"seconds": time.perf_counter() - started}
+    described |= {"objective": "score_entropy" if form["score_entropy"] else "cross_entropy", "precision": "float32"}
     entry["settings"] = described | {"error_over": units, "data": data.settings}
     return TextNll(entry, nll, data, lm)
-
-
-def _recall(
-    cache: Cache, settings: dict[str, Any], compute: Callable[[], NllEstimate], data: EvalDataset
-) -> NllEstimate:
-    """The cached estimate of these settings, or a new one."""
-    key = hash_settings(settings)
-    stored = cache.get(key)
-    if stored is None:
-        nll = compute()
-        rows = {"row_nats": nll.row_nats.numpy(), "row_tokens": nll.row_tokens.numpy()}
-        cache.put(key, rows | {"noise_stderr": nll.noise_stderr, "draws": nll.draws})
-        cache.flush()
-        return nll
-    nats, tokens = (torch.tensor(stored[name]) for name in ("row_nats", "row_tokens"))
-    nll = summarize_rows(nats, tokens, data.document_units())
-    return replace(nll, noise_stderr=stored["noise_stderr"], draws=stored["draws"])
 
 
 def describe(nll: NllEstimate, size: int) -> dict[str, Any]:
@@ -360,12 +324,12 @@ def list_warnings(estimate: TextNll) -> list[str]:
     return warnings
 
 
-def group_warnings(reasons: Mapping[int, Sequence[str]], entries: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
-    """Every warning once, with the texts (key `kind`) and models that it applies to."""
+def group_warnings(reasons: Sequence[Sequence[str]], entries: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
+    """Every warning once, with the texts (key `kind`) and models of the entries that it applies to."""
     names, grouped = shorten_names([entry["model"] for entry in entries]), dict[str, list[str]]()
-    for entry in entries:
+    for entry, own in zip(entries, reasons, strict=True):
         label = entry[kind] if len(names) == 1 else f"{entry[kind]} ({names[entry['model']]})"
-        for reason in reasons[id(entry)]:
+        for reason in own:
             grouped.setdefault(reason, []).append(label)
     if len(entries) == 1:
         return list(grouped)

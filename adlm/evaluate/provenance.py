@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import subprocess
-import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,15 @@ PACKAGES = ("adlm", "torch", "numpy", "tokenizers", "transformers", "mauve-text"
 
 def collect_provenance(device: torch.device | str = "cpu", **more: Any) -> dict[str, Any]:
     """The commit of this code where it is a checkout, the versions of the packages, the hardware, and `more`."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "commit": get_commit(),
         "python": platform.python_version(),
         "system": platform.system(),
-        "versions": {name: found for name in PACKAGES if (found := get_version(name))},
+        "versions": versions,
         "device": hardware_name(torch.device(device)),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -41,14 +45,6 @@ def hardware_name(device: torch.device) -> str:
     return " ".join(dict.fromkeys(filter(None, [*names[:1], platform.machine()])))
 
 
-def get_version(package: str) -> str | None:
-    """The version of a package, or None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def get_commit() -> str | None:
     """The commit of this code, with `+` appended if files were changed since; None where it is not known.
 
@@ -57,15 +53,10 @@ def get_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return os.environ.get("ADLM_COMMIT") or None
-
-    def run_git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        return run_git("rev-parse", "HEAD") + ("+" if run_git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"the commit of this checkout is not known: {error}", file=sys.stderr)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
         return None
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from adlm.data.corpora import find_corpus
-from adlm.data.prepare import PrepareProgress
 from adlm.data.sources import detect_split, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.evaluate.data import EvalDataset, RowLayout, load_eval_data
@@ -33,6 +32,7 @@ from adlm.training.distributed import DistributedContext
 PAPER = ("ADLM", "MDLM", "AR")  # trained on 524B tokens of OpenWebText; the first two are upper bounds
 PAPER_TOKENIZER, PAPER_LENGTH = "gpt2", 1024
 SPLIT = "valid"  # the lineage's; corpora.py maps it to the Hub's test split for sets without a validation split
+ROWS: RowLayout = "wrapped"  # the lineage's, also for LM1B, of which only models trained on it see a sentence to a row
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,18 @@ class ZeroShotSet:
     paper: tuple[float, float, float]
     patterns: tuple[str, ...]  # of its files in a folder of sets; the first that matches
     note: str
-    rows: RowLayout = "wrapped"
 
 
 WIKITEXT_PAPER = (31.94, 32.83, 25.75)
 WIKITEXT_NOTE = "validation split, a line to a document; in the raw form the same text as that of the other WikiText"
-SETS: dict[str, ZeroShotSet] = {
+PAPERS_NOTE = "validation split; whole articles, cleaned up as WikiText and then as LM1B"
+SETS = {
     "lambada": ZeroShotSet(
-        "lambada",
-        5_153,
-        (44.32, 47.52, 51.28),
-        ("lambada", "lambada_test.jsonl*"),
+        "lambada", 5_153, (44.32, 47.52, 51.28), ("lambada", "lambada_test.jsonl*"),
         "OpenAI's test file; whole passages are scored, not their last words",
     ),
     "ptb": ZeroShotSet(
-        "ptb",
-        3_370,
-        (95.37, 95.26, 82.05),
-        ("ptb", "ptb.valid.txt*"),
+        "ptb", 3_370, (95.37, 95.26, 82.05), ("ptb", "ptb.valid.txt*"),
         "validation split; <unk> becomes ?, N becomes 1; in the lineage's many processes it fills no row of 1024",
     ),
     "wikitext2": ZeroShotSet(
@@ -71,45 +65,22 @@ SETS: dict[str, ZeroShotSet] = {
         "wikitext103", 3_760, WIKITEXT_PAPER, ("wikitext103", "wikitext-103", "wikitext-103-raw"), WIKITEXT_NOTE
     ),
     "lm1b": ZeroShotSet(
-        "lm1b",
-        306_688,
-        (64.43, 67.01, 51.25),
-        ("lm1b", "1-billion-word*", "news.en.heldout*"),
+        "lm1b", 306_688, (64.43, 67.01, 51.25), ("lm1b", "1-billion-word*", "news.en.heldout*"),
         "test split, wrapped: only models that were trained on LM1B see a sentence to a row",
     ),
     "ag_news": ZeroShotSet(
-        "ag_news",
-        7_600,
-        (55.72, 61.15, 52.09),
-        ("ag_news", "ag_news*.csv*"),
+        "ag_news", 7_600, (55.72, 61.15, 52.09), ("ag_news", "ag_news*.csv*"),
         "test split; title and description joined by a blank, nothing cleaned up",
     ),
     "pubmed": ZeroShotSet(
-        "scientific_papers_pubmed",
-        6_633,
-        (37.56, 41.89, 49.01),
-        ("pubmed", "scientific_papers_pubmed"),
-        "validation split; whole articles, cleaned up as WikiText and then as LM1B",
+        "scientific_papers_pubmed", 6_633, (37.56, 41.89, 49.01), ("pubmed", "scientific_papers_pubmed"), PAPERS_NOTE
     ),
     "arxiv": ZeroShotSet(
-        "scientific_papers_arxiv",
-        6_436,
-        (33.69, 37.37, 41.73),
-        ("arxiv", "scientific_papers_arxiv"),
-        "validation split; whole articles, cleaned up as WikiText and then as LM1B",
+        "scientific_papers_arxiv", 6_436, (33.69, 37.37, 41.73), ("arxiv", "scientific_papers_arxiv"), PAPERS_NOTE
     ),
-}
-ALIASES = {
-    "wikitext-2": "wikitext2",
-    "wikitext-103": "wikitext103",
-    "lm1b-gpt2": "lm1b",
-    "scientific_papers_pubmed": "pubmed",
-    "scientific_papers_arxiv": "arxiv",
-}
-
-
-class MissingSetError(FileNotFoundError):
-    """A set that was not known."""
+}  # fmt: skip
+ALIASES = {"wikitext-2": "wikitext2", "wikitext-103": "wikitext103", "lm1b-gpt2": "lm1b"}
+ALIASES |= {each.corpus: name for name, each in SETS.items()}
 
 
 def find_set(name: str) -> str:
@@ -125,15 +96,14 @@ def locate_set(name: str, *, data_dir: Path | None = None, path: Path | None = N
     known = SETS[name]
     if path is not None:
         if not path.expanduser().exists():
-            raise MissingSetError(f"{name}: no file or folder {str(path)!r}: check --set {name}=PATH")
+            raise FileNotFoundError(f"{name}: no file or folder {str(path)!r}: check --set {name}=PATH")
         return f"{known.corpus}:{path.expanduser()}"
     if data_dir is None:
         try:
             open_source(known.corpus, split=SPLIT)
         except (FileNotFoundError, ImportError) as error:
-            raise MissingSetError(
-                f"{name}: {error}; give --set {name}=PATH, or --data-dir with a folder {name!r}"
-            ) from error
+            remedy = f"give --set {name}=PATH, or --data-dir with a folder {name!r}"
+            raise FileNotFoundError(f"{name}: {error}; {remedy}") from error
         return known.corpus
     if not data_dir.is_dir():
         raise ValueError(f"--data-dir {data_dir} is not a folder: give the folder that holds the sets")
@@ -144,7 +114,7 @@ def locate_set(name: str, *, data_dir: Path | None = None, path: Path | None = N
             raise ValueError(f"{name} may be any of {listed} in {data_dir}: choose one with --set {name}=PATH")
         if matches:
             return f"{known.corpus}:{matches[0]}"
-    raise MissingSetError(
+    raise FileNotFoundError(
         f"{name} is not in {data_dir}: put its files there as {' or '.join(known.patterns)}, give --set {name}=PATH, "
         "or leave --data-dir out to load it from the Hub"
     )
@@ -158,16 +128,16 @@ def locate_sets(
     for name in names:
         try:
             sources[name] = locate_set(name, data_dir=data_dir, path=paths.get(name))
-        except MissingSetError as error:
+        except FileNotFoundError as error:
             if not skip_missing:
-                raise MissingSetError(f"{error}; --skip-missing skips such sets") from error
+                raise FileNotFoundError(f"{error}; --skip-missing skips such sets") from error
             missing[name] = str(error)
     if not sources:
         raise ValueError(f"none of the sets was found: {'; '.join(missing.values())}")
     return sources, missing
 
 
-def load_set(name: str, source: str, tokenizer: Tokenizer, length: int, **options: Any) -> EvalDataset:
+def load_set(source: str, tokenizer: Tokenizer, length: int, **options: Any) -> EvalDataset:
     """Load the rows of a set in the lineage's form; `options` are those of `load_eval_data`.
 
     The split is the lineage's, except where a single file names another split.
@@ -176,13 +146,12 @@ def load_set(name: str, source: str, tokenizer: Tokenizer, length: int, **option
     named = detect_split(Path(place).name) if place and Path(place).is_file() else None
     splits = find_corpus(corpus).splits
     split = named if named and splits.get(named, splits[SPLIT]) != splits[SPLIT] else SPLIT
-    options["rows"] = options.get("rows") or SETS[name].rows
-    return load_eval_data(source, tokenizer, length, split=split, **options)
+    return load_eval_data(source, tokenizer, length, split=split, **options | {"rows": options.get("rows") or ROWS})
 
 
 def list_deviations(name: str, settings: Mapping[str, Any]) -> list[str]:
     """Why an estimate on rows with these settings is not comparable to the paper's; empty if it is."""
-    known, reasons = SETS[name], []
+    reasons = []
     if settings["stand_in"]:
         reasons.append(f"stand-in: {settings['stand_in']}")
     if settings["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256:
@@ -195,14 +164,14 @@ def list_deviations(name: str, settings: Mapping[str, Any]) -> list[str]:
         reasons.append(f"split {settings['split']}, not {SPLIT}")
     if settings["length"] != PAPER_LENGTH:
         reasons.append(f"rows of {settings['length']} tokens, not {PAPER_LENGTH}")
-    if settings["rows"] != known.rows:
-        reasons.append(f"rows {settings['rows']}, not {known.rows}")
+    if settings["rows"] != ROWS:
+        reasons.append(f"rows {settings['rows']}, not {ROWS}")
     if settings["limit"] is not None:
         reasons.append(f"only the first {settings['row_count']} rows")
     elif settings["split"] == SPLIT:
         count = settings["documents"] + settings["documents_dropped"]
-        if count != known.documents:
-            reasons.append(f"{count:,} documents, where the whole split has {known.documents:,}")
+        if count != (whole := SETS[name].documents):
+            reasons.append(f"{count:,} documents, where the whole split has {whole:,}")
     return reasons
 
 
@@ -222,7 +191,7 @@ def zero_shot(
     models: LM | Iterable[LM],
     sets: Sequence[str] | None = None,
     *,
-    data_dir: Path | None = None,
+    data_dir: str | Path | None = None,
     paths: Mapping[str, str | Path] | None = None,
     stand_ins: Mapping[str, str] | None = None,
     skip_missing: bool = False,
@@ -233,7 +202,7 @@ def zero_shot(
     batch: int = 32,
     seed: int = 0,
     workers: int = 1,
-    out: Path | None = None,
+    out: str | Path | None = None,
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
@@ -249,41 +218,34 @@ def zero_shot(
     if unused := [name for name in {**places, **labels} if name not in names]:
         raise ValueError(f"{unused[0]} has a path or a label and is not evaluated: add it to sets")
     context = context or DistributedContext(lms[0].device)
-    here = locate_sets(names, data_dir=data_dir, paths=places, skip_missing=skip_missing)
+    folder = None if data_dir is None else Path(data_dir)
+    here = locate_sets(names, data_dir=folder, paths=places, skip_missing=skip_missing)
     # Rank 0 decides: ranks with other sets would wait for each other for ever.
     sources, missing = context.all_gather({"located": here})[0]["located"]
 
-    def load(name: str, lm: LM, on_read: Callable[[PrepareProgress], None]) -> EvalDataset:
+    def load(name: str, lm: LM, on_read: Callable[[int, int], None]) -> EvalDataset:
         options = {"rows": rows, "limit": limit, "workers": workers, "on_progress": on_read}
-        data = load_set(name, sources[name], lm.tokenizer, length or lm.model.config.length, **options)
+        data = load_set(sources[name], lm.tokenizer, length or lm.model.config.length, **options)
         return replace(data, settings=data.settings | {"stand_in": labels[name]}) if name in labels else data
 
-    same: dict[str, Any] = {"length": length, "batch": batch, "out": out}
-    estimates = measure_texts(
-        lms, sources, load, NllSettings(draws, seed), **same, context=context, on_progress=on_progress
-    )
-    entries = []
+    same: dict[str, Any] = {"batch": batch, "out": out, "context": context, "on_progress": on_progress}
+    estimates = measure_texts(lms, sources, load, NllSettings(draws, seed), length=length, **same)
+    entries, dropped = [], ("data", "kind", "documents", "seconds", "settings")
     for each in estimates:
-        entry, settings = dict(each.entry), dict(each.entry["settings"])
-        data = settings.pop("data")
-        dropped = ("data", "kind", "documents", "seconds")
-        entry = {"set": entry["data"]} | {key: value for key, value in entry.items() if key not in dropped}
-        entries.append(entry | compare_with_paper(entry["set"], data) | {"settings": settings | data})
-    differences, described = (
-        pair_models(estimates),
-        [
-            {"model": lm.name, "method": lm.method, "step": lm.step, "length": length or lm.model.config.length}
-            | {key: entry["settings"][key] for key in ("weights_sha256", "draws", "seed")}
-            for lm, entry in zip(lms, entries)
-        ],
-    )
-    shared = {"draws": draws, "seed": seed, "length": length, "rows": rows, "limit": limit}
+        name, settings = each.entry["data"], each.entry["settings"] | each.data.settings
+        entry = {"set": name} | {key: value for key, value in each.entry.items() if key not in dropped}
+        own = {key: value for key, value in settings.items() if key != "data"}
+        entries.append(entry | compare_with_paper(name, each.data.settings) | {"settings": own})
+    keys = ("model", "method", "step", "weights_sha256", "draws", "seed", "length")
+    described = [{key: entry["settings"][key] for key in keys} for entry in entries[: len(lms)]]
     single = described[0] if len(lms) == 1 else {}
     metrics: dict[str, Any] = {name: single[name] for name in ("model", "method") if single}
+    differences = pair_models(estimates)
     metrics |= {"models": described, "sets": entries, "missing": missing, "differences": differences}
-    reasons = {id(entry): entry["differs"] + warn_few_units(entry) for entry in entries}
-    warnings = group_warnings(reasons, entries, "set") + [f"missing: {reason}" for reason in missing.values()]
+    warnings = group_warnings([entry["differs"] + warn_few_units(entry) for entry in entries], entries, "set")
+    warnings += [f"missing: {reason}" for reason in missing.values()]
     tables = [tabulate_sets(entries)] + ([tabulate_differences(differences)] if differences else [])
+    shared = {"draws": draws, "seed": seed, "length": length, "rows": rows, "limit": limit}
     provenance = collect_provenance(lms[0].device, processes=context.world_size)
     return EvalResult("zero_shot", metrics, shared | single, provenance, tables, warnings)
 
@@ -292,11 +254,11 @@ def tabulate_sets(entries: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each set and model, with the paper's perplexities in brackets where they do not compare."""
     names = shorten_names([entry["model"] for entry in entries])
     columns = [Column("set", is_text=True), Column("model", is_text=True)]
-    columns += [Column(name) for name in ("nats/token", "ppl", "bits/byte", f"paper: {'/'.join(PAPER)}")]
+    columns += [Column(name) for name in ("nats/token", "ppl", "bits/byte", f"paper ({'/'.join(PAPER)})")]
     columns += [Column("tokens", is_optional=True), Column("rows' hash", is_text=True, is_optional=True)]
     rows: list[list[Any]] = []
     for entry in entries:
-        paper = "* stand-in"
+        paper = "stand-in"
         if entry["paper"] is not None:
             paper = "/".join(f"{entry['paper'][name]:.2f}" for name in PAPER)
             paper = paper if entry["is_comparable"] else f"({paper})"
