@@ -379,15 +379,13 @@ def anchors(
         with json_stdout(is_json), progress_bar() as on_progress:
             from adlm.bundled import DEFAULT
             from adlm.evaluate.anchors import anchors as measure_anchors
-            from adlm.evaluate.anchors import list_run_checkpoints, load_two_stage_models, write_correlation_page
+            from adlm.evaluate.anchors import list_run_checkpoints, load_two_stage_models
             from adlm.evaluate.plots import draw_figures
 
             names = list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
             loaded = load_two_stage_models(list(dict.fromkeys(names)), device=device)
             result = measure_anchors(loaded, data, **settings, out=out, on_progress=on_progress)
             paths = draw_figures(result, out) if out else []
-            if out and result["correlations"]:
-                paths.append(write_correlation_page(result, out / "correlation.md"))
         print_result(result, is_json=is_json, out=out, paths=paths)
 
 

@@ -5,16 +5,18 @@ A plot is drawn from the plain data in `EvalResult.figures`, without a window an
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adlm.evaluate.anchors import ACCURACY, HEADS, METRICS, find_guess, find_run, get_metric, name_runs
-from adlm.evaluate.results import EvalResult
+from adlm.evaluate.anchors import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
+from adlm.evaluate.results import EvalResult, shorten_names
 from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
 from adlm.view.look import COLORS, GREY, STYLE
 
@@ -23,11 +25,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]  # one entry of a result's metrics
+Look = dict[str, Any]  # matplotlib's options of a line
 MARKERS = "osD^vPX*<>hd"
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
-DOTTED: Any = (0, (2, 2))
-# A model's name may contain dollar signs.
-PLOT_STYLE: Any = STYLE | {"axes.spines.right": False, "text.parse_math": False}
+PLOT_STYLE: Any = STYLE | {
+    "axes.spines.right": False,
+    "text.parse_math": False,  # a model's name may contain dollar signs
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 5,
+    "errorbar.capsize": 2,
+}
 LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}
 
 
@@ -80,42 +88,12 @@ def shorten_name(name: str) -> str:
     return "/".join(parts[-3::2]) if "checkpoints" in parts else parts[-1] if parts else name
 
 
-# The frontier.
+def add_legend(figure: Figure, looks: Mapping[str, Look]) -> None:
+    """Put a legend of names and their looks at the right of a figure."""
+    from matplotlib.lines import Line2D
 
-
-def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = None) -> Path:
-    """Plot Gen-PPL over NFE, entropy and time, and time over NFE; without Gen-PPL, entropy takes its place.
-
-    Color is the model, marker the sampler, line style the temperature and nucleus. Points of one line differ in their
-    steps only.
-    """
-    if not points:
-        raise ValueError("there are no points to draw: give at least one")
-    has_gen_ppl = all(point["gen_ppl"] is not None for point in points)
-    panels = [("nfe", "gen_ppl"), ("entropy", "gen_ppl"), ("seconds", "gen_ppl"), ("nfe", "seconds")]
-    if not has_gen_ppl:
-        panels = [("nfe", "entropy"), ("seconds", "entropy"), ("nfe", "seconds")]
-    columns = 2 if has_gen_ppl else 3
-    colors = _assign([point["model"] for point in points], COLORS)
-    markers = _assign([point["sampler"] for point in points], MARKERS)
-    styles = _assign([(point["temperature"], point["top_p"]) for point in points], LINES)
-    lines: dict[tuple[Any, ...], list[Row]] = {}
-    for point in sorted(points, key=lambda point: point["nfe"]):
-        lines.setdefault((point["model"], point["sampler"], point["temperature"], point["top_p"]), []).append(point)
-    with new_figure(path, 8.6, 6.6 if has_gen_ppl else 3.6) as figure:
-        for place, (x, y) in enumerate(panels, 1):
-            axes = figure.add_subplot(-(-len(panels) // columns), columns, place)
-            for (model, sampler, *style), line in lines.items():
-                _draw_line(axes, line, x, y, colors[model], markers[sampler], styles[tuple(style)])
-            if reference is not None:
-                _draw_reference(axes, reference, x, y)
-            for name, side in ((x, "x"), (y, "y")):
-                if name != "entropy":
-                    set_log_scale(axes, side, base=2 if name == "nfe" else 10)
-            axes.set(xlabel=LABELS[x], ylabel=LABELS[y])
-        handles = _build_frontier_legend(colors, markers, styles, reference is not None)
-        figure.legend(handles=handles, frameon=False, loc="outside right upper", handlelength=2.6, labelspacing=0.55)
-    return path
+    handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
+    figure.legend(handles=handles, loc="outside right upper", labelspacing=0.55)
 
 
 def _assign(values: Sequence[Any], looks: Sequence[Any]) -> dict[Any, Any]:
@@ -129,59 +107,66 @@ def _split_errors(rows: Sequence[Row], name: str) -> tuple[list[float], list[flo
     return [float(row[name]) for row in rows], [float(row[error]) if error else 0.0 for row in rows]
 
 
-def _draw_line(axes: Axes, line: Sequence[Row], x: str, y: str, color: str, marker: str, style: Any) -> None:
-    (xs, x_errors), (ys, y_errors) = (_split_errors(line, name) for name in (x, y))
-    look: Any = {"color": color, "linestyle": style, "linewidth": 1.2, "elinewidth": 0.8, "alpha": 0.9}
-    axes.errorbar(xs, ys, y_errors, x_errors if x == "entropy" else None, **look)
-    for point, across, up in zip(line, xs, ys, strict=True):
-        edge: Any = {"markeredgecolor": "white", "markeredgewidth": 0.6, "zorder": 4}
-        if point["is_pareto"]:
-            edge = {"markeredgecolor": "black", "markeredgewidth": 1.2, "zorder": 5}
-        axes.plot([across], [up], marker=marker, color=color, markersize=5.5, **edge)
+# The frontier.
 
 
-def _draw_reference(axes: Axes, reference: Row, x: str, y: str) -> None:
-    """Draw the real text: a star where both axes are metrics of text, a level where only y is."""
-    of_text = ("gen_ppl", "entropy")
-    if y not in of_text or reference[y] is None:
-        return
-    ys, y_errors = _split_errors([reference], y)
-    if x not in of_text:
-        axes.axhline(ys[0], color=GREY, linestyle=DOTTED, linewidth=1.1, zorder=1)
-        return
-    xs, x_errors = _split_errors([reference], x)
-    axes.errorbar(xs, ys, y_errors, x_errors, color=GREY, elinewidth=0.8, zorder=3)
-    axes.plot(xs, ys, marker="*", color="black", markersize=12, markeredgecolor="white", zorder=6)
+def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = None) -> Path:
+    """Plot Gen-PPL (or entropy, where there is none) over NFE, entropy and time, and time over NFE.
 
-
-def _build_frontier_legend(
-    colors: dict[str, Any], markers: dict[str, Any], styles: dict[tuple[float, float], Any], has_reference: bool
-) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=color, linewidth=3, label=shorten_name(model)) for model, color in colors.items()]
-    look: Any = {"color": GREY, "linestyle": "none", "markersize": 5.5}
-    handles += [Line2D([], [], marker=marker, label=sampler, **look) for sampler, marker in markers.items()]
-    if len(styles) > 1:
-        handles += [
-            Line2D([], [], color=GREY, linestyle=style, linewidth=1.2, label=f"T {temperature:g}, p {top_p:g}")
-            for (temperature, top_p), style in styles.items()
-        ]
-    ring = look | {"markeredgecolor": "black", "markeredgewidth": 1.2, "color": "white"}
-    handles.append(Line2D([], [], marker="o", label="Pareto-optimal", **ring))
-    if has_reference:
-        handles.append(Line2D([], [], marker="*", label="real text", **(look | {"color": "black", "markersize": 11})))
-    return handles
+    Color is the model, marker the sampler, line style temperature and nucleus; points of a line differ in their steps.
+    """
+    panels = [("nfe", "gen_ppl"), ("entropy", "gen_ppl"), ("seconds", "gen_ppl"), ("nfe", "seconds")]
+    if any(point["gen_ppl"] is None for point in points):
+        panels = [("nfe", "entropy"), ("seconds", "entropy"), ("nfe", "seconds")]
+    lines_of_panels = len(panels) - 2  # two of two, or one of three
+    colors = _assign([point["model"] for point in points], COLORS)
+    markers = _assign([point["sampler"] for point in points], MARKERS)
+    styles = _assign([(point["temperature"], point["top_p"]) for point in points], LINES)
+    lines: dict[tuple[Any, ...], list[Row]] = {}
+    for point in sorted(points, key=lambda point: point["nfe"]):
+        lines.setdefault((point["model"], point["sampler"], point["temperature"], point["top_p"]), []).append(point)
+    is_pareto: Look = {"markeredgecolor": "black", "markeredgewidth": 1.2, "zorder": 5}
+    star: Look = {"marker": "*", "color": "black", "markersize": 11, "linestyle": "none"}
+    with new_figure(path, 8.6, 3 * lines_of_panels + 0.6) as figure:
+        for place, (x, y) in enumerate(panels, 1):
+            axes = figure.add_subplot(lines_of_panels, -(-len(panels) // lines_of_panels), place)
+            for (model, sampler, *style), line in lines.items():
+                (xs, x_errors), (ys, y_errors) = (_split_errors(line, name) for name in (x, y))
+                look: Look = {"color": colors[model], "linestyle": styles[tuple(style)], "marker": markers[sampler]}
+                axes.errorbar(xs, ys, y_errors, x_errors if x == "entropy" else None, **look)
+                for point, across, up in zip(line, xs, ys, strict=True):
+                    if point["is_pareto"]:
+                        axes.plot([across], [up], **look, **is_pareto)
+            if reference is not None and y != "seconds":
+                (level,), error = _split_errors([reference], y)
+                axes.axhline(level, color=GREY, linestyle=":")
+                if x == "entropy":
+                    axes.errorbar(*_split_errors([reference], x)[:1], [level], error, **star)
+            for name, side in ((x, "x"), (y, "y")):
+                if name != "entropy":
+                    set_log_scale(axes, side, base=2 if name == "nfe" else 10)
+            axes.set(xlabel=LABELS[x], ylabel=LABELS[y])
+        looks: dict[str, Look] = {
+            shorten_name(model): {"color": each, "linewidth": 3} for model, each in colors.items()
+        }
+        bare: Look = {"color": GREY, "linestyle": "none"}
+        looks |= {sampler: bare | {"marker": marker} for sampler, marker in markers.items()}
+        for (temperature, top_p), style in styles.items() if len(styles) > 1 else ():
+            looks[f"T {temperature:g}, p {top_p:g}"] = {"color": GREY, "linestyle": style}
+        looks["Pareto-optimal"] = bare | {"marker": "o", "color": "white", **is_pareto}
+        add_legend(figure, looks if reference is None else looks | {"real text": star})
+    return path
 
 
 # One model's anchors.
 
-SERIES = (
-    ("anchor", "anchors", COLORS[0], "-", "o"),
-    ("anchor", "others", COLORS[0], (0, (3, 2)), "s"),
-    ("final", "anchors", COLORS[1], "-", "o"),
-    ("final", "others", COLORS[1], (0, (3, 2)), "s"),
-)
+SERIES: dict[tuple[str, str, str], Look] = {
+    ("anchor", "hidden", "anchors"): {"color": COLORS[0], "marker": "o"},
+    ("anchor", "hidden", "others"): {"color": COLORS[0], "marker": "s", "linestyle": "--"},
+    ("final", "hidden", "anchors"): {"color": COLORS[1], "marker": "o"},
+    ("final", "hidden", "others"): {"color": COLORS[1], "marker": "s", "linestyle": "--"},
+    ("anchor", "visible", "every"): {"color": GREY, "marker": "^"},
+}
 CHANGE_COLORS = {"none": "black", "noise": COLORS[4], "stale": COLORS[2], "permuted": COLORS[3], "other_row": COLORS[3]}
 CHANGE_LABELS = {"none": "unchanged", "other_row": "from another row"}
 MIN_BIN_TOKENS = 20  # of a point in the calibration plot
@@ -189,122 +174,87 @@ MIN_BIN_TOKENS = 20  # of a point in the calibration plot
 
 def draw_anchors(study: Row, path: Path) -> Path:
     """Plot one model's anchors: accuracy, likelihood, calibration, costs of changes; with samples two panels more."""
-    panels: list[Callable[[Axes, Row], None]] = [_draw_accuracy, _draw_nll, _draw_calibration, _draw_costs]
-    panels += [_draw_samples, _draw_reveals] if study["samples"] else []
+    panels: list[Callable[[Axes, Row], None]] = [
+        partial(_draw_rates, name="accuracy"),
+        partial(_draw_rates, name="nll"),
+    ]
+    panels += [_draw_calibration, _draw_costs, *([_draw_samples, _draw_reveals] if study["samples"] else [])]
     columns = len(panels) // 2
     with new_figure(path, 3.4 * columns + 0.4, 6.4) as figure:
         for place, draw in enumerate(panels, 1):
             draw(figure.add_subplot(2, columns, place), study)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
         figure.suptitle(f"{shorten_name(study['model'])}: the anchor network", fontsize=10)
     return path
 
 
-def _select_rates(study: Row, head: str, state: str, kind: str) -> tuple[list[Row], list[float]]:
-    """The guesses by mask rate, and the middle of each range."""
-    selected = [
-        guess
-        for guess in study["guesses"]
-        if (guess["head"], guess["state"], guess["kind"]) == (head, state, kind)
-        and guess["tokens"]
-        and tuple(guess["mask_rate"]) != (0.0, 1.0)
-    ]
-    return selected, [sum(guess["mask_rate"]) / 2 for guess in selected]
-
-
 def _draw_rates(axes: Axes, study: Row, name: str) -> None:
-    for head, kind, color, style, marker in SERIES:
-        guesses, middles = _select_rates(study, head, "hidden", kind)
-        values, errors = _split_errors(guesses, name)
-        look: Any = {"color": color, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.3}
-        axes.errorbar(middles, values, errors, elinewidth=0.8, label=f"{HEADS[head]}, {kind}", **look)
-    axes.set_xlabel("masked share of the row")
-    axes.set_xlim(0, 1)
-
-
-def _draw_accuracy(axes: Axes, study: Row) -> None:
-    _draw_rates(axes, study, "accuracy")
-    visible, middles = _select_rates(study, "anchor", "visible", "every")
-    look: Any = {"color": GREY, "marker": "^", "markersize": 4, "linewidth": 1.0}
-    axes.plot(middles, [guess["accuracy"] for guess in visible], label="anchor network, visible tokens", **look)
-    axes.set_ylabel("accuracy")
-    axes.set_ylim(bottom=0)
-    axes.set_title("accuracy on masked tokens")
-
-
-def _draw_nll(axes: Axes, study: Row) -> None:
-    _draw_rates(axes, study, "nll")
-    axes.set(ylabel="nll (nats per token)", title="likelihood of masked tokens")
+    """Draw a metric of guesses over the middles of the ranges of mask rates."""
+    for (head, state, kind), look in SERIES.items():
+        key = {"head": head, "state": state, "kind": kind}
+        guesses = [each for each in study["guesses"] if each | key == each and each["tokens"]]
+        guesses = [guess for guess in guesses if guess["mask_rate"] != ALL_RATES]
+        middles, label = [sum(guess["mask_rate"]) / 2 for guess in guesses], f"{HEADS[head]}, {kind} {state}"
+        axes.errorbar(middles, *_split_errors(guesses, name), label=label, **look)
+    axes.set(xlabel="masked share of the row", ylabel=METRICS.get(name, name), title=f"{name} of guesses")
 
 
 def _draw_calibration(axes: Axes, study: Row) -> None:
-    axes.plot([0, 1], [0, 1], color=GREY, linestyle=DOTTED, linewidth=1.0)
-    for head, kind, color, style, marker in SERIES:
-        guess = find_guess(study, head, "hidden", kind)
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle=":")
+    for key, look in SERIES.items():
+        guess = find_guess(study, *key)
         bins = [(mean, share) for count, mean, share in guess["reliability"] if count >= MIN_BIN_TOKENS]
-        look: Any = {"color": color, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.3}
-        label = f"{guess['calibration_error']:.3f}"
-        axes.plot([mean for mean, _ in bins], [share for _, share in bins], label=label, **look)
-    axes.set(xlabel="highest probability", ylabel="accuracy")
-    axes.set(xlim=(0, 1), ylim=(0, 1), title="calibration on masked tokens")
-    axes.legend(frameon=False, loc="upper left", title="expected error", title_fontsize=8, alignment="left")
+        axes.plot(*np.array(bins).reshape(-1, 2).T, label=f"{guess['calibration_error']:.3f}", **look)
+    axes.set(xlabel="highest probability", ylabel="accuracy", title="calibration of guesses")
+    axes.legend(loc="upper left", title="expected error")
 
 
 def _draw_costs(axes: Axes, study: Row) -> None:
-    changed = study["losses"][1:]
-    axes.barh(
-        range(len(changed))[::-1],
-        [loss["cost"] for loss in changed],
-        xerr=[2 * loss["cost_se"] for loss in changed],
-        color=[CHANGE_COLORS[loss["kind"]] for loss in changed],
-        error_kw={"elinewidth": 0.9, "capsize": 2},
-        height=0.65,
-    )
+    unchanged, *changed = study["losses"]
+    _draw_changes(axes, changed, "cost")
     axes.axvline(0, color=GREY, linewidth=0.8)
-    _label_rows(axes, changed, "change")
-    axes.grid(False, axis="y")
-    axes.set(
-        xlabel="more nats per token (± 2 s.e.)",
-        title=f"changed anchor features (nll {study['losses'][0]['nll']:.3f} unchanged)",
-    )
+    title = f"changed anchor features (nll {unchanged['nll']:.3f} unchanged)"
+    axes.set(xlabel="more nats per token (± 2 s.e.)", title=title)
 
 
-def _label_rows(axes: Axes, rows: Sequence[Row], name: str) -> None:
+def _draw_changes(axes: Axes, rows: Sequence[Row], name: str) -> None:
+    """Draw a metric of every change of the features, from top to bottom."""
+    for place, row, value, error in zip(range(len(rows))[::-1], rows, *_split_errors(rows, name), strict=True):
+        axes.errorbar([value], [place], xerr=[2 * error], color=CHANGE_COLORS[row["kind"]], marker="o")
+    _label_rows(axes, [str(CHANGE_LABELS.get(row["change"], row["change"])) for row in rows])
+
+
+def _label_rows(axes: Axes, names: Sequence[str]) -> None:
     """Name the rows of a horizontal plot from top to bottom."""
-    axes.set_yticks(range(len(rows))[::-1], [str(CHANGE_LABELS.get(row[name], row[name])) for row in rows])
-    axes.set_ylim(-0.6, len(rows) - 0.4)
+    axes.set_yticks(range(len(names))[::-1], names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
 
 
 def _draw_samples(axes: Axes, study: Row) -> None:
     """Plot Gen-PPL with entropy in the margin, or entropy only, for every change."""
     samples = study["samples"]
-    name = "gen_ppl" if all(sample["gen_ppl"] is not None for sample in samples) else "entropy"
-    places, (values, errors) = range(len(samples))[::-1], _split_errors(samples, name)
-    for place, sample, value, error in zip(places, samples, values, errors, strict=True):
-        look: Any = {"color": CHANGE_COLORS[sample["kind"]], "marker": "o", "markersize": 5, "elinewidth": 0.9}
-        axes.errorbar([value], [place], xerr=[2 * error], capsize=2, **look)
-        if name == "gen_ppl":
-            text = f" {sample['entropy']:.2f}"
-            axes.annotate(text, (1.0, place), xycoords=("axes fraction", "data"), va="center", fontsize=7, color=GREY)
-    _label_rows(axes, samples, "change")
+    has_gen_ppl = all(sample["gen_ppl"] is not None for sample in samples)
+    _draw_changes(axes, samples, "gen_ppl" if has_gen_ppl else "entropy")
     axes.set(title="texts sampled that way", xlabel="entropy (nats, ± 2 s.e.)")
-    if name == "gen_ppl":
+    if has_gen_ppl:
+        margin: Any = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "color": GREY}
+        for place, sample in enumerate(reversed(samples)):
+            axes.text(1.0, place, f" {sample['entropy']:.2f}", **margin)
         set_log_scale(axes, "x")
         axes.set_xlabel("Gen-PPL (± 2 s.e.); right margin: entropy")
 
 
 def _draw_reveals(axes: Axes, study: Row) -> None:
     reveals = study["reveals"]
-    axes.axvline(0.5, color=GREY, linestyle=DOTTED, linewidth=1.0)
+    axes.axvline(0.5, color=GREY, linestyle=":")
     for kind, color, shift in (("anchors", COLORS[0], 0.1), ("others", COLORS[1], -0.1)):
         values, errors = _split_errors(reveals, kind)
         places = [place + shift for place in range(len(reveals))[::-1]]
-        look: Any = {"color": color, "marker": "o", "linestyle": "none", "markersize": 5, "capsize": 2}
-        axes.errorbar(values, places, xerr=[2 * error for error in errors], label=kind, **look)
-    _label_rows(axes, reveals, "sampler")
+        look: Look = {"color": color, "marker": "o", "linestyle": "none", "label": kind}
+        axes.errorbar(values, places, xerr=[2 * error for error in errors], **look)
+    _label_rows(axes, [each["sampler"] for each in reveals])
     axes.set(xlabel="mean rank of the reveal: 0 first, 1 last", title="order of reveals")
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 # Several models' anchors.
@@ -315,32 +265,32 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
 
     A second line of panels shows runs at equal steps, with each step's mean subtracted.
     """
-    names, metrics = name_runs(studies), list(dict.fromkeys(each["y"] for each in correlations))
-    steps = sorted({study["step"] for study in studies})
+    names = shorten_names([find_run(study) for study in studies])
+    metrics, steps = dict.fromkeys(each["y"] for each in correlations), sorted({study["step"] for study in studies})
     markers = {step: MARKERS[place] if len(steps) <= len(MARKERS) else "o" for place, step in enumerate(steps)}
-    looks = {
-        run: {"color": COLORS[place % len(COLORS)], "linestyle": LINES[place // len(COLORS) % len(LINES)]}
-        for place, run in enumerate(names)
+    # Runs of one color differ in their line, and in markers that are filled or hollow.
+    runs: dict[str, Look] = {
+        run: {"color": color, "linestyle": style, "markerfacecolor": color if style == "-" else "white"}
+        for run, (style, color) in zip(names, itertools.cycle(itertools.product(LINES, COLORS)), strict=False)
     }
+    looks = [runs[find_run(study)] | {"marker": markers[study["step"]]} for study in studies]
     has_equal = any(each["among"] == AT_EQUAL_STEPS for each in correlations)
     with new_figure(path, 3.6 * len(metrics) + 1.9, 7.4 if has_equal else 4.0) as figure:
         for place, name in enumerate(metrics, 1):
             titles = {each["among"]: _describe(each) for each in correlations if each["y"] == name}
             equal = titles.pop(AT_EQUAL_STEPS, None)
             axes = figure.add_subplot(1 + has_equal, len(metrics), place)
-            for run, look in looks.items():
-                _draw_run(axes, [study for study in studies if find_run(study) == run], name, look, markers)
-            axes.set(xlabel="accuracy on masked anchors", ylabel=METRICS[name])
+            _draw_runs(axes, studies, name, looks)
             axes.set_title("\n".join(titles.values()), fontsize=7)
-            axes.margins(0.1)
-            if name == "gen_ppl":
-                set_log_scale(axes, "y")
             if equal is not None:
-                below = figure.add_subplot(2, len(metrics), len(metrics) + place)
-                _draw_equal_steps(below, studies, name, looks, markers)
-                below.set_title(equal, fontsize=7)
-        handles = _build_run_legend(names, looks, markers)
-        figure.legend(handles=handles, frameon=False, loc="outside right upper", labelspacing=0.55)
+                axes = figure.add_subplot(2, len(metrics), len(metrics) + place)
+                _draw_equal_steps(axes, studies, name, looks)
+                axes.set_title(equal, fontsize=7)
+        legend = {name: runs[run] | {"marker": "o"} for run, name in names.items()}
+        if len(steps) <= len(MARKERS):
+            look: Look = {"color": GREY, "linestyle": "none"}
+            legend |= {f"step {step:,}": look | {"marker": marker} for step, marker in markers.items()}
+        add_legend(figure, legend)
     return path
 
 
@@ -349,51 +299,28 @@ def _describe(each: Row) -> str:
     return f"{each['among']}: {rho}, r = {each['r']:.2f} [{each['r_low']:.2f}, {each['r_high']:.2f}]"
 
 
-def _draw_run(axes: Axes, studies: Sequence[Row], name: str, look: dict[str, Any], markers: dict[int, str]) -> None:
-    """Draw a run's checkpoints in their order."""
-    studies = sorted(studies, key=lambda study: study["step"])
-    across, up = ([get_metric(study, each) for study in studies] for each in (ACCURACY, name))
-    xs, ys = ([each.value for each in values] for values in (across, up))
-    y_errors, x_errors = ([each.stderr or 0.0 for each in values] for values in (up, across))
-    axes.errorbar(xs, ys, y_errors, x_errors, linewidth=1.2, elinewidth=0.6, alpha=0.8, **look)
-    for study, x, y in zip(studies, xs, ys, strict=True):
-        axes.plot([x], [y], marker=markers[study["step"]], **_marker_look(look))
+def _draw_runs(axes: Axes, studies: Sequence[Row], name: str, looks: Sequence[Look]) -> None:
+    """Draw a line through each run's checkpoints, and a marker for each of them."""
+    for run in dict.fromkeys(map(find_run, studies)):
+        own = [i for i in np.argsort([study["step"] for study in studies]) if find_run(studies[i]) == run]
+        across, up = ([get_metric(studies[i], each) for i in own] for each in (ACCURACY, name))
+        xs, ys = ([each.value for each in values] for values in (across, up))
+        x_errors, y_errors = ([each.stderr or 0.0 for each in values] for values in (across, up))
+        axes.errorbar(xs, ys, y_errors, x_errors, **looks[own[0]] | {"marker": ""})
+        for i, x, y in zip(own, xs, ys, strict=True):
+            axes.plot([x], [y], **looks[i])
+    axes.set(xlabel="accuracy on masked anchors", ylabel=METRICS[name])
+    if name == "gen_ppl":
+        set_log_scale(axes, "y")
 
 
-def _marker_look(look: dict[str, Any]) -> dict[str, Any]:
-    """A run's marker: filled, or hollow where another run has the same color."""
-    edge = {"markeredgecolor": "white", "markeredgewidth": 0.6, "markersize": 6, "zorder": 4, "color": look["color"]}
-    is_first = look["linestyle"] == LINES[0]
-    return edge if is_first else edge | {"markerfacecolor": "white", "markeredgecolor": look["color"]}
-
-
-def _draw_equal_steps(
-    axes: Axes, studies: Sequence[Row], name: str, looks: dict[str, dict[str, Any]], markers: dict[int, str]
-) -> None:
+def _draw_equal_steps(axes: Axes, studies: Sequence[Row], name: str, looks: Sequence[Look]) -> None:
     """Draw runs at equal steps, each step's mean subtracted from both metrics."""
     for step in find_shared_steps([find_run(study) for study in studies], [study["step"] for study in studies]):
-        here = [study for study in studies if study["step"] == step]
-        x, y = (np.array([get_metric(study, each).value for study in here]) for each in (ACCURACY, name))
+        here = [i for i, study in enumerate(studies) if study["step"] == step]
+        x, y = (np.array([get_metric(studies[i], each).value for i in here]) for each in (ACCURACY, name))
         y = np.log(y) if name == "gen_ppl" else y
-        for study, across, up in zip(here, x - x.mean(), y - y.mean(), strict=True):
-            axes.plot([across], [up], marker=markers[step], **_marker_look(looks[find_run(study)]))
-    axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set(
-        xlabel="accuracy minus the step's mean",
-        ylabel=f"{'log Gen-PPL' if name == 'gen_ppl' else METRICS[name]} minus the step's mean",
-    )
-    axes.margins(0.1)
-
-
-def _build_run_legend(names: dict[str, str], looks: dict[str, dict[str, Any]], markers: dict[int, str]) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], linewidth=2, label=name, marker="o", **(_marker_look(looks[run]) | looks[run]))
-        for run, name in names.items()
-    ]
-    if len(markers) > len(MARKERS):  # all steps have one marker
-        return handles
-    look: Any = {"color": GREY, "linestyle": "none", "markersize": 6}
-    return handles + [Line2D([], [], marker=marker, label=f"step {step:,}", **look) for step, marker in markers.items()]
+        for i, across, up in zip(here, x - x.mean(), y - y.mean(), strict=True):
+            axes.plot([across], [up], **looks[i])
+    label = "log Gen-PPL" if name == "gen_ppl" else METRICS[name]
+    axes.set(xlabel="accuracy minus the step's mean", ylabel=f"{label} minus the step's mean")

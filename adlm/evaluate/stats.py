@@ -5,23 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from adlm.likelihood import estimate_ratio, influence_stderr
-
-__all__ = [
-    "Correlation",
-    "calibration_error",
-    "correlate",
-    "estimate_ratio",
-    "estimate_ratio_difference",
-    "find_shared_steps",
-    "rank_values",
-]
+from adlm.likelihood import estimate_ratio as estimate_ratio
+from adlm.likelihood import influence_stderr
 
 
 def estimate_ratio_difference(
@@ -33,6 +23,11 @@ def estimate_ratio_difference(
     mean, other = sums.sum() / counts.sum(), other_sums.sum() / other_counts.sum()
     influence = (sums - mean * counts) / counts.sum() - (other_sums - other * other_counts) / other_counts.sum()
     return float(mean - other), influence_stderr(influence, (counts > 0) | (other_counts > 0))
+
+
+def flatten_estimates(**estimates: tuple[float, float]) -> dict[str, float]:
+    """Values and standard errors as `NAME` and `NAME_se`, as in JSON."""
+    return {f"{name}{suffix}": pair[i] for name, pair in estimates.items() for i, suffix in enumerate(("", "_se"))}
 
 
 def calibration_error(bins: NDArray[Any]) -> NDArray[np.float64]:
@@ -62,37 +57,17 @@ ALL_MODELS, WITHIN_RUNS, AT_EQUAL_STEPS = "all models", "within runs", "at equal
 Groups = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True)
-class Correlation:
-    """Spearman's rho and Pearson's r, each with its 95% interval and the p-value of a two-sided permutation test."""
-
-    x: str
-    y: str
-    among: str
-    points: int
-    groups: int  # whose means are subtracted
-    independent: int  # points that the intervals count
-    rho: float
-    low: float
-    high: float
-    p_value: float
-    r: float
-    r_low: float
-    r_high: float
-    r_p_value: float
-
-
 def correlate(
     x: Sequence[float],
     y: Sequence[float],
-    *,
     among: str = ALL_MODELS,
     runs: Sequence[str] = (),
     steps: Sequence[int] = (),
+    *,
     names: tuple[str, str] = ("x", "y"),
     seed: int = 0,
-) -> Correlation:
-    """Correlate two metrics of at least three models, each of a run and at a step.
+) -> dict[str, Any]:
+    """Spearman's rho and Pearson's r of two metrics of models, with 95% intervals and p-values of permutation tests.
 
     All models: they count as independent, which checkpoints of one run are not. Within runs: ranks and means are each
     run's own, and the test permutes within runs. With few checkpoints rho is then nearer to 0 (with two it is Kendall's
@@ -102,65 +77,59 @@ def correlate(
     Intervals are those of Bonett and Wright (2000) for rho and of Fisher for r. Where all ranks agree rho is ±1 and its
     interval would be a point: it is computed half an exchange of neighbors short of that. Three points have [−1, 1].
     """
-    _check_values(x, y, names)
+    if len(x) < MIN_POINTS:
+        raise ValueError(
+            f"no correlation over {len(x)} models: give at least {MIN_POINTS} models, such as the checkpoints of a run "
+            "(checkpoint.keep) or runs of different recipes"
+        )
     groups: Groups = [range(len(x))]
-    independent, orders = len(x), np.zeros((0, 0), dtype=np.int64)
+    independent, repeats = len(x), 1
     if among == WITHIN_RUNS:
-        groups = [group for run in dict.fromkeys(runs) if len(group := [i for i, r in enumerate(runs) if r == run]) > 1]
+        every = [[i for i, each in enumerate(runs) if each == run] for run in dict.fromkeys(runs)]
+        groups = [group for group in every if len(group) > 1]
         points = sum(map(len, groups))
         independent = points - len(groups) + 1
         if independent < MIN_POINTS:
             raise ValueError(
-                f"no correlation within runs: of {len(set(runs))} runs {len(groups)} have several checkpoints, "
+                f"no correlation within runs: of {len(every)} runs {len(groups)} have several checkpoints, "
                 f"{points} in all; keep more of them (checkpoint.keep)"
             )
     elif among == AT_EQUAL_STEPS:
         places = {key: place for place, key in enumerate(zip(runs, steps, strict=True))}
         shared, independent = find_shared_steps(runs, steps), len(set(runs))
-        groups = [[places[run, step] for run in dict.fromkeys(runs)] for step in shared]
         if independent < MIN_POINTS or not shared:
             reason = f"there are {independent} runs" if independent < MIN_POINTS else "no step is in all runs"
             raise ValueError(
                 f"no correlation at equal steps: {reason}; give at least {MIN_POINTS} runs with checkpoints at the "
                 "same steps"
             )
-        orders = _permute([independent], seed)
-        orders = np.concatenate([orders + number * independent for number in range(len(shared))], axis=1)
-    if among != AT_EQUAL_STEPS:
-        orders = _permute([len(group) for group in groups], seed)
-    numbers: list[float] = []
-    for is_ranked in (True, False):
-        a, b = (_center(np.asarray(values, dtype=np.float64), groups, is_ranked) for values in (x, y))
-        for name, centered in zip(names, (a, b), strict=True):
+        groups, repeats = [[places[run, step] for run in dict.fromkeys(runs)] for step in shared], len(shared)
+    orders = _permute([independent] if among == AT_EQUAL_STEPS else list(map(len, groups)), seed)
+    orders = np.concatenate([orders + number * independent for number in range(repeats)], axis=1)
+    result: dict[str, Any] = {"x": names[0], "y": names[1], "among": among, "points": orders.shape[1]}
+    result |= {"groups": len(groups), "independent": independent}  # groups' means are subtracted; intervals count these
+    for name, prefix in (("rho", ""), ("r", "r_")):
+        a, b = (_center(np.asarray(values, dtype=np.float64), groups, name == "rho") for values in (x, y))
+        for metric, centered in zip(names, (a, b), strict=True):
+            if not np.isfinite(centered).all():
+                raise ValueError(f"{metric} is not finite for every model: a correlation needs it of each")
             if not np.any(np.abs(centered) > 1e-12):
                 where = "" if among == ALL_MODELS else f" {among}"
-                raise ValueError(f"{name} is the same for all {len(a)} models{where}: it correlates with nothing")
+                raise ValueError(f"{metric} is the same for all {len(a)} models{where}: it correlates with nothing")
         size = math.sqrt(float((a @ a) * (b @ b)))
         value = min(1.0, max(-1.0, float(a @ b) / size))
-        p_value = float(np.mean(np.abs(b[orders] @ a / size) >= abs(value) - 1e-9))
         # Exchanging the ranks of two neighbors changes the sum of products by 1, at equal steps by 1 at each of them.
-        margin = (len(groups) if among == AT_EQUAL_STEPS else 1) / (2 * size) if is_ranked else 1e-12
-        numbers += [value, *_correlation_interval(value, independent, is_ranked, margin), p_value]
-    return Correlation(*names, among, sum(map(len, groups)), len(groups), independent, *numbers)
+        margin = repeats / (2 * size) if name == "rho" else 1e-12
+        low, high = _correlation_interval(value, independent, name == "rho", margin)
+        p_value = float(np.mean(np.abs(b[orders] @ a / size) >= abs(value) - 1e-9))
+        result |= {name: value, f"{prefix}low": low, f"{prefix}high": high, f"{prefix}p_value": p_value}
+    return result
 
 
 def find_shared_steps(runs: Sequence[str], steps: Sequence[int]) -> list[int]:
     """The steps that all runs have."""
     pairs = set(zip(runs, steps, strict=True))
     return [step for step in dict.fromkeys(steps) if all((run, step) in pairs for run in set(runs))]
-
-
-def _check_values(x: Sequence[float], y: Sequence[float], names: tuple[str, str]) -> None:
-    if len(x) != len(y):
-        raise ValueError(f"{len(x)} values of {names[0]} and {len(y)} of {names[1]}: give one of each for every model")
-    if len(x) < MIN_POINTS:
-        raise ValueError(
-            f"no correlation over {len(x)} models: give at least {MIN_POINTS} models, such as the checkpoints of a run "
-            "(checkpoint.keep) or runs of different recipes"
-        )
-    for name, values in zip(names, (x, y), strict=True):
-        if not np.isfinite(values).all():
-            raise ValueError(f"{name} is not finite for every model: a correlation needs it of each")
 
 
 def _permute(sizes: Sequence[int], seed: int) -> NDArray[np.int64]:

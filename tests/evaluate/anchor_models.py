@@ -1,5 +1,7 @@
 """Rows and small models on which anchors are tested."""
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from adlm.diffusion.anchors import every_token, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.rng import CounterRng
-from adlm.evaluate.anchors import AnchorSettings, measure_anchors
+from adlm.evaluate.anchors import measure_rows, measure_texts
+from adlm.evaluate.perturbation import NONE, Perturbation
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
@@ -35,9 +38,8 @@ def train_small() -> LanguageModel:
     process = ForwardProcess(VOCAB - 1, anchor_rule=every_token())
     for step in range(60):
         optimizer.zero_grad()
-        training_loss(
-            model, corrupt(ROWS, process, CounterRng.from_seed(1, 24), step), anchor_weight=0.1
-        ).total.backward()
+        batch = corrupt(ROWS, process, CounterRng.from_seed(1, 24), step)
+        training_loss(model, batch, anchor_weight=0.1).total.backward()
         optimizer.step()
     return model.eval()
 
@@ -48,11 +50,32 @@ def held_out(model: LM) -> TensorRows:
     return TensorRows(torch.randint(1, 200, (6, model.model.config.length), generator=rng))
 
 
-def measure_small(**changes: Any) -> dict[str, Any]:
-    """All measurements of a small model."""
-    model = lm("adlm", **changes)
-    settings = AnchorSettings((0.5,), (2,), draws=2, samples=4, length=16, steps=4, batch=4)
-    study = measure_anchors(model, held_out(model), RULE, settings, TextScorer(model.tokenizer))
-    for sample in study["samples"]:
+CHANGES = [NONE, Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")]
+SAMPLING: dict[str, Any] = {"n": 4, "sampler": "ancestral", "length": 16, "steps": 4, "batch": 3}
+
+
+@cache
+def study() -> dict[str, Any]:
+    """All measurements of a small model, with a Gen-PPL that nobody measured."""
+    model, changes = lm("adlm"), [*CHANGES, Perturbation("stale", 2)]
+    whole = {"model": model.name, "method": model.method, "step": 0}
+    whole |= measure_rows(model, held_out(model), RULE, changes, draws=2)
+    whole |= measure_texts(model, RULE, changes, SAMPLING, TextScorer(model.tokenizer))
+    for sample in whole["samples"]:
         sample |= {"gen_ppl": 9.0, "gen_ppl_se": 1.0}
-    return study
+    return whole
+
+
+def build_studies(points: Sequence[tuple[str, int, float, float]], **changes: Any) -> list[dict[str, Any]]:
+    """Checkpoints of runs: (run, step, nll, accuracy)."""
+    one = study() | {"samples": []} | changes
+    return [
+        one
+        | {"model": f"runs/{run}/checkpoints/step-{step:08d}", "step": step}
+        | {"losses": [one["losses"][0] | {"nll": nll}]}
+        | {"guesses": [guess | {"accuracy": accuracy} for guess in one["guesses"]]}
+        for run, step, nll, accuracy in points
+    ]
+
+
+RUNS = [(run, step, 6 - step / 2 + i / 10, step / 10 + i / 100) for i, run in enumerate("abcd") for step in (2, 4)]

@@ -3,50 +3,60 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adlm.data.batches import RowDataset, TensorRows
 from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.evaluate.anchors import (
-    AnchorSettings,
     GuessTally,
     build_tables,
     correlate_studies,
     find_guess,
-    measure_anchors,
-    name_runs,
+    measure_rows,
+    measure_texts,
     summarize_reveals,
 )
-from adlm.evaluate.perturbation import measure_losses, sample_rows
+from adlm.evaluate.perturbation import NONE, Perturbation, measure_losses, sample_rows
 from adlm.evaluate.results import Estimate
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.stats import ALL_MODELS, AT_EQUAL_STEPS, WITHIN_RUNS
 from adlm.models.language_model import LanguageModel
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
-from tests.evaluate.anchor_models import LENGTHS, PADDED, ROWS, RULE, VOCAB, held_out, measure_small, small
+from tests.evaluate.anchor_models import (
+    CHANGES,
+    LENGTHS,
+    PADDED,
+    ROWS,
+    RULE,
+    RUNS,
+    SAMPLING,
+    VOCAB,
+    build_studies,
+    held_out,
+    small,
+    study,
+)
 from tests.text.models import lm, rigged
 
 Guesses = list[dict[str, Any]]
-study = cache(measure_small)
+NOTHING = torch.zeros(VOCAB, dtype=torch.bool)
 
 # Guesses.
 
 
 def measure_guesses(
-    model: LanguageModel, rows: RowDataset, rule: AnchorRule, *, ignored: torch.Tensor | None = None, **options: Any
+    model: LanguageModel, rows: RowDataset, rule: AnchorRule, *, ignored: Tensor = NOTHING, **options: Any
 ) -> Guesses:
-    tally = GuessTally(model, rule, len(rows), ignored=ignored)
-    on_batch = lambda noisy: tally.add(noisy.number, noisy.on_host, noisy.anchor, noisy.final)  # noqa: E731
-    measure_losses(model, rows, [], on_batch=on_batch, **options)
+    tally = GuessTally(rule, len(rows), ignored)
+    measure_losses(model, rows, [], on_batch=tally.add, **options)
     return tally.summarize()
 
 
@@ -65,11 +75,12 @@ def test_a_perfect_anchor_network_is_always_right_and_a_blank_denoiser_uniform()
         model.anchor_head.weight.copy_(torch.eye(VOCAB))
         for parameter in (model.anchor_head.bias, model.head.weight, model.head.bias):
             parameter.zero_()
-    tally = GuessTally(model, RULE, 8)
+    tally = GuessTally(RULE, 8, NOTHING)
     anchor = nn.functional.one_hot(truth, VOCAB).float() * 60
+    rows: Any = SimpleNamespace(model=model, mask_id=VOCAB - 1, number=torch.arange(8), anchor=anchor, final=0 * anchor)
     for draw in range(8):
-        noisy = corrupt(truth, ForwardProcess(VOCAB - 1), CounterRng.from_seed(0, 8), draw)
-        tally.add(torch.arange(8), noisy, anchor, torch.zeros_like(anchor))
+        rows.on_host = corrupt(truth, ForwardProcess(VOCAB - 1), CounterRng.from_seed(0, 8), draw)
+        tally.add(rows)
     guesses = tally.summarize()
     for state in ("hidden", "visible"):
         for kind in ("anchors", "others", "every"):
@@ -166,7 +177,7 @@ def test_tokens_after_the_end_of_a_text_are_not_counted() -> None:
     request = model.build_request(n=6, length=20, sampler="ancestral", steps=8, top_p=1.0)
     ends = []
     for text in sample_rows(model, request):
-        ids, eos_id = text.row.ids, model.tokenizer.eos_id
+        ids, eos_id = text.ids, model.tokenizer.eos_id
         ends.append(ids.index(eos_id, 1) if eos_id in ids[1:] else len(ids))  # the first token begins a text
         assert text.is_generated.tolist() == [1 <= place < ends[-1] for place in range(len(ids))]
     assert min(ends) < len(ids)
@@ -176,58 +187,34 @@ def test_tokens_after_the_end_of_a_text_are_not_counted() -> None:
 
 # One model.
 
-SETTINGS = AnchorSettings((0.5,), (1, 3), draws=2, samples=4, length=16, steps=6, batch=3, sampler="remask_loop")
-
 
 def test_a_study_has_all_parts_and_equals_its_json() -> None:
     stages: list[str] = []
-    model = lm("adlm")
-    scorer = TextScorer(model.tokenizer)
-    whole = measure_anchors(model, held_out(model), RULE, SETTINGS, scorer, lambda stage, *_: stages.append(stage))
+    model, on_progress = lm("adlm"), lambda stage, *_: stages.append(stage)
+    changes, scorer = [*CHANGES, Perturbation("stale", 1), Perturbation("stale", 3)], TextScorer(model.tokenizer)
+    sampling = SAMPLING | {"sampler": "remask_loop"}
+    whole = measure_rows(model, held_out(model), RULE, changes, on_progress=on_progress, draws=2)
+    whole |= measure_texts(model, RULE, changes, sampling, scorer, on_progress)
     assert list(dict.fromkeys(stages)) == ["small adlm: rows", "small adlm: texts"]
-    changes = ["none", "noise 0.5", "permuted", "other_row", "stale 1", "stale 3"]
-    assert [loss["change"] for loss in whole["losses"]] == changes
-    assert [sample["change"] for sample in whole["samples"]] == [each for each in changes if each != "other_row"]
+    names = ["none", "noise 0.5", "permuted", "other_row", "stale 1", "stale 3"]
+    assert [loss["change"] for loss in whole["losses"]] == names
+    assert [sample["change"] for sample in whole["samples"]] == [each for each in names if each != "other_row"]
     assert [each["sampler"] for each in whole["reveals"]] == ["remask_loop", "confidence", "ancestral"]
-    rows = [text.row for text in sample_rows(model, SETTINGS.build_request(model, "remask_loop"))]
+    own = scorer([row.text for row in sample_rows(model, model.build_request(**sampling))]).as_row()
     for sample in (whole["samples"][0], whole["samples"][3]):  # stale by one step is the model itself
-        assert sample | scorer([row.text for row in rows]).as_row() == sample
+        assert sample | own == sample
     text = json.dumps(whole)  # NaN is not equal to itself
     assert json.dumps(json.loads(text)) == text
     assert find_guess(json.loads(text))["accuracy"] == find_guess(whole)["accuracy"]
-    silent = measure_anchors(model, held_out(model), RULE, replace(SETTINGS, samples=0))
-    assert silent["samples"] == silent["reveals"] == [] and silent["losses"] == whole["losses"]
-    bare = measure_anchors(model, held_out(model), RULE, replace(SETTINGS, perturb=(), stale=()), scorer)
+    bare = measure_rows(model, held_out(model), RULE, [NONE], draws=2)
+    bare |= measure_texts(model, RULE, [NONE], sampling, scorer)
     for part in ("losses", "samples", "reveals"):
         assert bare[part] == whole[part][:1]
-    with pytest.raises(ValueError, match="samples must be 0 or at least 2"):
-        replace(SETTINGS, samples=1)
-    with pytest.raises(ValueError, match="text_scorer is required"):
-        measure_anchors(model, held_out(model), RULE, SETTINGS)
 
 
 # Several models.
 
-
-def build_studies(points: Sequence[tuple[str, int, float, float]], **changes: Any) -> list[dict[str, Any]]:
-    """Checkpoints of runs: (run, step, nll, accuracy)."""
-    one = study()
-    return [
-        {
-            **one,
-            "model": f"runs/{run}/checkpoints/step-{step:08d}",
-            "step": step,
-            "losses": [one["losses"][0] | {"nll": nll}],
-            "guesses": [guess | {"accuracy": accuracy} for guess in one["guesses"]],
-            "samples": [],
-            **changes,
-        }
-        for run, step, nll, accuracy in points
-    ]
-
-
 ONE_RUN = [("a", 2, 5.0, 0.1), ("a", 4, 4.0, 0.2), ("a", 6, 3.0, 0.3), ("a", 8, 2.5, 0.4)]
-RUNS = [(run, step, 6 - step / 2 + i / 10, step / 10 + i / 100) for i, run in enumerate("abcd") for step in (2, 4)]
 
 
 def test_models_are_correlated_as_far_as_they_can_be() -> None:
@@ -260,9 +247,3 @@ def test_tables_list_models_and_correlations() -> None:
     assert [column.name for column in build_tables(scored, [])[0].columns][-2:] == ["Gen-PPL", "entropy (nats)"]
     found, reasons = correlate_studies(scored)
     assert {each["y"] for each in found} == {"nll"} and any("gen_ppl is the same" in reason for reason in reasons)
-
-
-def test_runs_are_named_by_the_ends_of_their_paths() -> None:
-    names = ("x/a/checkpoints/step-00000002", "x/a/checkpoints/step-00000004", "y/a/checkpoints/best", "b")
-    assert name_runs([{"model": name} for name in names]) == {"x/a": "x/a", "y/a": "y/a", "b": "b"}
-    assert name_runs([{"model": name} for name in names[:2]]) == {"x/a": "a"}

@@ -16,15 +16,11 @@ from adlm.diffusion.schedules import LogLinear
 from adlm.evaluate import perturbation
 from adlm.evaluate.perturbation import (
     LEVELS,
-    MAX_TOKENS,
     NONE,
     NoisyRows,
     Perturbation,
-    add_noise,
-    draw_normal,
+    check_two_stages,
     measure_losses,
-    permute_positions,
-    require_two_stages,
     sample_rows,
     split_by_length,
 )
@@ -40,15 +36,14 @@ EVERY = [
 
 def test_one_stage_and_causal_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"plain has one stage.*method=adlm"):
-        require_two_stages(small("mdlm"), "plain")
+        check_two_stages(small("mdlm"), "plain")
     with pytest.raises(ValueError, match=r"later is causal.*two-stage masked"):
-        require_two_stages(small("a2r"), "later")
+        check_two_stages(small("a2r"), "later")
 
 
 @pytest.mark.parametrize(
     ("kind", "amount", "message"),
     [
-        ("louder", 1, "not one of none"),
         ("noise", -1, "not negative"),
         ("noise", float("inf"), "finite"),
         ("stale", 1.5, "whole"),
@@ -109,8 +104,8 @@ def test_losses_agree_with_a_naive_computation_row_by_row() -> None:
             earlier = torch.where(u < 1 - LogLinear().alpha((noisy.t + 4 / LEVELS).clamp(max=1)), mask_id, x0)
             perturbed = [
                 own,
-                add_noise(own, 0.5, draw_normal(seed, [row], [draw], (length, 16))),
-                permute_positions(own, seed, [row], [draw], [length]),
+                EVERY[1].apply(own, seed, [row], draw, [length]),
+                EVERY[2].apply(own, seed, [row], draw, [length]),
                 model.anchor_features(mixed),
                 model.anchor_features(earlier),
             ]
@@ -125,8 +120,7 @@ def test_losses_agree_with_a_naive_computation_row_by_row() -> None:
 def test_batches_hold_all_rows_once_by_length(
     rows: TensorRows, max_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert MAX_TOKENS["cpu"] > 1000
-    monkeypatch.setattr(perturbation, "MAX_TOKENS", {} if max_tokens is None else {"cpu": max_tokens})
+    monkeypatch.setattr(perturbation, "MAX_CPU_TOKENS", max_tokens or 2048)
     batches = split_by_length(rows, 5, torch.device("cpu"))
     assert sorted(torch.cat(batches).tolist()) == list(range(24)) and max(map(len, batches)) <= 5
     for number in batches:
@@ -160,7 +154,7 @@ def test_order_does_not_matter_to_a_model_with_constant_anchor_features() -> Non
 def test_stale_features_saw_more_masks() -> None:
     noisy = NoisyRows(small(), TensorRows(ROWS), torch.arange(24), 0, 1, 3)
     seen: list[Tensor] = []
-    noisy._run_anchor = lambda tokens, level: seen.append(tokens) or noisy.anchor  # type: ignore[assignment,func-returns-value]
+    noisy.run_anchor = lambda tokens, level: seen.append(tokens) or noisy.anchor  # type: ignore[method-assign,func-returns-value]
     for steps in (1, 8, LEVELS):
         noisy.perturb_anchor(Perturbation("stale", steps))
     masked = [noisy.on_host.xt == VOCAB - 1, *(tokens == VOCAB - 1 for tokens in seen)]
@@ -171,16 +165,16 @@ def test_stale_features_saw_more_masks() -> None:
 
 def test_noise_has_the_requested_norm() -> None:
     features = torch.randn(6, 40, 64, generator=torch.Generator().manual_seed(0)) * torch.rand(6, 40, 1)
-    moved = add_noise(features, 0.3, draw_normal(0, range(6), [0] * 6, (40, 64))) - features
+    moved = Perturbation("noise", 0.3).apply(features, 0, range(6), 0, [40] * 6) - features
     assert float((moved.norm(dim=-1) / features.norm(dim=-1)).mean()) == pytest.approx(0.3, rel=0.02)
 
 
 def test_a_permutation_leaves_padding_and_follows_from_seed_row_and_turn() -> None:
     places = torch.arange(8.0)[None, :, None].expand(2, 8, 1)
-    moved = permute_positions(places, 0, [3, 4], [0, 1], [5, 8])[..., 0]
+    moved = Perturbation("permuted").apply(places, 0, [3, 4], 1, [5, 8])[..., 0]
     assert sorted(moved[0, :5].tolist()) == list(range(5)) and moved[0, 5:].tolist() == [5, 6, 7]
     assert sorted(moved[1].tolist()) == list(range(8))
-    assert torch.equal(moved[1:], permute_positions(places[:1], 0, [4], [1], [8])[..., 0])
+    assert torch.equal(moved[1:], Perturbation("permuted").apply(places[:1], 0, [4], 1, [8])[..., 0])
 
 
 # Texts.
@@ -197,7 +191,7 @@ def test_without_a_perturbation_the_texts_are_the_models_own(sampler: str) -> No
     request = model.build_request(n=5, length=20, batch=3, seed=2, sampler=sampler, **steps)
     expected = texts(model.generate_rows(request))
     for each in (NONE, Perturbation("noise", 0), Perturbation("stale", 1)):
-        assert texts(traced.row for traced in sample_rows(model, request, each)) == expected
+        assert texts(sample_rows(model, request, each)) == expected
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -214,10 +208,10 @@ def test_texts_do_not_depend_on_the_other_rows(each: Perturbation, options: dict
     """Rows pause, end early and differ in length; a row's turns and stale features are its own."""
     model = lm("adlm", time_conditioning="block" in options)
     request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
-    expected = texts(row.row for row in sample_rows(model, replace(request, batch=1), each))
-    assert texts(row.row for row in sample_rows(model, request, each)) == expected
+    expected = texts(sample_rows(model, replace(request, batch=1), each))
+    assert texts(sample_rows(model, request, each)) == expected
     first = replace(request, layouts=request.layouts[-1:], n=1)
-    assert texts(row.row for row in sample_rows(model, first, each)) == [expected[-request.n]]
+    assert texts(sample_rows(model, first, each)) == [expected[-request.n]]
     assert (expected == texts(model.generate_rows(request))) == (each == NONE)
 
 
@@ -227,7 +221,7 @@ def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pyte
     calls, anchor_features = list[Tensor](), LanguageModel.anchor_features
     spy = lambda self, tokens, *more, **options: calls.append(tokens) or anchor_features(self, tokens, *more, **options)  # noqa: E731
     monkeypatch.setattr(LanguageModel, "anchor_features", spy)
-    rows = [traced.row for traced in sample_rows(model, request, Perturbation("stale", 3))]
+    rows = list(sample_rows(model, request, Perturbation("stale", 3)))
     assert len(calls) == sum(-(-row.nfe // 3) for row in rows)
 
 
