@@ -1,4 +1,4 @@
-"""`adlm train` and `adlm sample`: the contract end to end, and what a user did wrong in one message."""
+"""`adlm train` and `adlm sample` end to end; a user's mistake is one message."""
 
 import json
 import math
@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import adlm
 from adlm.checkpoint import load_model, verify_checkpoint
 from adlm.cli.main import app
 from adlm.data.prepare import prepare
@@ -44,14 +44,18 @@ def assert_told(result: Result, code: int, *said: str) -> None:
         assert part in errors[0]
 
 
-def test_a_run_ends_with_its_folder_and_its_figures(tmp_path: Path) -> None:
+def last_valid(folder: Path) -> dict[str, Any]:
+    return [record for record in read_metrics(folder / "metrics.jsonl") if "val/ppl" in record][-1]
+
+
+def test_a_run_ends_with_its_folder_and_its_metrics(tmp_path: Path) -> None:
     result = invoke(*nano(tmp_path / "run"))
     assert result.exit_code == 0, result.output
-    *_, place, figures = result.output.strip().splitlines()
+    *_, place, metrics = result.output.strip().splitlines()
     assert str(tmp_path / "run" / "checkpoints" / "latest") in place
-    valid = [record for record in read_metrics(tmp_path / "run/metrics.jsonl") if "val/ppl" in record][-1]
-    assert figures.startswith(f"{tmp_path / 'run'}: validation perplexity at most {valid['val/ppl']:.2f}")
-    assert f"unigram model {valid['unigram/ppl']:.2f}" in figures
+    valid = last_valid(tmp_path / "run")
+    assert metrics.startswith(f"{tmp_path / 'run'}: validation perplexity at most {valid['val/ppl']:.2f}")
+    assert f"unigram model {valid['unigram/ppl']:.2f}" in metrics
     for name in ("checkpoints/latest/model.safetensors", "metrics.jsonl", "config.yaml"):
         assert (tmp_path / "run" / name).is_file()
     loaded = load_model(tmp_path / "run")
@@ -61,37 +65,31 @@ def test_a_run_ends_with_its_folder_and_its_figures(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_model_learns_more_than_how_often_tokens_occur(tmp_path: Path) -> None:
     assert invoke(*nano(tmp_path, "steps=500", "valid.draws=8")).exit_code == 0
-    valid = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "val/ppl" in record][-1]
+    valid = last_valid(tmp_path)
     assert valid["val/ppl"] * math.exp(2 * valid["val/stderr"]) < valid["unigram/ppl"]
 
 
-def test_a_shard_that_was_cut(tmp_path: Path) -> None:
-    shutil.copytree(data(), tmp_path / "data")
-    shard = tmp_path / "data" / "train-00000.bin"
-    shard.write_bytes(shard.read_bytes()[:-2])
-    result = invoke(*nano(tmp_path / "run", source=tmp_path / "data"))
-    assert_told(result, 2, "train-00000.bin", "bytes", "expected", "adlm prepare")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_shard_with_another_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "changed", "tokenizer"])
+def test_damaged_data_are_refused(tmp_path: Path, damage: str) -> None:
     shutil.copytree(data(), tmp_path / "data")
     shard = tmp_path / "data" / "train-00000.bin"
     content = bytearray(shard.read_bytes())
-    content[100] ^= 1
-    shard.write_bytes(content)
-    assert_told(invoke(*nano(tmp_path / "run", source=tmp_path / "data")), 2, "train-00000.bin", "checksum")
-
-
-def test_the_wrong_tokenizer(tmp_path: Path) -> None:
-    shutil.copytree(data(), tmp_path / "data")
-    train_bpe([TEXT[:5000]], 280).save(tmp_path / "data")
-    result = invoke(*nano(tmp_path / "run", source=tmp_path / "data"))
-    assert_told(result, 2, "tokenizer.json", "checksum", "adlm prepare")
+    if damage == "cut":
+        shard.write_bytes(content[:-2])
+        said = ["train-00000.bin", "bytes", "expected", "adlm prepare"]
+    elif damage == "changed":
+        content[100] ^= 1
+        shard.write_bytes(content)
+        said = ["train-00000.bin", "checksum"]
+    else:
+        train_bpe([TEXT[:5000]], 280).save(tmp_path / "data")
+        said = ["tokenizer.json", "checksum", "adlm prepare"]
+    assert_told(invoke(*nano(tmp_path / "run", source=tmp_path / "data")), 2, *said)
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
-    """Also one that is whole in itself: the run goes on only with the data that it began with."""
+    """A run resumes only with the data that it began with."""
     run(tmp_path / "run", "steps=5")
     (tmp_path / "text.txt").write_text(TEXT, "utf-8")
     prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=299, length=32, valid_share=0.1, workers=1)
@@ -104,17 +102,12 @@ def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ("optimizer.lrate=1", "did you mean optimizer.lr"),
-        ("steps=lots", "steps"),
         ("method=gpt", "unknown method 'gpt'; known: mdlm, adlm"),
-        ("model.preset=giant", "unknown preset 'giant'; known: nano"),
         ("model.heads=5", "5"),
-        ("objective.schedule=square", "unknown schedule"),
-        ("objective.anchor_rule=rarest", "unknown anchor rule"),
-        ("data.path=nowhere", "nowhere has no manifest.json"),
+        ("data.path=nowhere", "manifest.json"),
         ("device=cuda:99", "cuda"),
         ("resume=nowhere", "is not a checkpoint"),
         ("batch=100000000", "Reduce micro_batch"),
-        ("parallel.kind=ddp", "needs torchrun"),
         ("log.track=[paper]", "paper"),
     ],
 )
@@ -122,12 +115,6 @@ def test_a_wrong_setting_is_one_message(tmp_path: Path, change: str, said: str) 
     result = invoke(*nano(tmp_path / "run", change))
     assert_told(result, 2, said)
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
-    assert_told(invoke("train", "no-such", f"folder={tmp_path}"), 2, "no recipe 'no-such'", "cpu-nano")
-    (tmp_path / "bad.yaml").write_text("a: [", "utf-8")
-    assert_told(invoke("train", str(tmp_path / "bad.yaml")), 2, "bad.yaml")
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
@@ -150,9 +137,9 @@ def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple
     assert json.loads((kept[0] / "why.json").read_text("utf-8"))["step"] >= 1
 
 
-def test_a_leap_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    leap = ("guard.window=5", "guard.spike=0.01", "optimizer.lr=1e-6", "steps=60", "log.every=1")
-    result = invoke("train", *arguments(tmp_path, *leap))
+def test_a_spike_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    spike = ("guard.window=5", "guard.spike=0.01", "optimizer.lr=1e-6", "steps=60", "log.every=1")
+    result = invoke("train", *arguments(tmp_path, *spike))
     assert_told(result, 1, "guard.spike=0.01", "failures")
     path = verify_checkpoint(tmp_path / "checkpoints" / "latest")
     failed = int(next((tmp_path / "failures").iterdir()).name.split("-")[1])
@@ -176,7 +163,7 @@ def test_a_run_answers_in_json_alone(tmp_path: Path) -> None:
     result = invoke("train", *arguments(tmp_path, "log.show=true"), "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    valid = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "val/ppl" in record][-1]
+    valid = last_valid(tmp_path)
     assert (found["folder"], found["step"]) == (str(tmp_path), 10)
     assert found["valid"] == {name: valid[name] for name in ("val/nll", "val/ppl", "val/stderr", "unigram/ppl")}
     assert load_model(Path(found["checkpoint"])).step == 10
@@ -200,9 +187,6 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    done = python("-m", "adlm", *nano(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "validation perplexity" in done.stdout.strip().splitlines()[-1]
     wrong = python("-m", "adlm", *nano(tmp_path, "stepps=3"))
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     assert wrong.stderr.startswith("error: ") and "did you mean steps" in wrong.stderr
@@ -212,6 +196,5 @@ def test_a_line_of_python_is_enough(tmp_path: Path) -> None:
     changes = dict(change.split("=") for change in SMALL)
     given = f"folder={str(tmp_path)!r}, data={{'path': {str(data())!r}}}, steps=12, **{changes!r}"
     done = python("-c", f"import adlm; run = adlm.train('recipes/cpu-nano.yaml', {given}); print(run.step, run.valid)")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.strip().splitlines()[-1].startswith("12 {'val/nll': ")
-    assert "train" in adlm.__all__
