@@ -6,12 +6,8 @@ the candidate's process never holds an expected value, and the test sees builtin
 of its own. Whatever a candidate replaces, prints or exits with, it passes only by right answers. A test that hands
 functions or objects to the candidate is unsupported; a result that is no builtin value is a failure.
 
-A sandbox has no network, no other process, no capability, no further user namespace; it sees /usr, /lib* and the
-interpreter's prefix, read-only, and a small /tmp; resource limits and a seccomp filter hold it; root becomes `nobody`.
-What remains possible: using bugs of the kernel; reading files below /usr and the prefix that the user (for root:
-`nobody`) may read; time, memory and a processor up to the limits.
-
-This file imports the standard library only: the sandboxed interpreters run its source.
+docs/code.md lists what a sandbox protects and what it does not. This file imports the standard library only: the
+sandboxed interpreters run its source.
 """
 
 from __future__ import annotations
@@ -38,7 +34,8 @@ from typing import Any
 NOBODY = 65534
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"  # of bwrap, setpriv, unshare, sh and mount
 MAX_REASON = 2000  # characters
-MIN_MEMORY = 64 * 2**20  # the address space of an interpreter that does nothing
+MAX_FILE_SIZE = 2**20
+TMP_SIZE = 16 * 2**20
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "HOME": "/tmp", "TMPDIR": "/tmp", "LC_ALL": "C.UTF-8"}
 NAMESPACES = ("--unshare-user", "--unshare-all", "--disable-userns", "--cap-drop", "ALL")
 REMEDY = (
@@ -57,17 +54,15 @@ REFUSED_CALLS = {  # memory that no limit counts, and what no solution needs; nu
 
 @dataclass(frozen=True)
 class Limits:
-    """What a candidate may use: seconds of wall-clock time, bytes of address space, of a file, and of /tmp."""
+    """What a candidate may use: seconds of wall-clock time, bytes of address space."""
 
     seconds: float = 5.0
     memory: int = 512 * 2**20
-    file_size: int = 2**20
-    tmp_size: int = 16 * 2**20
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < 3600:
             raise ValueError(f"seconds={self.seconds:g} must be between 0 and 3600: choose another time limit")
-        if self.memory < MIN_MEMORY:
+        if self.memory < 64 * 2**20:
             raise ValueError(f"memory={self.memory / 2**20:g} MiB must be at least 64 MiB, what an interpreter needs")
 
 
@@ -81,25 +76,20 @@ class ProgramResult:
 
 
 def run_program(
-    program: str, reference: str, test: str, entry_point: str, limits: Limits | None = None, *, unsafe: bool = False
+    program: str, reference: str, test: str, entry_point: str, limits: Limits, *, unsafe: bool = False
 ) -> ProgramResult:
     """Run `check(entry_point)` of a test against a candidate program; `reference` is the problem's own program."""
-    limits = limits or Limits()
-    bounds = {"cpu": math.ceil(limits.seconds) + 1, "memory": limits.memory, "file_size": limits.file_size}
+    bounds = {"cpu": math.ceil(limits.seconds) + 1, "memory": limits.memory}
     job = {"program": program, "reference": reference, "test": test, "entry_point": entry_point, "limits": bounds}
-    began, reason = time.perf_counter(), ""
+    began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        start = functools.partial(start_process, folder=folder) if unsafe else start_sandbox
         ends = requests, asking, answers, answering = [*os.pipe(), *os.pipe()]
-        where: dict[str, Any] = {"folder": folder} if unsafe else {"tmp_size": limits.tmp_size}
-        start = functools.partial(start_process if unsafe else start_sandbox, **where)
         try:
-            report, quiet = subprocess.PIPE, subprocess.DEVNULL
-            channel = (answers, asking)
-            tester = start(build_call("run_test", channel), (report, report, report), channel)
-            stack.enter_context(stop_at_exit(tester))
-            candidate = start(build_call("serve_candidate"), (requests, answering, quiet))
-            stack.enter_context(stop_at_exit(candidate))
+            channel, streams = (answers, asking), (requests, answering, subprocess.DEVNULL)
+            tester = stack.enter_context(start(build_call("run_test", channel), [subprocess.PIPE] * 3, channel))
+            candidate = stack.enter_context(start(build_call("serve_candidate"), streams))
         finally:
             for end in ends:
                 os.close(end)
@@ -107,7 +97,7 @@ def run_program(
             output, messages = tester.communicate(json.dumps(job).encode(), timeout=limits.seconds)
             status, reason = json.loads(output) if output else ("died", messages.decode("utf-8", "replace")[-500:])
         except subprocess.TimeoutExpired:
-            status = "time"
+            status, reason = "time", ""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe is closed, but it did not end
             candidate.wait(timeout=0.5 if status == "died" else 0)
         code = candidate.returncode or 0
@@ -125,23 +115,31 @@ def build_call(function: str, descriptors: Sequence[int] = ()) -> list[str]:
     return [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-s", "-S", "-P", "-B", "-c", code]
 
 
+@contextlib.contextmanager
 def start_process(
     command: Sequence[str], streams: Sequence[int], descriptors: Sequence[int] = (), *, folder: str = "/"
-) -> subprocess.Popen[bytes]:
-    """Start a command in its own session and folder, which protects nothing."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A context manager that starts a command in its own session and folder, which protects nothing, and kills it."""
     names = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder, "PATH": SEARCH_PATH}
     pipes: dict[str, Any] = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
-    return subprocess.Popen(command, **pipes, cwd=folder, env=names, pass_fds=descriptors, start_new_session=True)
+    process = subprocess.Popen(command, **pipes, cwd=folder, env=names, pass_fds=descriptors, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
+            os.killpg(process.pid, signal.SIGKILL)  # what runs in a sandbox dies with bubblewrap
+        process.kill()
+        process.communicate()
 
 
+@contextlib.contextmanager
 def start_sandbox(
-    command: Sequence[str], streams: Sequence[int], descriptors: Sequence[int] = (), *, tmp_size: int = 2**20
-) -> subprocess.Popen[bytes]:
-    """Start a command in a sandbox."""
+    command: Sequence[str], streams: Sequence[int], descriptors: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A context manager that starts a command in a sandbox, and kills it."""
     prefix = source = os.path.realpath(sys.base_prefix)
-    before: list[str] = []
-    if os.geteuid() == 0:
-        before = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
+    drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
+    before = drop if os.geteuid() == 0 else []
     words = ["bwrap", *NAMESPACES, "--new-session", "--die-with-parent", "--clearenv", "--ro-bind", "/usr", "/usr"]
     for path in map(str, sorted(Path("/").glob("lib*"))):
         words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
@@ -150,16 +148,17 @@ def start_sandbox(
             source = "/mnt"
             before = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /mnt && exec "$@"', prefix, *before]
         words += ["--ro-bind", source, prefix]
-    words += ["--size", str(tmp_size), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+    words += ["--size", str(TMP_SIZE), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in (ENVIRONMENT | {"LD_LIBRARY_PATH": f"{prefix}/lib"}).items():
         words += ["--setenv", name, value]
     reading, writing = os.pipe()
+    if program := build_syscall_filter():
+        os.write(writing, program)
+        words += ["--seccomp", str(reading)]
+    os.close(writing)
     try:
-        if program := build_syscall_filter():
-            os.write(writing, program)
-            words += ["--seccomp", str(reading)]
-        os.close(writing)
-        return start_process([*before, *words, *command], streams, [*descriptors, reading])
+        with start_process([*before, *words, *command], streams, [*descriptors, reading]) as process:
+            yield process
     finally:
         os.close(reading)
 
@@ -177,18 +176,6 @@ def build_syscall_filter() -> bytes:
     return b"".join(struct.pack("HBBI", *each) for each in [*program, (give, 0, 0, 0x7FFF0000)])
 
 
-@contextlib.contextmanager
-def stop_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A context manager that kills a process and its group; what runs in a sandbox dies with bubblewrap."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.communicate()
-
-
 @functools.cache
 def find_sandbox_problem() -> str | None:
     """Why no sandbox can run here, with the remedy, or None: runs `true` and the interpreter in one."""
@@ -196,18 +183,20 @@ def find_sandbox_problem() -> str | None:
         return f"the interpreter's prefix {sys.base_prefix} holds the home folder: install Python elsewhere"
     for command in (["/usr/bin/true"], build_call("platform.machine")):
         try:
-            process = start_sandbox(command, [subprocess.PIPE] * 3)
-            with stop_at_exit(process):
+            with start_sandbox(command, [subprocess.PIPE] * 3) as process:
                 _, messages = process.communicate(timeout=60)
-            reason = messages.decode("utf-8", "replace").strip() or f"exit code {process.returncode}"
+            if process.returncode:
+                raise OSError(messages.decode("utf-8", "replace").strip() or f"exit code {process.returncode}")
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"the sandbox cannot run {command[0]} ({error}): {REMEDY}"
-        if process.returncode:
-            return f"the sandbox cannot run {command[0]} ({reason}): {REMEDY}"
     return None
 
 
 # What runs inside
+
+
+ERROR_STATUSES = dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), "syntax") | {"MemoryError": "memory"}
+NAMED: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray, complex)}
 
 
 class CandidateEndedError(Exception):
@@ -226,10 +215,7 @@ def serve_candidate() -> None:
         exec(compile(job["program"], "candidate", "exec", dont_inherit=True), space)
         function = space[job["entry_point"]]
     except BaseException as error:  # sys.exit is one way to fail among others
-        kinds = {"syntax": SyntaxError, "memory": MemoryError, "failed": BaseException}
-        status = next(name for name, kind in kinds.items() if isinstance(error, kind))
-        send([status, f"candidate: {type(error).__name__}: {error}"])
-        return
+        return send([type(error).__name__, str(error)])
     send(["ready", ""])
     while True:
         arguments, named = decode(receive())
@@ -244,10 +230,9 @@ def run_test(reading: int, writing: int) -> None:
     """The test's process: let the test call the candidate, and print how that ended."""
     job = json.load(sys.stdin)
     set_limits(**job["limits"])
-    try:
+    status, reason = "died", ""
+    with contextlib.suppress(CandidateEndedError):
         status, reason = judge_candidate(job, *open_channel(reading, writing))
-    except CandidateEndedError:
-        status, reason = "died", ""
     print(json.dumps([status, reason[:MAX_REASON]]))
 
 
@@ -278,9 +263,9 @@ def judge_candidate(job: dict[str, Any], receive: Callable[[], Any], send: Calla
         return result
 
     send({name: job[name] for name in ("program", "entry_point", "limits")})
-    status, reason = receive()
-    if status != "ready":
-        return status if status in ("syntax", "memory") else "failed", str(reason)
+    kind, reason = map(str, receive())
+    if kind != "ready":
+        return ERROR_STATUSES.get(kind, "failed"), f"candidate: {kind}: {reason}"
     space: dict[str, Any] = {"__name__": "problem"}
     try:
         exec(compile(job["reference"], "problem", "exec", dont_inherit=True), space)
@@ -320,22 +305,18 @@ def open_channel(reading: int, writing: int) -> tuple[Callable[[], Any], Callabl
     return receive, send
 
 
-PLAIN: tuple[type, ...] = (bool, int, float, str)
-NAMED: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray, complex)}
-
-
 def encode(value: Any) -> Any:
     """A builtin value as JSON, named where JSON has no such type; instances of subclasses become the builtin type."""
     if value is None:
-        return value
-    for kind in PLAIN:
-        if isinstance(value, kind):
-            return kind(value)
+        return None
+    for plain in (bool, int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
     for name, kind in NAMED.items():
         if isinstance(value, kind):
-            if isinstance(value, complex):
+            if kind is complex:
                 return [name, [value.real, value.imag]]
-            return [name, [encode(each) for each in (value.items() if isinstance(value, dict) else value)]]
+            return [name, [encode(each) for each in (value.items() if kind is dict else value)]]
     raise TypeError(f"of type {type(value).__name__}, and only builtin values can be sent")
 
 
@@ -347,13 +328,12 @@ def decode(value: Any) -> Any:
     return complex(*content) if name == "complex" else NAMED[name]([decode(each) for each in content])
 
 
-def set_limits(cpu: int, memory: int, file_size: int) -> None:
+def set_limits(cpu: int, memory: int) -> None:
     """Set resource limits that cannot be raised again; no process and no thread can be started."""
     sys.set_int_max_str_digits(0)
-    limits = {resource.RLIMIT_CPU: cpu, resource.RLIMIT_AS: memory, resource.RLIMIT_FSIZE: file_size}
-    for kind, value in (
-        limits | {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}
-    ).items():
+    limits = {resource.RLIMIT_CPU: cpu, resource.RLIMIT_AS: memory, resource.RLIMIT_FSIZE: MAX_FILE_SIZE}
+    limits |= {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}
+    for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))

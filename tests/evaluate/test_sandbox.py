@@ -259,7 +259,7 @@ def test_without_a_sandbox_an_attack_works(tmp_path: Path) -> None:
     place = {"secret": str(secret), "pid": os.getpid()}
     program = f"{Path(attacks.__file__).read_text('utf-8')}\ndef attack(): return read_file({place!r})"
     test = "def check(attack): raise ValueError(attack())"
-    assert run_program(program, "attack = None", test, "attack", unsafe=True).reason == "test: ValueError: 3"
+    assert run_program(program, "attack = None", test, "attack", SHORT, unsafe=True).reason == "test: ValueError: 3"
 
 
 def find_processes(word: str) -> list[str]:
