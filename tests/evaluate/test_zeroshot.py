@@ -1,6 +1,5 @@
-"""The table of sets says what there is; a set becomes the lineage's rows, and says where it is not the paper's."""
+"""Zero-shot sets: where they are found, that their rows are the lineage's, and how they deviate from the paper's."""
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ import torch
 from adlm.data.corpora import CORPORA
 from adlm.data.packing import end_documents, wrap_rows
 from adlm.data.sources import open_source
-from adlm.evaluate.provenance import hash_weights
 from adlm.evaluate.zeroshot import (
     PAPER,
     SETS,
     SPLIT,
-    MissingSetError,
     compare_with_paper,
     find_set,
     list_deviations,
@@ -31,57 +28,44 @@ from tests.data.test_sources import FIXTURES
 from tests.evaluate.test_perplexity import small
 from tests.text.models import tokenizer
 
-# Sentences of our own in the form of each set; only WikiText's are real (see tests/data/fixtures).
+
+def jsonl(*documents: dict[str, str]) -> str:
+    return "".join(json.dumps(each) + "\n" for each in documents)
 
 
-def write_lambada(folder: Path) -> None:
-    passages = [f"“Is it {number}?” she asked. He did not know , and went home" for number in range(12)]
-    lines = [json.dumps({"text": text}) for text in passages]
-    (folder / "lambada_test.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-
-
-def write_ptb(folder: Path) -> None:
-    text = " the board did n't say how many <unk> were sold \n its shares rose N N to $ N a share \n"
-    (folder / "ptb.valid.txt").write_text(text * 8)
-    (folder / "ptb.test.txt").write_text(" this is the other split \n" * 30)
-
-
-def write_wikitext(folder: Path) -> None:
-    text = (FIXTURES / "wiki.valid.tokens").read_text("utf-8")
-    (folder / "wiki.valid.tokens").write_text(text, "utf-8")
-    (folder / "wiki.test.tokens").write_text(" \n = Another split = \n" * 30)
-
-
-def write_lm1b(folder: Path) -> None:
-    text = 'The cat \'s asleep , they say .\n" Why not ? " he asked ( again ) .\n'
-    (folder / "news.en.heldout-00000-of-00050").write_text(text * 8)
-
-
-def write_ag_news(folder: Path) -> None:
-    with (folder / "test.csv").open("w", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
-        writer.writerows([str(n % 4 + 1), f"Title {n}", 'A "short" report , of ours.'] for n in range(12))
-
-
-def write_pubmed(folder: Path) -> None:
-    rows = [{"title": "T", "abstract": f"we looked at {n} cells , and found them ( all ) ."} for n in range(12)]
-    (folder / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_arxiv(folder: Path) -> None:
-    rows = [{"article": f"we prove lemma {number} . it follows .\n", "abstract": "not this"} for number in range(12)]
-    (folder / "valid.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-WRITERS = {
-    "lambada": write_lambada,
-    "ptb": write_ptb,
-    "wikitext2": write_wikitext,
-    "wikitext103": write_wikitext,
-    "lm1b": write_lm1b,
-    "ag_news": write_ag_news,
-    "pubmed": write_pubmed,
-    "arxiv": write_arxiv,
+WIKI = {
+    "wiki.valid.tokens": (FIXTURES / "wiki.valid.tokens").read_text("utf-8"),
+    "wiki.test.tokens": " \n = Another split = \n" * 30,
+}
+# Files of each set, with sentences of our own; only WikiText's are real (see tests/data/fixtures).
+FILES: dict[str, dict[str, str]] = {
+    "lambada": {
+        "lambada_test.jsonl": jsonl(
+            *({"text": f"“Is it {n}?” she asked. He did not know , and went home"} for n in range(12))
+        )
+    },
+    "ptb": {
+        "ptb.valid.txt": " the board did n't say how many <unk> were sold \n its shares rose N N to $ N a share \n" * 8,
+        "ptb.test.txt": " this is the other split \n" * 30,
+    },
+    "wikitext2": WIKI,
+    "wikitext103": WIKI,
+    "lm1b": {
+        "news.en.heldout-00000-of-00050": 'The cat \'s asleep , they say .\n" Why not ? " he asked ( again ) .\n' * 8
+    },
+    "ag_news": {
+        "test.csv": "".join(f'"{n % 4 + 1}","Title {n}","A ""short"" report , of ours."\r\n' for n in range(12))
+    },
+    "pubmed": {
+        "valid.jsonl": jsonl(
+            *({"title": "T", "abstract": f"we looked at {n} cells , and found them ( all ) ."} for n in range(12))
+        )
+    },
+    "arxiv": {
+        "valid.jsonl": jsonl(
+            *({"article": f"we prove lemma {n} . it follows .\n", "abstract": "not this"} for n in range(12))
+        )
+    },
 }
 # What the first documents become, by the lineage's clean-up.
 BEGINNINGS = {
@@ -97,39 +81,25 @@ BEGINNINGS = {
 
 
 def write_sets(root: Path) -> Path:
-    for name, write in WRITERS.items():
+    for name, files in FILES.items():
         (root / name).mkdir(parents=True)
-        write(root / name)
+        for file, text in files.items():
+            (root / name / file).write_text(text, "utf-8", newline="")
     return root
 
 
-# The table.
-
-
-def test_the_table_speaks_of_things_there_are() -> None:
-    assert set(SETS) == set(WRITERS) and [find_set(name) for name in SETS] == list(SETS)
+def test_the_table_names_corpora_and_the_papers_numbers() -> None:
+    assert set(SETS) == set(FILES) and [find_set(name) for name in SETS] == list(SETS)
     for found in SETS.values():
-        corpus = CORPORA[found.corpus]
-        assert corpus.splits[SPLIT] in ("validation", "test") and found.rows == "wrapped"
+        assert CORPORA[found.corpus].splits[SPLIT] in ("validation", "test")
         assert len(found.paper) == len(PAPER) and found.documents > 1000 and found.patterns
-    assert {name for name in SETS if CORPORA[SETS[name].corpus].splits["valid"] == "test"} == {
-        "lambada",  # has no other
-        "lm1b",
-        "ag_news",
-    }
-    assert [SETS[name].paper[0] for name in ("lambada", "ptb", "wikitext2", "lm1b", "ag_news", "pubmed", "arxiv")] == [
-        44.32, 95.37, 31.94, 64.43, 55.72, 37.56, 33.69
-    ]  # fmt: skip
-
-
-def test_names() -> None:
+    is_test = {name for name in SETS if CORPORA[SETS[name].corpus].splits["valid"] == "test"}
+    assert is_test == {"lambada", "lm1b", "ag_news"}  # which have no other
+    assert [each.paper[0] for each in SETS.values()] == [44.32, 95.37, 31.94, 31.94, 64.43, 55.72, 37.56, 33.69]
     lineage = ["lm1b-gpt2", "wikitext-2", "scientific_papers_arxiv", "ptb"]
     assert [find_set(name) for name in lineage] == ["lm1b", "wikitext2", "arxiv", "ptb"]
     with pytest.raises(ValueError, match=r"unknown set 'c4'; known: lambada, ptb, .*, pubmed, arxiv"):
         find_set("c4")
-
-
-# Where sets are.
 
 
 def test_a_folder_of_sets(tmp_path: Path) -> None:
@@ -140,7 +110,7 @@ def test_a_folder_of_sets(tmp_path: Path) -> None:
     assert locate_set("wikitext2", data_dir=tmp_path) == f"wikitext2:{tmp_path / 'wikitext-2'}"
     (tmp_path / "lambada").rename(tmp_path / "elsewhere")
     with pytest.raises(
-        MissingSetError, match=r"lambada is not in .*put its files there as lambada or lambada_test\.jsonl\*"
+        FileNotFoundError, match=r"lambada is not in .*put its files there as lambada or lambada_test\.jsonl\*"
     ):
         locate_set("lambada", data_dir=tmp_path)
     loose = tmp_path / "lambada_test.jsonl.gz"
@@ -150,19 +120,12 @@ def test_a_folder_of_sets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"may be any of .*choose one with --set lambada=PATH"):
         locate_set("lambada", data_dir=tmp_path)
     assert locate_set("lambada", data_dir=tmp_path, path=loose) == f"lambada:{loose}"
-    with pytest.raises(MissingSetError, match="no file or folder"):
+    with pytest.raises(FileNotFoundError, match="no file or folder"):
         locate_set("lambada", data_dir=tmp_path, path=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="is not a folder"):
-        locate_set("ptb", data_dir=tmp_path / "nowhere")
-
-
-def test_missing_sets_are_an_error_or_a_list(tmp_path: Path) -> None:
-    (tmp_path / "ptb").mkdir()
     options: dict[str, Any] = {"data_dir": tmp_path, "paths": {}}
+    (tmp_path / "arxiv").rename(tmp_path / "other")
     found, missing = locate_sets(["ptb", "arxiv"], **options, skip_missing=True)
     assert list(found) == ["ptb"] and list(missing) == ["arxiv"] and "arxiv is not in" in missing["arxiv"]
-    with pytest.raises(MissingSetError, match="arxiv is not in"):
-        locate_sets(["ptb", "arxiv"], **options, skip_missing=False)
 
 
 def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
@@ -171,22 +134,19 @@ def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
     write_parquet(repo / "train/0000.parquet", [{"sentence": "not this"}])
     write_parquet(repo / "validation/0000.parquet", [{"sentence": each} for each in sentences])
     assert locate_set("ptb") == "ptb"
-    reading = load_set("ptb", "ptb", tokenizer("bytes"), 24)
+    reading = load_set("ptb", tokenizer("bytes"), 24)
     words = tokenizer("bytes")
     text = "".join(chr(token) for row in reading.rows.fetch([0, 1])[0].tolist() for token in row if token < 256)
     assert text.startswith("it isn't sono ? was found") and words.eos_id == 256
     assert reading.settings["identity"]["kind"] == "hub" and reading.settings["split"] == "valid"
-    with pytest.raises(MissingSetError, match=r"lambada: .*from the Hub failed.*give --set lambada=PATH"):
+    with pytest.raises(FileNotFoundError, match=r"lambada: .*from the Hub failed.*give --set lambada=PATH"):
         locate_set("lambada")
-
-
-# Rows.
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None:
     root, words = write_sets(tmp_path), tokenizer("gpt2")
-    reading = load_set(name, locate_set(name, data_dir=root), words, 32)
+    reading = load_set(locate_set(name, data_dir=root), words, 32)
     rows, lengths = reading.rows.fetch(torch.arange(len(reading.rows)))
     assert lengths is None and set(rows[:, 0].tolist()) == {words.bos_id} == set(rows[:, -1].tolist())
     first = words.encode(BEGINNINGS[name])[:30]
@@ -205,9 +165,9 @@ def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None
 def test_a_file_that_is_another_split_is_read_and_said(tmp_path: Path) -> None:
     root = write_sets(tmp_path)
     given = {"ptb": root / "ptb/ptb.test.txt", "ag_news": root / "ag_news/test.csv"}
-    reading = load_set("ptb", locate_set("ptb", path=given["ptb"]), tokenizer("gpt2"), 32)
+    reading = load_set(locate_set("ptb", path=given["ptb"]), tokenizer("gpt2"), 32)
     assert reading.settings["split"] == "test" and "split test, not valid" in list_deviations("ptb", reading.settings)
-    reading = load_set("ag_news", locate_set("ag_news", path=given["ag_news"]), tokenizer("gpt2"), 32)
+    reading = load_set(locate_set("ag_news", path=given["ag_news"]), tokenizer("gpt2"), 32)
     assert reading.settings["split"] == "valid"  # the lineage validates on this file
 
 
@@ -250,18 +210,15 @@ def test_what_is_not_as_in_the_paper_is_said(change: dict[str, Any], said: list[
 
 def test_plain_text_in_place_of_articles_is_a_stand_in(tmp_path: Path) -> None:
     (tmp_path / "valid.txt").write_text("We find that cells grow.\n<|endoftext|>\nThey do.\n" * 9)
-    reading = load_set("arxiv", f"scientific_papers_arxiv:{tmp_path}", tokenizer("bytes"), 16)
+    reading = load_set(f"scientific_papers_arxiv:{tmp_path}", tokenizer("bytes"), 16)
     assert reading.settings["stand_in"] == "plain text, in place of the published articles"
-
-
-# Estimates.
 
 
 def test_an_entry_is_the_estimate_with_the_papers_numbers(tmp_path: Path) -> None:
     root, model = write_sets(tmp_path), small()
-    found = zero_shot(model, ["ptb", "pubmed"], data_dir=root, seed=3)
+    found = zero_shot(model, ["ptb", "pubmed"], data_dir=str(root), seed=3)
     ptb, pubmed = found["sets"]
-    data = load_set("ptb", locate_set("ptb", data_dir=root), tokenizer("bytes"), 32)
+    data = load_set(locate_set("ptb", data_dir=root), tokenizer("bytes"), 32)
     expected = estimate_nll(model.model, data.rows, draws=2, seed=3, documents=data.documents)
     assert ptb["nll"] == pytest.approx(expected.nll, abs=1e-5) and ptb["tokens"] == expected.tokens
     assert ptb["set"] == "ptb" and ptb["rows_hash"] == data.rows_hash and ptb["model"] == "small"
@@ -278,15 +235,3 @@ def test_a_label_replaces_the_papers_numbers(tmp_path: Path) -> None:
     assert again == line
     (other,) = zero_shot(small(), **options, stand_ins={"scientific_papers_arxiv": "novels"})["sets"]
     assert other["label"] == "stand-in: novels" and other["nll"] == line["nll"] and other["paper"] is None
-
-
-def test_weights_are_known_by_their_hash() -> None:
-    model = small().model
-    before = hash_weights(model)
-    assert before == hash_weights(model)
-    with torch.no_grad():
-        model.head.bias[0] += 1
-    changed = hash_weights(model)
-    with torch.no_grad():
-        model.head.bias[0] -= 1
-    assert changed != before
