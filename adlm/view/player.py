@@ -31,8 +31,7 @@ def write_player(trajectories: Sequence[Trajectory], path: Path, *, title: str =
 
 def render_player(trajectories: Sequence[Trajectory], title: str = TITLE) -> str:
     """Render the page; its content security policy allows its own script and style, and no loading."""
-    if not trajectories:
-        raise ValueError("there are 0 trajectories: give at least one")
+    check_trajectories(trajectories)
     style, script = read_asset("player.css"), read_asset("player.js")
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_hash_asset(style)}'; script-src '{_hash_asset(script)}'; "
@@ -57,7 +56,6 @@ def _encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     A frame is [step, nfe, tokens]; tokens are flat: for each, its distance from the token named before it (the first:
     from -1), 2 · state + is_anchor, its text, the number of guesses, and for each guess its string and its thousandths.
     """
-    _check_trajectory(trajectory)
     numbers: dict[str, int] = {}
 
     def number(string: str) -> int:
@@ -91,32 +89,34 @@ def _encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _check_trajectory(trajectory: Trajectory) -> None:
-    """Raise an error for a trajectory that cannot be played."""
-    name = f"trajectory {trajectory.title!r}"
-    if not trajectory.frames:
-        raise ValueError(f"{name} has 0 frames: record at least one, the text before the first step")
-    if trajectory.text != trajectory.frames[-1].text:
-        raise ValueError(
-            f"{name}: its text {trajectory.text!r:.60} differs from its last frame, "
-            f"{trajectory.frames[-1].text!r:.60}: the last frame must be the finished text"
-        )
-    if not (math.isfinite(trajectory.seconds) and trajectory.seconds >= 0):
-        raise ValueError(f"{name} has {trajectory.seconds} seconds: expected a finite number, 0 or more")
-    length = len(trajectory.frames[0].tokens)
-    for frame in trajectory.frames:
-        if len(frame.tokens) != length:
+def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
+    """Raise an error if there is no trajectory, or one that cannot be played."""
+    if not trajectories:
+        raise ValueError("there are 0 trajectories: give at least one")
+    for trajectory in trajectories:
+        name, frames = f"trajectory {trajectory.title!r}", trajectory.frames
+        if not frames:
+            raise ValueError(f"{name} has 0 frames: record at least one, the text before the first step")
+        if trajectory.text != frames[-1].text:
             raise ValueError(
-                f"{name}: step {frame.step} has {len(frame.tokens)} tokens and the first frame {length}: "
-                "every frame must hold every position"
+                f"{name}: its text {trajectory.text!r:.60} differs from its last frame, {frames[-1].text!r:.60}: "
+                "the last frame must be the finished text"
             )
-        for at, token in enumerate(frame.tokens):
-            where = f"{name}: step {frame.step}, position {at}"
-            if token.state not in STATES:
-                raise ValueError(f"{where}: state {token.state!r} is unknown: expected one of {', '.join(STATES)}")
-            for guess, p in token.guesses:
-                if not 0 <= p < 1.0005:  # a sum in float32 may pass 1 by a little; NaN fails as well
-                    raise ValueError(f"{where}: guess {guess!r} has probability {p}: expected one from 0 to 1")
+        if not (math.isfinite(trajectory.seconds) and trajectory.seconds >= 0):
+            raise ValueError(f"{name} has {trajectory.seconds} seconds: expected a finite number, 0 or more")
+        for frame in frames:
+            if len(frame.tokens) != len(frames[0].tokens):
+                raise ValueError(
+                    f"{name}: step {frame.step} has {len(frame.tokens)} tokens and the first frame "
+                    f"{len(frames[0].tokens)}: every frame must hold every position"
+                )
+            for at, token in enumerate(frame.tokens):
+                where = f"{name}: step {frame.step}, position {at}"
+                if token.state not in STATES:
+                    raise ValueError(f"{where}: state {token.state!r} is unknown: expected one of {', '.join(STATES)}")
+                for guess, p in token.guesses:
+                    if not 0 <= p < 1.0005:  # a sum in float32 may pass 1 by a little; NaN fails as well
+                        raise ValueError(f"{where}: guess {guess!r} has probability {p}: expected one from 0 to 1")
 
 
 def _encode_json(value: object) -> str:

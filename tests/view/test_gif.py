@@ -17,6 +17,7 @@ from adlm.view.gif import (
     HOLD_SECONDS,
     LINE_HEIGHT,
     MARGIN,
+    SIZES,
     TEXT_TOP,
     GifPanel,
     clean_text,
@@ -85,7 +86,8 @@ def find_places(trajectory: Trajectory) -> list[tuple[int, int, int, int]]:
     """The rectangles of the tokens in the image, a little inside: letters of a neighbor may lean over."""
     from PIL import ImageFont
 
-    panel = GifPanel(trajectory, MARGIN, 720 - 2 * MARGIN, [ImageFont.load_default(18)] * 2, True)
+    fonts = [ImageFont.load_default(size) for size in SIZES]
+    panel = GifPanel(trajectory, MARGIN, 720 - 2 * MARGIN, fonts, True)
     tops = [TEXT_TOP + box.row * LINE_HEIGHT for box in panel.boxes]
     return [
         (MARGIN + box.left + 2, top, MARGIN + box.left + max(3, box.width - 2), top + 25)
@@ -145,9 +147,21 @@ def test_every_look_differs(tmp_path: Path) -> None:
     assert len(set(cut)) == len(looks)
 
 
+def test_a_wide_word_in_a_narrow_place_is_drawn_in_full_and_in_green(tmp_path: Path) -> None:
+    from PIL import ImageColor, ImageFont
+
+    wide, narrow = TokenState(" often", REVEALED), TokenState(" a", VISIBLE)
+    trajectory = make_trajectory([wide], [narrow])
+    ((left, top, right, bottom),) = find_places(trajectory)
+    assert right + 2 - left >= ImageFont.load_default(SIZES[-1]).getlength("often") - 2
+    frames, _, _ = read_frames(write_gif([trajectory], tmp_path / "a.gif"))
+    colors = frames[0].crop((left, top, right, bottom - 2)).getcolors() or []
+    assert max(colors)[1] == ImageColor.getrgb(look.REVEALED_GROUND) and len(colors) > 4
+
+
 @given(st.lists(st.text(st.sampled_from("ab c\nd"), max_size=9), max_size=30), st.integers(9, 20))
 def test_tokens_are_laid_out_in_order_inside_the_width(texts: list[str], width: int) -> None:
-    boxes = lay_out_tokens(texts, len, width)
+    boxes = lay_out_tokens(texts, [len(clean_text(text)) for text in texts], 1, width)
     assert len(boxes) == len(texts)
     drawn = [(box, clean_text(text)) for box, text in zip(boxes, texts) if text.strip()]
     assert all(box.left >= 0 and box.left + box.width <= width and box.width == len(text) for box, text in drawn)
@@ -199,8 +213,8 @@ def test_an_ordinary_trajectory_is_a_small_file(tmp_path: Path) -> None:
     ("trajectories", "name", "options", "message"),
     [
         ([], "a.gif", {}, "0 trajectories"),
-        ([Trajectory("empty", "", ())], "a.gif", {}, "not all with frames"),
-        ([make_trajectory([], [TokenState("x", VISIBLE)])], "a.gif", {}, "differ in their number of tokens"),
+        ([Trajectory("empty", "", ())], "a.gif", {}, "has 0 frames"),
+        ([make_trajectory([], [TokenState("x", VISIBLE)])], "a.gif", {}, "every frame must hold every position"),
         ([record(steps=2)], "a.png", {}, r"'a\.png' does not end in \.gif: call it a\.gif"),
         ([record(steps=2)], "a.gif", {"seconds": 0.0}, "seconds is 0.0: expected more than 0"),
         ([record(steps=2)] * 2, "a.gif", {"width": 400}, "width 400 is too narrow for 2 panels: give at least 492"),
