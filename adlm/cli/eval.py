@@ -390,6 +390,7 @@ def anchors(
 
 
 RUN = "Problems"
+DEFAULTS, LISTED = "[default: as in each command]", "separated by commas: all in the frontier"
 
 
 @app.command()
@@ -399,8 +400,7 @@ def code(
         Path | None, typer.Option(help="Problems in the form of HumanEval, jsonl: measure pass@k.", rich_help_panel=RUN)
     ] = None,
     candidates: Annotated[
-        Path | None,
-        typer.Option(help="jsonl of task_id and completion, instead of a model's.", rich_help_panel=RUN),
+        Path | None, typer.Option(help="jsonl of task_id and completion, instead of a model's.", rich_help_panel=RUN)
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Candidates for each problem.", rich_help_panel=RUN)] = 1,
     k: Annotated[str, typer.Option("--k", help="k of pass@k, separated by commas.", rich_help_panel=RUN)] = "1",
@@ -408,8 +408,7 @@ def code(
     memory: Annotated[int, typer.Option(help="Memory limit of a candidate in MiB.", rich_help_panel=RUN)] = 512,
     workers: Annotated[int, typer.Option(min=1, help="Candidates at a time.", rich_help_panel=RUN)] = 1,
     unsafe: Annotated[
-        bool,
-        typer.Option("--unsafe", help="Run candidates without a sandbox: protects nothing.", rich_help_panel=RUN),
+        bool, typer.Option("--unsafe", help="Run candidates without a sandbox: protects nothing.", rich_help_panel=RUN)
     ] = False,
     texts: Annotated[int, typer.Option(min=0, help="Functions to generate and parse.")] = 32,
     infills: Annotated[int, typer.Option(min=0, help="Gaps of each kind to fill and parse.")] = 32,
@@ -446,31 +445,15 @@ def code(
                 size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
                 status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)
             return
+        settings: dict[str, Any] = {"problems": problems, "candidates": candidates, "n": n}
+        settings |= {"k": parse_list("--k", k, int), "seconds": seconds, "memory": memory, "workers": workers}
+        settings |= {"unsafe": unsafe, "texts": texts, "infills": infills, "length": length, "sampler": sampler}
+        settings |= {"steps": steps, "temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
         with json_stdout(is_json), progress_bar() as on_progress:
             from adlm.evaluate.code import code as measure_code
 
-            result = measure_code(
-                load_models(models, device) if candidates is None else [],
-                problems=problems,
-                candidates=candidates,
-                n=n,
-                k=parse_list("--k", k, int),
-                seconds=seconds,
-                memory=memory,
-                workers=workers,
-                unsafe=unsafe,
-                texts=texts,
-                infills=infills,
-                length=length,
-                sampler=sampler,
-                steps=steps,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                batch=batch,
-                out=out,
-                on_progress=on_progress,
-            )
+            loaded = load_models(models, device) if candidates is None else []
+            result = measure_code(loaded, **settings, out=out, on_progress=on_progress)
         print_result(result, is_json=is_json, out=out)
 
 
@@ -485,21 +468,13 @@ def report(
     zeroshot_dir: Annotated[Path | None, typer.Option(help="Folder of the zero-shot sets. Adds them.")] = None,
     with_code: Annotated[bool, typer.Option("--code", help="Add Python code that parses.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Measure little of everything, as a check.")] = False,
-    n: Annotated[
-        int | None, typer.Option("--n", min=2, help="Number of samples. [default: as in each command]")
-    ] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens in a sample. [default: as in each command]")] = None,
-    steps: Annotated[
-        str, typer.Option(help="Steps, separated by commas: all in the frontier, the most elsewhere.")
-    ] = "",
-    samplers: Annotated[
-        str, typer.Option(help="Samplers, separated by commas: all in the frontier, the first elsewhere.")
-    ] = "",
+    n: Annotated[int | None, typer.Option("--n", min=2, help=f"Number of samples. {DEFAULTS}")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help=f"Tokens in a sample. {DEFAULTS}")] = None,
+    steps: Annotated[str, typer.Option(help=f"Steps, {LISTED}, the most elsewhere.")] = "",
+    samplers: Annotated[str, typer.Option(help=f"Samplers, {LISTED}, the first elsewhere.")] = "",
     limit: RowLimit = None,
     rows: RowsOption = None,
-    license: Annotated[
-        str | None, typer.Option("--license", help="License of the weights for report.md. [default: unknown]")
-    ] = None,
+    license: Annotated[str | None, typer.Option("--license", help="License of the weights. [default: unknown]")] = None,
     language: Annotated[str, typer.Option(help="Language of the text for report.md.")] = "en",
     seed: options.Seed = 0,
     out: Annotated[
@@ -516,29 +491,13 @@ def report(
         if data is None:
             raise ValueError("--data is required: a text file, a folder or a dataset name")
         check_output_folder("--out", out)
-        numbers, names = parse_list("--steps", steps, int), parse_list("--samplers", samplers, str)
+        settings: dict[str, Any] = {"reference": reference, "scorer": judge, "zeroshot_dir": zeroshot_dir, "n": n}
+        settings |= {"code": with_code, "rows": rows, "length": length, "limit": limit, "quick": quick, "seed": seed}
+        settings |= {"steps": parse_list("--steps", steps, int), "samplers": parse_list("--samplers", samplers, str)}
+        settings |= {"license": license, "language": language, "command": shlex.join(["adlm", *sys.argv[1:]])}
         with json_stdout(is_json), progress_bar() as on_progress:
             from adlm.evaluate.report import report as write_report
 
-            result = write_report(
-                load_models(models, device),
-                data,
-                reference=reference,
-                scorer=judge,
-                zeroshot_dir=zeroshot_dir,
-                code=with_code,
-                rows=rows,  # type: ignore[arg-type]
-                n=n,
-                length=length,
-                steps=numbers,
-                samplers=names,
-                limit=limit,
-                quick=quick,
-                license=license,
-                language=language,
-                seed=seed,
-                out=out,
-                command=shlex.join(["adlm", *sys.argv[1:]]),
-                on_progress=on_progress,
-            )
+            loaded = load_models(models, device)
+            result = write_report(loaded, data, **settings, out=out, on_progress=on_progress)
         print_result(result, is_json=is_json, paths=[out / name for name in ("report.json", *result["files"])])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,9 +35,10 @@ from adlm.evaluate.results import (
     save_json,
     to_json,
 )
-from adlm.evaluate.sampling import samples, takes_steps
+from adlm.evaluate.sampling import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.zeroshot import zero_shot
+from adlm.methods import takes_steps
 from adlm.text.lm import LM
 
 MAX_FRONTIER_TEXTS = 48  # for each of many points
@@ -61,8 +63,7 @@ QUICK_EXTENT: dict[str, dict[str, Any]] = {
     "code": {"texts": 2, "infills": 2, "steps": 8},
     "examples": {"n": 1, "steps": 8},
 }
-METRICS = {"perplexity": "perplexity", "bits_per_byte": "bits/byte", "gen_ppl": "Gen-PPL", "mauve": "MAUVE"}
-METRICS |= {"entropy": "entropy"}
+METRIC_NAMES = {"bits_per_byte": "bits/byte", "gen_ppl": "Gen-PPL", "mauve": "MAUVE"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:[^\s/:'\"]+/)+([^\s/:'\"]+)")
 GENERATED = ("text", "texts", "completion", "written", "before", "removed", "after")  # values that stay as they are
 
@@ -101,7 +102,7 @@ def report(
     *,
     reference: str | Path | None = None,
     scorer: str | Path | ScoringModel | None = None,
-    zeroshot_dir: Path | None = None,
+    zeroshot_dir: str | Path | None = None,
     code: bool = False,
     rows: RowLayout | None = None,
     n: int | None = None,
@@ -113,7 +114,7 @@ def report(
     license: str | None = None,
     language: str = "en",
     seed: int = 0,
-    out: Path = Path("report"),
+    out: str | Path = "report",
     command: str = "",
     on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
@@ -125,11 +126,10 @@ def report(
     """
     if find_spec("matplotlib") is None:
         raise ImportError("the plots of a report need matplotlib: pip install 'adlm[eval]'")
-    given = list_models(models)
+    given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
     license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")
-    sizes = {"n": n, "length": length, "limit": limit, "steps": list(steps), "samplers": list(samplers)}
-    extent = {name: choose_extent(name, sizes, quick) for name in TITLES}
+    extent = choose_extent(n, length, limit, steps, samplers, quick)
     for lm in lms:  # wrong settings are refused before anything runs
         lm.build_request(seed=seed, **fit_sampling(lm, extent["examples"]))
     paths = [str(each) for each in (data, reference, scorer, zeroshot_dir) if isinstance(each, str | Path)]
@@ -145,10 +145,9 @@ def report(
         sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
     else:
         sections["frontier"].add(frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"]))
-    if scorer is not None and find_spec("mauve") is None:
-        sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
-    elif scorer is not None:
-        for lm in lms:
+        if find_spec("mauve") is None:
+            sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
+        for lm in lms if find_spec("mauve") else []:
             own = same | {"out": out / "samples" / lm.name} | fit_sampling(lm, extent["samples"])
             sections["samples"].add(samples(lm, scorer=scorer, reference=real, **own), lm.name)
     if two_stage := [lm for lm in lms if lm.model.anchor is not None]:
@@ -158,8 +157,8 @@ def report(
     if zeroshot_dir is None:
         sections["zero_shot"].reason = "no folder of the sets was given (--zeroshot-dir)"
     else:
-        own = extent["zero_shot"] | {"data_dir": zeroshot_dir, "skip_missing": True}
-        sections["zero_shot"].add(zero_shot(lms, **same, **own))
+        found = zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **same, **extent["zero_shot"])
+        sections["zero_shot"].add(found)
     sections["code"].reason = "" if code else "it was not requested (--code)"
     try:
         if code:
@@ -176,23 +175,25 @@ def report(
     settings = {"data": str(data), "reference": str(real), "rows": rows, "quick": quick, "seed": seed, "files": files}
     settings = hide(to_json(settings | {"scorer": scorer and scorer.settings, "extent": extent}))
     provenance, metrics = collect_provenance(lms[0].device), hide(collect_metrics(sections))
-    written = [path for each in sections.values() for path in draw_section(each, out)]
-    described = [describe_model(lm) for lm in lms]
-    summary = tabulate_summary(described, metrics)
-    content = {"title": f"Evaluation of {', '.join(lm.name for lm in lms)}", "models": tabulate(described)}
-    content |= {"summary": summary, "origin": tabulate(list_origin(settings, provenance)), "command": hide(command)}
-    shown = [replace(each, tables=hide(each.tables), warnings=hide(each.warnings)) for each in sections.values()]
-    front: dict[str, Any] = {
-        "license": license,
-        "language": [language],
-        "library_name": "adlm",
-        "pipeline_tag": "text-generation",
-    }
-    front |= {"tags": [*TAGS, *dict.fromkeys(lm.method for lm in lms)], "model-index": build_model_index(metrics)}
-    written += write_pages(content | {"sections": shown}, front, out)
+    paths_written = []
+    for section in sections.values():
+        plots = [path for result in section.results for path in draw_figures(result, out, ".svg")]
+        section.figures = [path.stem for path in plots]
+        section.tables, section.warnings = hide(section.tables), hide(section.warnings)
+        paths_written += plots
+    described, shown = [describe_model(lm) for lm in lms], list(sections.values())
+    columns = [Column(name.replace("_", " "), is_text=isinstance(value, str)) for name, value in described[0].items()]
+    summary = tabulate_summary([lm.name for lm in lms], metrics)
+    content = {"title": f"Evaluation of {', '.join(lm.name for lm in lms)}", "command": hide(command)}
+    content |= {"models": Table(columns, [list(each.values()) for each in described]), "summary": summary}
+    content |= {"origin": tabulate_origin(settings, provenance), "sections": shown}
+    front: dict[str, Any] = {"license": license, "language": [language], "library_name": "adlm"}
+    front |= {"pipeline_tag": "text-generation", "tags": [*TAGS, *dict.fromkeys(lm.method for lm in lms)]}
+    front["model-index"] = build_model_index(metrics)
+    paths_written += write_pages(content, front, out)
     whole = {"models": described, "metrics": metrics, "command": hide(command), "license": license}
     whole |= {"language": language, "sections": hide(to_json([each.as_dict() for each in shown]))}
-    whole["files"] = [path.name for path in written]
+    whole["files"] = [path.name for path in paths_written]
     states = [[each.title, f"no: {each.reason}" if each.reason else "yes"] for each in shown]
     tables = [summary, Table([Column("section", is_text=True), Column("measured", is_text=True)], states)]
     result = EvalResult("report", whole, settings, provenance, tables)
@@ -210,25 +211,27 @@ def name_models(lms: Sequence[LM]) -> list[LM]:
     return named
 
 
-def choose_extent(section: str, given: Mapping[str, Any], quick: bool) -> dict[str, Any]:
-    """How much a section measures: the given numbers, else the defaults."""
-    n, steps, samplers = given["n"], list(given["steps"]), list(given["samplers"])
-    one = {"steps": max(steps, default=None), "sampler": next(iter(samplers), None)}
-    few, changed = (None if n is None else min(n, most) for most in (MAX_FRONTIER_TEXTS, MAX_ANCHOR_TEXTS))
-    chosen: dict[str, dict[str, Any]] = {
-        "perplexity": {"limit": given["limit"]},
-        "samples": {"n": n, "length": given["length"], **one},
-        "frontier": {"n": few, "length": given["length"], "steps": steps, "samplers": samplers},
-        "anchors": {"limit": given["limit"], "samples": changed, "length": given["length"], **one},
-        "zero_shot": {"limit": given["limit"]},
-        "code": one,
-        "examples": {"length": given["length"], **one},
+def choose_extent(
+    n: int | None, length: int | None, limit: int | None, steps: Sequence[int], samplers: Sequence[str], quick: bool
+) -> dict[str, dict[str, Any]]:
+    """How much each section measures: the given numbers, else the defaults."""
+    one = {"length": length, "steps": max(steps, default=None), "sampler": next(iter(samplers), None)}
+    given: dict[str, dict[str, Any]] = {
+        "perplexity": {"limit": limit},
+        "samples": {"n": n, **one},
+        "frontier": {"n": n and min(n, MAX_FRONTIER_TEXTS), **one, "steps": list(steps), "samplers": list(samplers)},
+        "anchors": {"limit": limit, "samples": n and min(n, MAX_ANCHOR_TEXTS), **one},
+        "zero_shot": {"limit": limit},
+        "code": one | {"length": None},
+        "examples": one,
     }
-    extent = (QUICK_EXTENT if quick else EXTENT).get(section, {})
-    extent = extent | {name: value for name, value in chosen[section].items() if value}
-    if "sampler" in extent and not takes_steps(extent["sampler"]):
-        extent.pop("steps", None)
-    return extent
+    del given["frontier"]["sampler"]
+    for section, chosen in given.items():
+        defaults = (QUICK_EXTENT if quick else EXTENT).get(section, {})
+        given[section] = defaults | {name: value for name, value in chosen.items() if value}
+        if "sampler" in given[section] and not takes_steps(given[section]["sampler"]):
+            given[section].pop("steps", None)
+    return given
 
 
 def fit_sampling(lm: LM, extent: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,34 +243,33 @@ def fit_sampling(lm: LM, extent: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_model(lm: LM) -> dict[str, Any]:
     """The model's size, tokenizer and weights."""
-    config = lm.model.config
-    about = {"name": lm.name, "method": lm.method, "step": lm.step, "length": config.length}
-    about |= {"parameters": sum(each.numel() for each in lm.model.parameters()), "vocab_size": config.vocab_size}
-    return about | {"tokenizer": lm.tokenizer.name, "weights_sha256": hash_weights(lm.model)}
+    config, size = lm.model.config, sum(each.numel() for each in lm.model.parameters())
+    about = {"name": lm.name, "method": lm.method, "step": lm.step, "length": config.length, "parameters": size}
+    about |= {"vocab_size": config.vocab_size, "tokenizer": lm.tokenizer.name}
+    return about | {"weights_sha256": hash_weights(lm.model)}
 
 
 def collect_metrics(sections: Mapping[str, Section]) -> list[dict[str, Any]]:
     """The metrics for a model page: model, type, name, value and dataset of each."""
     metrics = []
 
-    def add(model: str, kind: str, name: str, estimate: Mapping[str, Any], data: str) -> None:
+    def add(model: str, kind: str, name: str, data: str, **estimate: Any) -> None:
         numbers = {key: estimate.get(key) for key in ("value", "stderr", "interval")}
         metrics.append({"model": model, "type": kind, "name": name, "data": data, **numbers})
 
     for result in sections["perplexity"].results:
         for entry in result.metrics.get("models", [result.metrics]):
+            model, data, bits, stderr = (entry[key] for key in ("model", "data", "bits_per_byte", "bits_per_byte_se"))
             name = f"Perplexity{' (upper bound)' if entry['is_bound'] else ''}"
-            bits = {"value": entry["bits_per_byte"], "stderr": entry["bits_per_byte_se"]}
-            add(entry["model"], "perplexity", name, {"value": entry["ppl"]}, entry["data"])
-            add(entry["model"], "bits_per_byte", "Bits per byte", bits, entry["data"])
+            add(model, "perplexity", name, data, value=entry["ppl"])
+            add(model, "bits_per_byte", "Bits per byte", data, value=bits, stderr=stderr)
     for result in sections["samples"].results:
-        model, measured = result.settings["samples"]["model"], result.metrics["samples"]
+        model, data = result.settings["samples"]["model"], result.settings["reference"]["name"]
         names = {"gen_ppl": f"Gen-PPL ({result.settings['judge']['name']})", "mauve": "MAUVE", "entropy": "Entropy"}
         for kind, name in names.items():
-            add(model, kind, name, measured[kind], result.settings["reference"]["name"])
-    for result in sections["zero_shot"].results:
-        for entry in result.metrics["sets"]:
-            add(entry["model"], "perplexity", "Perplexity", {"value": entry["ppl"]}, entry["set"])
+            add(model, kind, name, data, **result.metrics["samples"][kind])
+    for entry in (entry for result in sections["zero_shot"].results for entry in result.metrics["sets"]):
+        add(entry["model"], "perplexity", "Perplexity", entry["set"], value=entry["ppl"])
     return metrics
 
 
@@ -275,40 +277,33 @@ def build_model_index(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """The metrics in the form of a Hugging Face model card."""
     index: dict[str, list[dict[str, Any]]] = {}
     for each in metrics:
-        result = {"task": {"type": "text-generation", "name": "Text Generation"}}
-        result |= {"dataset": {"type": each["data"], "name": each["data"]}}
-        result |= {"metrics": [{"type": each["type"], "name": each["name"], "value": each["value"]}]}  # type: ignore[dict-item]
+        result: dict[str, Any] = {"task": {"type": "text-generation", "name": "Text Generation"}}
+        result["dataset"] = {"type": each["data"], "name": each["data"]}
+        result["metrics"] = [{key: each[key] for key in ("type", "name", "value")}]
         index.setdefault(each["model"], []).append(result)
     return [{"name": name, "results": results} for name, results in index.items()]
 
 
-def tabulate_summary(described: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Table:
-    """The main metrics of each model."""
+def tabulate_summary(models: Sequence[str], metrics: Sequence[Mapping[str, Any]]) -> Table:
+    """The main metrics of each model: of each type the first."""
     cells: dict[tuple[str, str], str] = {}
     for each in metrics:
         estimate = Estimate(each["value"], each["stderr"], each["interval"])
         text = estimate.format(prefix="≤ " if "upper bound" in each["name"] else "")
         cells.setdefault((each["model"], each["type"]), text)
-    kinds = [kind for kind in METRICS if any(each["type"] == kind for each in metrics)]
-    rows = [[each["name"], *(cells.get((each["name"], kind)) for kind in kinds)] for each in described]
-    return Table([Column("model", is_text=True), *(Column(METRICS[kind]) for kind in kinds)], rows)
+    kinds = list(dict.fromkeys(each["type"] for each in metrics))
+    rows = [[model, *(cells.get((model, kind)) for kind in kinds)] for model in models]
+    return Table([Column("model", is_text=True), *(Column(METRIC_NAMES.get(kind, kind)) for kind in kinds)], rows)
 
 
-def list_origin(settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[dict[str, str]]:
+def tabulate_origin(settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> Table:
     """Settings and provenance as text."""
-    origin = {**settings, **provenance, "scorer": (settings["scorer"] or {}).get("name")}
-    texts = {
-        name: ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, Mapping) else str(value)
-        for name, value in origin.items()
-        if name != "extent" and value not in (None, {})
-    }
-    return [{"name": name, "value": text} for name, text in texts.items()]
-
-
-def tabulate(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with a column for each key."""
-    columns = [Column(name.replace("_", " "), is_text=isinstance(value, str)) for name, value in rows[0].items()]
-    return Table(columns, [list(row.values()) for row in rows])
+    rows: list[list[str]] = []
+    for name, value in {**settings, **provenance, "scorer": (settings["scorer"] or {}).get("name")}.items():
+        if name != "extent" and value not in (None, {}):
+            is_nested = isinstance(value, Mapping)
+            rows.append([name, ", ".join(f"{key} {each}" for key, each in value.items()) if is_nested else str(value)])
+    return Table([Column("name", is_text=True), Column("value", is_text=True)], rows)
 
 
 def hide_paths(value: Any, *, paths: Sequence[str]) -> Any:
@@ -328,13 +323,6 @@ def hide_paths(value: Any, *, paths: Sequence[str]) -> Any:
     return value
 
 
-def draw_section(section: Section, folder: Path) -> list[Path]:
-    """Draw the plots of a section's results."""
-    paths = [path for result in section.results for path in draw_figures(result, folder, ".svg")]
-    section.figures = [path.stem for path in paths]
-    return paths
-
-
 def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write report.html, one file that needs nothing else, and report.md, with plots next to it."""
     import jinja2
@@ -343,18 +331,14 @@ def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], fol
 
     def clean(value: Any) -> Any:
         """Replace control characters, which no page may hold."""
-        return (
-            value
-            if isinstance(value, Markup)
-            else re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", str(value))
-        )
+        is_markup = isinstance(value, Markup)
+        return value if is_markup else re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", str(value))
 
     def escape_markdown(value: Any) -> Markup:
         """Escape all marks and tags, in one line."""
         if isinstance(value, Markup):
             return value
-        text = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", clean(value).replace("\n", " "))
-        return Markup(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+        return Markup(re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(clean(value).replace("\n", " "), quote=False)))
 
     def fence(text: str) -> Markup:
         """The text as it is, in a fence longer than any in it."""

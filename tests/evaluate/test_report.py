@@ -30,7 +30,7 @@ def quick_report() -> tuple[EvalResult, Path]:
     text, out = shelf() / "report-held-out.txt", shelf() / "report"
     text.write_text(TEXT[:6000], "utf-8")
     lms = [load(trained(name), device="cpu") for name in ("adlm", "ar")]
-    return report(lms, text, quick=True, command=f"adlm eval report {trained()} --data {text}", out=out), out
+    return report(lms, str(text), quick=True, command=f"adlm eval report {trained()} --data {text}", out=str(out)), out
 
 
 class Reader(HTMLParser):
@@ -161,15 +161,13 @@ def test_the_hub_reads_the_front_matter() -> None:
 
 
 def test_given_numbers_come_before_defaults() -> None:
-    given: dict[str, Any] = {"n": 500, "length": 40, "limit": 7, "steps": [16, 64], "samplers": ["confidence"]}
-    assert choose_extent("frontier", given, False) == {
-        "n": 48, "length": 40, "steps": [16, 64], "samplers": ["confidence"],
-    }  # fmt: skip
-    assert choose_extent("samples", given, True)["n"] == 500 and choose_extent("anchors", given, False)["samples"] == 32
-    assert choose_extent("examples", given, True) == {"n": 1, "steps": 64, "length": 40, "sampler": "confidence"}
-    assert "steps" not in choose_extent("code", given | {"samplers": ["first_hitting"]}, True)
-    empty: dict[str, Any] = {"n": None, "length": None, "limit": None, "steps": [], "samplers": []}
-    assert choose_extent("perplexity", empty, False) == {} and choose_extent("code", empty, True)["texts"] == 2
+    few, many = (choose_extent(500, 40, 7, [16, 64], ["confidence"], quick) for quick in (True, False))
+    assert many["frontier"] == {"n": 48, "length": 40, "steps": [16, 64], "samplers": ["confidence"]}
+    assert few["samples"]["n"] == 500 and many["anchors"]["samples"] == 32
+    assert few["examples"] == {"n": 1, "steps": 64, "length": 40, "sampler": "confidence"}
+    assert "steps" not in choose_extent(None, None, None, [16], ["first_hitting"], True)["code"]
+    assert choose_extent(None, None, None, [], [], False)["perplexity"] == {}
+    assert choose_extent(None, None, None, [], [], True)["code"]["texts"] == 2
 
 
 @pytest.mark.slow
