@@ -71,16 +71,9 @@ class Batch:
         """Split into batches of at most so many rows."""
         if rows >= len(self.tokens):
             return [self]
-        return [
-            replace(
-                self,
-                tokens=self.tokens[first : first + rows],
-                lengths=None if self.lengths is None else self.lengths[first : first + rows],
-                number=self.number[first : first + rows],
-                place=self.place[first : first + rows],
-            )
-            for first in range(0, len(self.tokens), rows)
-        ]
+        names = [name for name in ("tokens", "lengths", "number", "place") if getattr(self, name) is not None]
+        parts = zip(*(getattr(self, name).split(rows) for name in names))
+        return [replace(self, **dict(zip(names, part))) for part in parts]
 
 
 def _build_loader(rows: Any, **options: Any) -> Any:
@@ -145,7 +138,7 @@ class ShuffledBatches:
         """Continue after the batch that had this state."""
         if state["rows"] % self.batch:
             raise ValueError(
-                f"{state['rows']} rows of epoch {state['epoch']} are not a multiple of the batch of {self.batch}: "
+                f"{state['rows']} rows of an epoch were taken, which is no multiple of the batch {self.batch}: "
                 "resume with the batch size that the run began with"
             )
         self.epoch, self.taken = state["epoch"], state["rows"] // self.batch
@@ -183,10 +176,7 @@ class StreamedRows(IterableDataset[Any]):
         size: int = 1,
         state: Mapping[str, Any] = STREAM_START,
     ) -> None:
-        if tokenizer.bos_id is None or tokenizer.eos_id is None:
-            raise ValueError(f"tokenizer {tokenizer.name!r} has no BOS and EOS, which the rows of a stream need")
-        pad = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
-        self.framing = Framing(length, tokenizer.bos_id, tokenizer.eos_id, pad)
+        self.framing = Framing.from_tokenizer(tokenizer, length)
         self.source, self.tokenizer, self.rows, self.is_wrapped = source, tokenizer, rows, is_wrapped
         self.block, self.seed, self.rank, self.size, self.state = block, seed, rank, size, dict(state)
 
@@ -208,18 +198,16 @@ class StreamedRows(IterableDataset[Any]):
                 key = np.random.SeedSequence([self.seed, state["epoch"], state["block"], self.rank])
                 order = np.random.Generator(np.random.Philox(key)).permutation(len(packed.rows))
                 for taken in range(state["taken"], len(order)):
-                    place, is_last = order[taken], taken == len(order) - 1
-                    number = state["rows"] * self.size + self.rank
+                    place, number = order[taken], state["rows"] * self.size + self.rank
                     state |= {"taken": taken + 1, "rows": state["rows"] + 1}
-                    if is_last:
+                    if taken == len(order) - 1:
                         state |= {"start": following, "block": state["block"] + 1, "taken": 0}
                     length = self.framing.length if packed.lengths is None else packed.lengths[place]
                     yield packed.rows[place].astype(np.int64), np.int64(length), np.int64(number), dict(state)
             if is_empty and state["start"] == [0, 0, 0]:
                 raise ValueError(
-                    f"{self.source.name} does not fill one row of {self.framing.length} tokens"
-                    + (f" for each of {self.size} processes" if self.size > 1 else "")
-                    + ": give more text or a smaller length"
+                    f"{self.source.name} does not fill one row of {self.framing.length} tokens for each of "
+                    f"{self.size} processes: give more text or a smaller length"
                 )
             state |= {"epoch": state["epoch"] + 1, "start": [0, 0, 0], "block": 0, "taken": 0}
 
@@ -231,24 +219,13 @@ class StreamedRows(IterableDataset[Any]):
         waiting: list[PackedRows] = []
         while chunk := list(islice(documents, DOCUMENT_CHUNK)):
             ids, lengths = self.tokenizer.encode_batch(chunk)
-            sizes = np.array([len(text.encode("utf-8")) for text in chunk])
-            waiting.append(packer.feed(ids, lengths, sizes))
+            waiting.append(packer.feed(ids, lengths, np.array([len(text.encode("utf-8")) for text in chunk])))
             while sum(len(packed.rows) for packed in waiting) >= self.block:
-                block = _concatenate(waiting)
-                yield _slice(block, 0, self.block), block.ends[self.block - 1].tolist()
-                waiting = [_slice(block, self.block, len(block.rows))]
-        if waiting and len((rest := _concatenate(waiting)).rows):
+                block = PackedRows.concatenate(waiting)
+                yield block[: self.block], block.ends[self.block - 1].tolist()
+                waiting = [block[self.block :]]
+        if waiting and len((rest := PackedRows.concatenate(waiting)).rows):
             yield rest, rest.ends[-1].tolist()
-
-
-def _concatenate(parts: list[PackedRows]) -> PackedRows:
-    lengths = None if parts[0].lengths is None else np.concatenate([p.lengths for p in parts if p.lengths is not None])
-    return PackedRows(np.concatenate([p.rows for p in parts]), lengths, np.concatenate([p.ends for p in parts]))
-
-
-def _slice(packed: PackedRows, first: int, last: int) -> PackedRows:
-    lengths = None if packed.lengths is None else packed.lengths[first:last]
-    return PackedRows(packed.rows[first:last], lengths, packed.ends[first:last])
 
 
 class StreamedBatches:

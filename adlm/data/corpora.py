@@ -21,7 +21,6 @@ class Corpus:
     config: str | None
     column: str  # alternatives separated by |, columns joined with a space by +, numbers where there is no header
     splits: Mapping[str, str]  # our split to the Hub's, which may be a slice: "train[:-100000]"
-    note: str
     documents: str = "auto"  # document rule for plain text files; in tables a row is a document
     detokenizer: str | None = None
     rows: str = "wrapped"  # "wrapped": one stream cut into rows; "documents": one document per row
@@ -43,9 +42,7 @@ WIKITEXT2 = Corpus(
     splits=HELD_OUT,
     documents="every-line",
     detokenizer="wikitext",
-    note="one document per line, blank lines included, as in the Hub's rows; the raw form has no <unk>",
 )
-ARTICLES_NOTE = "one document per article; abstracts alone or plain text are accepted and labeled as a stand-in"
 PUBMED = Corpus(
     hub="armanc/scientific_papers",
     config="pubmed",
@@ -53,7 +50,6 @@ PUBMED = Corpus(
     column="article|abstract",
     splits=HELD_OUT,
     detokenizer="scientific_papers",
-    note=ARTICLES_NOTE,
     # Columns read instead of the articles; plain text has none.
     stand_ins={
         "abstract": "abstracts, in place of full articles",
@@ -73,7 +69,6 @@ CORPORA: dict[str, Corpus] = {
         rows="documents",
         tokenizer="bert-base-uncased",
         length=128,
-        note="One Billion Word benchmark: one document per sentence, news.en.heldout-* is the test split",
         files=("news.en*",),
     ),
     "openwebtext-split": Corpus(
@@ -81,11 +76,10 @@ CORPORA: dict[str, Corpus] = {
         config="plain_text",
         column="text",
         splits={"train": "train[:-100000]", "valid": "train[-100000:]"},
-        note="OpenWebText: the last 100,000 documents are held out, as in the lineage",
     ),
     "wikitext2": WIKITEXT2,
     "wikitext103": replace(WIKITEXT2, config="wikitext-103-raw-v1"),
-    "ptb": Corpus(
+    "ptb": Corpus(  # LDC text, not to be redistributed
         hub="ptb-text-only/ptb_text_only",
         config="penn_treebank",
         revision=CONVERTED,
@@ -93,7 +87,6 @@ CORPORA: dict[str, Corpus] = {
         splits=HELD_OUT,
         documents="line",
         detokenizer="ptb",
-        note="Mikolov's Penn Treebank: one document per sentence; LDC text, not to be redistributed",
     ),
     "lambada": Corpus(
         hub="EleutherAI/lambada_openai",
@@ -102,20 +95,16 @@ CORPORA: dict[str, Corpus] = {
         splits={"valid": "test", "test": "test"},
         documents="line",
         detokenizer="lambada",
-        note="OpenAI's test file of 5,153 passages; there is no training split",
     ),
     "ag_news": Corpus(
         hub="fancyzhx/ag_news",
         config="default",
-        column="text|Title+Description|1+2",
+        column="text|Title+Description|1+2",  # as in the Hub's text column
         splits=TEST_ONLY,
         documents="line",
-        note="title and description joined with a space, as in the Hub's text column; non-commercial use",
     ),
     "scientific_papers_pubmed": PUBMED,
-    "scientific_papers_arxiv": replace(
-        PUBMED, config="arxiv", note=f"{ARTICLES_NOTE}; the Hub's conversion has the first 5 GB of the training split"
-    ),
+    "scientific_papers_arxiv": replace(PUBMED, config="arxiv"),
     "text8": Corpus(
         hub="afmck/text8",
         config="default",
@@ -124,13 +113,8 @@ CORPORA: dict[str, Corpus] = {
         documents="file",
         tokenizer="characters",
         length=256,
-        note="one document of lower-case letters and spaces; 90M, 5M and 5M characters",
         files=("text8", "text8.gz"),
-        characters={
-            "train": (0, 90_000_000),
-            "valid": (90_000_000, 95_000_000),
-            "test": (95_000_000, 100_000_000),
-        },
+        characters={"train": (0, 90_000_000), "valid": (90_000_000, 95_000_000), "test": (95_000_000, 100_000_000)},
     ),
 }
 

@@ -7,11 +7,12 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, cast
 
 Documents = Iterator[tuple[str, int]]
 
@@ -20,9 +21,8 @@ BLANK_LINES = re.compile(r"(?:[ \t]*\n)*")
 CHUNK_BYTES = 1 << 20
 TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
 REMEDY = "leave such rows out, or choose another --column"
-PARQUET_TEXT = ("string", "large_string", "dictionary<values=string")
 MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 128 KiB, is less than a long document
-MAX_HEADER_ROWS = 100  # rows of JSON that are searched for column names: the first may lack some
+MAX_HEADER_ROWS = 100  # rows of a table that are searched for column names: the first may lack some
 EXTRA = "pip install 'adlm[data]'"
 
 
@@ -39,9 +39,7 @@ def read_chunks(path: Path, *, by_line: bool = False) -> Iterator[tuple[bytes, i
             for chunk in file if by_line else iter(lambda: file.read(CHUNK_BYTES), b""):
                 position = raw.tell() if is_packed else position + len(chunk)
                 yield chunk, position
-        except EOFError as error:
-            raise ValueError(f"{path} ends in the middle of its gzip stream: make or fetch it again") from error
-        except (gzip.BadGzipFile, zlib.error) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a sound gzip file ({error}): make or fetch it again") from error
 
 
@@ -51,8 +49,8 @@ def decode_bytes(data: bytes | bytearray, path: Path, offset: int) -> str:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: byte {offset + error.start} (0x{data[error.start]:02x}) is not UTF-8, which text must be: "
-            "convert the file first, for example with iconv -f latin1 -t utf-8"
+            f"{path}: byte {offset + error.start} (0x{data[error.start]:02x}) is not UTF-8: convert the file first, "
+            "for example with iconv -f latin1 -t utf-8"
         ) from error
     return text.removeprefix("\ufeff") if offset == 0 else text
 
@@ -140,86 +138,70 @@ def read_text(path: Path, rule: DocumentRule) -> Documents:
         yield text, position
 
 
-# Tables: a row is a document, a column its text.
+# Tables: a row is a document, a column its text. A reader of rows takes the names of the columns to read, or None to
+# learn them, and yields each row (by column), the bytes read so far and the row's place for messages.
+
+Rows = Iterator[tuple[Any, int, str]]
 
 
-@dataclass(frozen=True)
-class TableFormat:
-    """A format of rows: its columns (name, and whether it holds text) and the documents in some of them."""
-
-    read_columns: Callable[[Path], dict[str, bool]]
-    read_documents: Callable[[Path, tuple[str, ...]], Documents]
-    is_numbered: bool = False  # columns may be given by number, from 0, where there is no header
-
-
-def _raise_no_column(place: str, name: str, columns: Mapping[str, Any] | list[str]) -> NoReturn:
-    known = ", ".join(map(repr, columns)) or "none"
-    raise ValueError(f"{place} has no column {name!r}; there are: {known}. {REMEDY[0].upper()}{REMEDY[1:]}")
+def read_columns(path: Path) -> dict[str, bool]:
+    """Return the columns in the first rows of a table, and whether each holds text."""
+    columns: dict[str, bool] = {}
+    for row, _, _ in islice(TABLES[get_suffix(path)](path, None), MAX_HEADER_ROWS):
+        for name, value in (row if isinstance(row, dict) else {}).items():
+            columns[name] = columns.get(name, False) or isinstance(value, str)
+    return columns
 
 
-def _read_json(path: Path) -> Iterator[tuple[Any, int, str]]:
-    """Yield rows of a .json file, an array or one value per line, with the bytes read and the row's place."""
+def read_table(path: Path, names: tuple[str, ...]) -> Documents:
+    """Yield the documents of a table: its rows, the named columns joined with a space."""
+    for row, position, place in TABLES[get_suffix(path)](path, names):
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} is {type(row).__name__}, where an object or a text was expected: {REMEDY}")
+        for name in names:
+            if name not in row:
+                known = ", ".join(map(repr, row)) or "none"
+                raise ValueError(f"{place} has no column {name!r}; there are: {known}: {REMEDY}")
+            if not isinstance(row[name], str):
+                raise ValueError(f"{place}: column {name!r} holds {row[name]!r:.60}, expected a text: {REMEDY}")
+        yield " ".join(row[name] for name in names), position
+
+
+def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:
+    """Read an array, or one value per line."""
     starts = (chunk.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] for chunk, _ in read_chunks(path))  # without a byte order mark
     if next(filter(None, starts), b"") != b"[":
-        yield from _read_json_lines(path)
+        yield from _read_json_lines(path, names)
         return
     content = b"".join(chunk for chunk, _ in read_chunks(path))
-    try:
-        rows = json.loads(decode_bytes(content, path, 0))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not a JSON array ({error.msg} at line {error.lineno}, column {error.colno}): "
-            "make or fetch it again"
-        ) from error
+    rows = _parse_json(decode_bytes(content, path, 0), f"{path} is not a JSON array")
     for number, row in enumerate(rows, 1):
-        yield row, path.stat().st_size, f"{path}, item {number}"
+        yield _name_text(row), path.stat().st_size, f"{path}, item {number}"
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[Any, int, str]]:
+def _read_json_lines(path: Path, names: tuple[str, ...] | None) -> Rows:
     offset = 0
     for number, (line, position) in enumerate(read_chunks(path, by_line=True), 1):
         text = decode_bytes(line, path, offset)
         offset += len(line)
-        if text.isspace():
-            continue
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error.msg} at column {error.colno}): {text.strip()!r:.60}"
-            ) from error
-        yield row, position, f"{path}, line {number}"
+        if not text.isspace():
+            place = f"{path}, line {number}"
+            yield _name_text(_parse_json(text, f"{place} is not JSON")), position, place
 
 
-def _join_columns(row: Any, names: tuple[str, ...], place: str) -> str:
-    """Join the columns of one JSON row with a space; a row that is itself a text is its one nameless column."""
-    if isinstance(row, str):
-        row = {"": row}
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} is {type(row).__name__}, where an object or a text was expected")
-    for name in names:
-        if name not in row:
-            _raise_no_column(place, name, row)
-        if not isinstance(row[name], str):
-            raise ValueError(f"{place}: column {name!r} holds {row[name]!r:.60}, where a text was expected: {REMEDY}")
-    return " ".join(row[name] for name in names)
+def _parse_json(text: str, problem: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{problem} ({error}): make or fetch it again") from error
 
 
-def _make_json_format(read_rows: Callable[[Path], Iterator[tuple[Any, int, str]]]) -> TableFormat:
-    def read_columns(path: Path) -> dict[str, bool]:
-        columns: dict[str, bool] = {}
-        for row, _, _ in islice(read_rows(path), MAX_HEADER_ROWS):
-            for name, value in ({"": row} if isinstance(row, str) else row if isinstance(row, dict) else {}).items():
-                columns[name] = columns.get(name, False) or isinstance(value, str)
-        return columns
-
-    def read_documents(path: Path, names: tuple[str, ...]) -> Documents:
-        return ((_join_columns(row, names, place), position) for row, position, place in read_rows(path))
-
-    return TableFormat(read_columns, read_documents)
+def _name_text(row: Any) -> Any:
+    """A row that is itself a text is its one nameless column."""
+    return {"": row} if isinstance(row, str) else row
 
 
-def _read_csv(path: Path, delimiter: str) -> Iterator[tuple[list[str], int, str]]:
+def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -> Rows:
     csv.field_size_limit(MAX_CSV_FIELD)
     offset = position = 0
 
@@ -230,35 +212,20 @@ def _read_csv(path: Path, delimiter: str) -> Iterator[tuple[list[str], int, str]
             offset += len(line)
 
     reader = csv.reader(read_lines(), delimiter=delimiter, strict=True)
+    keys: list[str] = []
     try:
-        for row in reader:
-            if row:
-                yield row, position, f"{path}, line {reader.line_num}"
+        for row in filter(None, reader):
+            if not keys:
+                is_header = set(names or ()) <= set(row)
+                is_numbered = not is_header and all(name.isdecimal() for name in names or ())
+                keys = [str(number) for number in range(len(row))] if is_numbered else row
+                if names is not None and is_header:
+                    continue
+            yield dict(zip(keys, row)), position, f"{path}, line {reader.line_num}"
+            if names is None:
+                return
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}; a quotation mark may be open or stray") from error
-
-
-def _make_csv_format(delimiter: str) -> TableFormat:
-    def read_columns(path: Path) -> dict[str, bool]:
-        header: list[str] = next((row for row, _, _ in _read_csv(path, delimiter)), [])
-        return dict.fromkeys(header, True)
-
-    def read_documents(path: Path, names: tuple[str, ...]) -> Documents:
-        rows = _read_csv(path, delimiter)
-        header = list(read_columns(path))
-        if set(names) <= set(header):
-            next(rows)
-            indices = [header.index(name) for name in names]
-        elif all(name.isdecimal() for name in names):
-            indices = [int(name) for name in names]
-        else:
-            _raise_no_column(str(path), next(name for name in names if name not in header), header)
-        for row, position, place in rows:
-            if max(indices) >= len(row):
-                raise ValueError(f"{place} has {len(row)} fields and no column {max(indices)}: {REMEDY}")
-            yield " ".join(row[index] for index in indices), position
-
-    return TableFormat(read_columns, read_documents, is_numbered=True)
 
 
 def _open_parquet(path: Path) -> Any:
@@ -275,39 +242,29 @@ def _open_parquet(path: Path) -> Any:
         raise ValueError(f"{path} is not a sound Parquet file ({error}): make or fetch it again") from error
 
 
-def _read_parquet_columns(path: Path) -> dict[str, bool]:
-    kinds = {field.name: str(field.type) for field in _open_parquet(path).schema_arrow}
-    return {name: kind.startswith(PARQUET_TEXT) for name, kind in kinds.items()}
-
-
 def count_parquet_rows(path: Path) -> int:
     """Return the number of rows in a Parquet file's metadata."""
     return int(_open_parquet(path).metadata.num_rows)
 
 
-def _read_parquet(path: Path, names: tuple[str, ...]) -> Documents:
+def _read_parquet(path: Path, names: tuple[str, ...] | None) -> Rows:
     file, size, n_seen = _open_parquet(path), path.stat().st_size, 0
-    columns = file.schema_arrow.names
-    for name in names:
-        if name not in columns:
-            _raise_no_column(str(path), name, columns)
-    for batch in file.iter_batches(batch_size=1024, columns=list(names)):
-        values = [batch.column(name).to_pylist() for name in names]
-        position = size * (n_seen + len(batch)) // max(1, file.metadata.num_rows)
-        for i, parts in enumerate(zip(*values)):
-            if not all(isinstance(part, str) for part in parts):
-                raise ValueError(f"{path}, row {n_seen + i} holds {parts!r:.60}, where a text was expected: {REMEDY}")
-            yield " ".join(parts), position
+    columns = list(names) if names and set(names) <= set(file.schema_arrow.names) else None
+    for batch in file.iter_batches(batch_size=MAX_HEADER_ROWS if names is None else 1024, columns=columns):
+        position = size * (n_seen + len(batch)) // file.metadata.num_rows
+        for number, row in enumerate(batch.to_pylist(), n_seen):
+            yield row, position, f"{path}, row {number}"
         n_seen += len(batch)
 
 
-TABLES: dict[str, TableFormat] = {
-    ".jsonl": _make_json_format(_read_json_lines),
-    ".json": _make_json_format(_read_json),
-    ".csv": _make_csv_format(","),
-    ".tsv": _make_csv_format("\t"),
-    ".parquet": TableFormat(_read_parquet_columns, _read_parquet),
+TABLES: dict[str, Callable[[Path, tuple[str, ...] | None], Rows]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
+    ".parquet": _read_parquet,
 }
+NUMBERED = (".csv", ".tsv")  # columns may be given by number, from 0, where there is no header
 
 
 def get_suffix(path: Path) -> str:

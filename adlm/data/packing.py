@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adlm.data.tokenizers import Tokenizer
+
 Ids = NDArray[Any]  # any integer type; the functions keep it
 
 
@@ -52,6 +54,15 @@ class PackedRows:
     lengths: Ids | None  # (n,)
     ends: NDArray[np.int64]  # (n, 3): whole documents before the end, tokens of the next one, bytes of text
 
+    def __getitem__(self, part: slice) -> PackedRows:
+        return PackedRows(self.rows[part], None if self.lengths is None else self.lengths[part], self.ends[part])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[PackedRows]) -> PackedRows:
+        lengths = [part.lengths for part in parts if part.lengths is not None]
+        rows, ends = (np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "ends"))
+        return cls(rows, np.concatenate(lengths) if lengths else None, ends)
+
 
 @dataclass(frozen=True)
 class Framing:
@@ -65,6 +76,17 @@ class Framing:
     def __post_init__(self) -> None:
         if self.length < 3:
             raise ValueError(f"length is {self.length}: expected at least 3 (BOS, one token, EOS)")
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer, length: int) -> Framing:
+        """Frame rows with a tokenizer's special tokens; EOS pads where there is no padding token."""
+        if tokenizer.bos_id is None or tokenizer.eos_id is None:
+            raise ValueError(
+                f"tokenizer {tokenizer.name!r} has no BOS or no EOS token: name bos_token and eos_token in a "
+                "tokenizer_config.json next to its tokenizer.json"
+            )
+        pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
+        return cls(length, tokenizer.bos_id, tokenizer.eos_id, pad_id)
 
 
 class Packer:

@@ -12,13 +12,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from adlm import __version__
 from adlm.data import shards
 from adlm.data.corpora import ALIASES, CORPORA, Corpus
 from adlm.data.packing import Framing, PackedRows, Packer
@@ -31,6 +31,7 @@ TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that
 SHARD_TOKENS = 2**25
 ROW_LAYOUTS = ("wrapped", "documents")
 COPY_ROWS = 4096  # rows that are moved to the valid split at a time
+TEMPORARY = (".part", ".ends", PROGRESS)  # what only an unfinished preparation needs
 FILE_NAMES = re.compile(
     r"((train|valid)-\d{5,}\.(bin|len|ends)|counts\.npy|tokenizer(_config)?\.json|(progress|manifest)\.json)(\.part)?"
 )
@@ -166,26 +167,26 @@ class Preparation:
         is_padded = self.settings["rows"] == "documents"
         return ShardedRows(self.folder, self.settings["length"], dtype, is_padded, files)
 
+    def open_writer(
+        self, split: str, dtype: str, on_shard: Callable[[dict[str, Any], list[int]], None], **options: Any
+    ) -> ShardWriter:
+        rows = self.settings["shard_tokens"] // self.settings["length"]
+        return ShardWriter(self.folder, split, dtype=dtype, shard_rows=rows, on_shard=on_shard, **options)
+
 
 def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     """Return the manifest if the folder is finished; otherwise load the state to resume from, or a fresh one."""
     if job.folder.exists() and not job.folder.is_dir():
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
-    is_finished, progress = (job.folder / MANIFEST).is_file(), job.folder / PROGRESS
-    old = (
-        shards.read_manifest(job.folder)
-        if is_finished
-        else shards.read_state_file(progress)
-        if progress.is_file()
-        else None
-    )
-    if old is None and (foreign := [path for path in list_files(job.folder) if path.suffix != ".part"]):
-        raise ValueError(
-            f"{job.folder} holds {foreign[0].name}, which no preparation wrote and this one would replace: "
-            "move it, or choose another --out"
-        )
-    if old is not None and not is_finished and not any(split["shards"] for split in old["splits"].values()):
+    is_finished, old = (job.folder / MANIFEST).is_file(), None
+    if is_finished:
+        old = shards.read_manifest(job.folder)
+    elif (job.folder / PROGRESS).is_file():
+        old = shards.read_state_file(job.folder / PROGRESS)
+    elif foreign := [path.name for path in list_files(job.folder) if path.suffix != ".part"]:
+        raise ValueError(f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out")
+    if old is not None and not any(split["shards"] for split in old["splits"].values()):
         old = None  # nothing is lost by starting over
     if old is not None and old["settings_sha256"] != job.sha256:
         listed = "\n".join(list_differences(old["settings"], job.settings))
@@ -194,12 +195,12 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
             f"{job.folder} holds {content} with other settings:\n{listed}\nChoose another --out, or --overwrite it."
         )
     if is_finished:
-        remove_temporary(job.folder)
+        remove_files(job.folder, TEMPORARY)
         return shards.open_data(job.folder).manifest
     if old is not None and old["cut"] is None:  # while the valid split is cut off, shards are being shortened
         for split in old["splits"].values():
             for shard in split["shards"]:
-                shards.check_size(job.folder / shard["file"], shard["bytes"])
+                shards.check_file(job.folder / shard["file"], shard["bytes"])
     names = ("train",) if job.is_cut else ("train", "valid")
     splits = {name: {"shards": [], "end": [0, 0, 0], "is_complete": False} for name in names}
     fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits}
@@ -211,13 +212,7 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
 def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Do everything that is left to do and return the manifest."""
     tokenizer = save_tokenizer(job, sources["train"], tokenizer)
-    if tokenizer.bos_id is None or tokenizer.eos_id is None:
-        raise ValueError(
-            f"tokenizer {tokenizer.name!r} has no BOS or no EOS token: name them as bos_token and eos_token in a "
-            "tokenizer_config.json next to its tokenizer.json"
-        )
-    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
-    framing = Framing(job.settings["length"], tokenizer.bos_id, tokenizer.eos_id, pad_id)
+    framing = Framing.from_tokenizer(tokenizer, job.settings["length"])
     dtype = shards.choose_dtype(tokenizer.vocab_size)
     try:
         with TokenizerPool(job.folder / "tokenizer.json", dtype, job.workers) as pool:
@@ -228,7 +223,7 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
             cut_valid(job, dtype)
         return write_manifest(job, sources["train"], tokenizer, dtype)
     except OSError as error:
-        remove_files(job.folder, lambda path: path.suffix == ".part")  # frees space
+        remove_files(job.folder, (".part",))  # frees space
         if error.errno != errno.ENOSPC:
             raise
         raise OSError(errno.ENOSPC, describe_full_disk(job)) from error
@@ -269,30 +264,24 @@ def write_split(
         state["end"] = end
         job.save_state()
 
-    writer = ShardWriter(
-        job.folder,
-        split,
-        dtype=dtype,
-        shard_rows=job.settings["shard_tokens"] // framing.length,
-        first=len(state["shards"]),
-        keep_ends=job.is_cut,
-        on_shard=on_shard,
-    )
+    writer = job.open_writer(split, dtype, on_shard, first=len(state["shards"]), keep_ends=job.is_cut)
     packer = Packer(framing, is_wrapped=job.settings["rows"] == "wrapped", start=state["end"])
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
     for chunk, consumed in pool.tokenize(chunk_documents(source.read(), skip=packer.documents)):
         packed = packer.feed(*chunk)
         writer.add(packed)
         rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
-        counts = (consumed, source.total_bytes, text, tokens, rows, packer.documents)
         state["consumed"], state["of"] = consumed, source.total_bytes
-        job.on_progress(PrepareProgress(split, *counts, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        job.on_progress(
+            PrepareProgress(split, consumed, source.total_bytes, text, tokens, rows, packer.documents, seconds)
+        )
     writer.close()
     if rows == 0:
         remove_prepared(job.folder)
         raise ValueError(
-            f"{source.name} ({split}) fills no row: it has {tokens:,} tokens in {packer.documents:,} documents, and "
-            f"one row of length {framing.length} needs {framing.length - 2:,}; choose a smaller --length or more text"
+            f"{source.name} ({split}) fills no row of length {framing.length}: it has {tokens:,} tokens in "
+            f"{packer.documents:,} documents; choose a smaller --length or more text"
         )
     state["is_complete"] = True
     job.save_state()
@@ -307,19 +296,12 @@ def cut_valid(job: Preparation, dtype: str) -> None:
         if cut < 1:
             remove_prepared(job.folder)
             raise ValueError(
-                f"{len(rows)} rows of length {job.settings['length']} are too few: the valid split needs "
-                f"{len(rows) - cut} and the train split at least one; choose a smaller --length, more text, or "
-                "--valid-share 0"
+                f"{len(rows)} rows of length {job.settings['length']} are too few for a train and a valid split: "
+                "choose a smaller --length, more text, or --valid-share 0"
             )
         end = find_row_end(job.folder, state["shards"], cut)
         moved: list[dict[str, Any]] = []
-        writer = ShardWriter(
-            job.folder,
-            "valid",
-            dtype=dtype,
-            shard_rows=job.settings["shard_tokens"] // job.settings["length"],
-            on_shard=lambda record, _: moved.append(record),
-        )
+        writer = job.open_writer("valid", dtype, lambda record, _: moved.append(record))
         for start in range(cut, len(rows), COPY_ROWS):
             tokens, lengths = rows.fetch(torch.arange(start, min(start + COPY_ROWS, len(rows))))
             no_ends = np.zeros((len(tokens), 3), dtype=np.int64)
@@ -331,7 +313,7 @@ def cut_valid(job: Preparation, dtype: str) -> None:
             job.state["splits"]["valid"] = {"shards": moved, "end": valid_end, "is_complete": True}
         job.state["cut"] = {"rows": cut, "end": end}
         job.save_state()
-    row_bytes = job.settings["length"] * (2 if dtype == "uint16" else 4)
+    row_bytes = job.settings["length"] * np.dtype(dtype).itemsize
     state["shards"] = shards.shorten_shards(job.folder, state["shards"], job.state["cut"]["rows"], row_bytes)
     state["end"] = job.state["cut"]["end"]
 
@@ -340,10 +322,8 @@ def find_row_end(folder: Path, records: list[dict[str, Any]], rows: int) -> list
     """Return the position in the source where the first `rows` rows end."""
     for shard in records:
         if rows <= shard["rows"]:
-            ends = np.fromfile(
-                folder / shards.get_ends_file(shard["file"]), dtype=shards.get_disk_dtype("int64")
-            ).reshape(-1, 3)
-            return [int(number) for number in ends[rows - 1]]
+            ends = np.fromfile((folder / shard["file"]).with_suffix(".ends"), shards.END_DTYPE)
+            return list(map(int, ends.reshape(-1, 3)[rows - 1]))
         rows -= shard["rows"]
     raise AssertionError("there are not so many rows")
 
@@ -352,7 +332,7 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
     """Count the tokens, write the manifest and remove temporary files."""
     content = io.BytesIO()
     counts = job.open_train_rows(dtype).count_tokens(tokenizer.vocab_size)
-    np.save(content, counts.astype(shards.get_disk_dtype("int64")), allow_pickle=False)
+    np.save(content, counts.astype("<i8"), allow_pickle=False)
     shards.write_atomically(job.folder / COUNTS, content.getvalue())
     manifest = {
         "format": FORMAT,
@@ -368,45 +348,43 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": source.identity,
         "counts_sha256": shards.hash_file(job.folder / COUNTS),
-        "made_with": f"adlm {_get_version()}",
+        "made_with": f"adlm {__version__}",
     }
     shards.write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
-    remove_temporary(job.folder)
+    remove_files(job.folder, TEMPORARY)
     return manifest
 
 
 def summarize_split(job: Preparation, state: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest's entry of a split."""
-    rows, (documents, inside, text) = sum(shard["rows"] for shard in state["shards"]), state["end"]
     tokens = sum(shard.pop("tokens", shard["rows"] * job.settings["length"]) for shard in state["shards"])
-    totals = {"rows": rows, "tokens": tokens, "documents": documents + (inside > 0), "bytes": text}
-    return totals | {"shards": state["shards"]}
+    documents, inside, text = state["end"]
+    return {
+        "rows": sum(shard["rows"] for shard in state["shards"]),
+        "tokens": tokens,
+        "documents": documents + (inside > 0),
+        "bytes": text,
+        "shards": state["shards"],
+    }
 
 
 def list_files(folder: Path) -> list[Path]:
     """List the files of a preparation by name; progress and manifest come last."""
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.iterdir() if path.is_file() and FILE_NAMES.fullmatch(path.name)]
+    paths = [path for path in folder.glob("*") if path.is_file() and FILE_NAMES.fullmatch(path.name)]
     return sorted(paths, key=lambda path: (path.name.startswith((PROGRESS, MANIFEST)), path.name))
 
 
-def remove_files(folder: Path, is_removed: Callable[[Path], bool]) -> None:
-    """Remove those files of a preparation."""
+def remove_files(folder: Path, endings: tuple[str, ...]) -> None:
+    """Remove the files of a preparation whose names end so."""
     for path in list_files(folder):
-        if is_removed(path):
+        if path.name.endswith(endings):
             path.unlink()
 
 
 def remove_prepared(folder: Path) -> None:
     """Remove what a preparation wrote; a folder without manifest and progress is left alone."""
     if (folder / PROGRESS).is_file() or (folder / MANIFEST).is_file():
-        remove_files(folder, lambda path: True)
-
-
-def remove_temporary(folder: Path) -> None:
-    """Remove what only an unfinished preparation needs."""
-    remove_files(folder, lambda path: path.suffix in (".part", ".ends") or path.name == PROGRESS)
+        remove_files(folder, ("",))
 
 
 def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -426,17 +404,6 @@ def describe_full_disk(job: Preparation) -> str:
     splits = job.state["splits"].values()
     written = sum(shard["bytes"] for split in splits for shard in split["shards"]) / 1e9
     consumed, total = (sum(split.get(key) or 0 for split in splits) for key in ("consumed", "of"))
-    rest = f"; the rest needs about {written * (total / consumed - 1):.1f} GB more" if consumed and total else ""
+    rest = f", the rest needs about {written * (total / consumed - 1):.1f} GB" if consumed and total else ""
     free = shutil.disk_usage(job.folder).free / 1e9
-    return (
-        f"the disk of {job.folder} is full: {free:.1f} GB free, {written:.1f} GB of shards written{rest}: free some "
-        "space and run the same command again to resume"
-    )
-
-
-def _get_version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return version("adlm")
-    except PackageNotFoundError:
-        return "not installed"
+    return f"the disk of {job.folder} is full ({free:.1f} GB free{rest}): free some and run the same command again"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ from adlm.data.tokenizers import Tokenizer
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
 REQUIRED_KEYS = ("tokenizer", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")  # of a manifest
+LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
 
@@ -48,7 +49,6 @@ class ShardedRows:
     dtype: str
     is_padded: bool
     shards: tuple[tuple[str, int], ...]  # file, rows
-    _maps: dict[int, tuple[NDArray[Any], NDArray[Any] | None]] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -60,16 +60,15 @@ class ShardedRows:
     def _starts(self) -> NDArray[np.int64]:
         return np.cumsum([0, *(rows for _, rows in self.shards)], dtype=np.int64)
 
-    def _map(self, shard: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        if shard not in self._maps:
-            file, rows = self.shards[shard]
-            tokens = np.memmap(self.folder / file, get_disk_dtype(self.dtype), "r", shape=(rows, self.length))
-            lengths = self.folder / get_lengths_file(file)
-            self._maps[shard] = (
-                tokens,
-                np.memmap(lengths, get_disk_dtype("uint32"), "r", shape=(rows,)) if self.is_padded else None,
-            )
-        return self._maps[shard]
+    @cached_property
+    def _tokens(self) -> list[NDArray[Any]]:
+        dtype = get_disk_dtype(self.dtype)
+        return [np.memmap(self.folder / file, dtype, "r", shape=(rows, self.length)) for file, rows in self.shards]
+
+    @cached_property
+    def _lengths(self) -> list[NDArray[Any]]:
+        files = [(self.folder / file).with_suffix(".len") for file, _ in self.shards]
+        return [np.memmap(file, LENGTH_DTYPE, "r") for file in files]
 
     def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows with these numbers, tokens (n, length), and where rows are padded their lengths (n,)."""
@@ -82,30 +81,22 @@ class ShardedRows:
         shard_numbers = np.searchsorted(self._starts, index, side="right") - 1
         for shard in np.unique(shard_numbers):
             here = shard_numbers == shard
-            stored, stored_lengths = self._map(int(shard))
             local = index[here] - self._starts[shard]
-            tokens[here] = stored[local]
-            if lengths is not None and stored_lengths is not None:
-                lengths[here] = stored_lengths[local]
+            tokens[here] = self._tokens[shard][local]
+            if lengths is not None:
+                lengths[here] = self._lengths[shard][local]
         return torch.from_numpy(tokens), None if lengths is None else torch.from_numpy(lengths)
 
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """Count the occurrences of every token, without padding."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         step = max(1, COUNT_BYTES // (8 * self.length))
-        for shard, (_, rows) in enumerate(self.shards):
-            stored, lengths = self._map(shard)
-            for first in range(0, rows, step):
-                chunk = stored[first : first + step]
-                if lengths is not None:
-                    chunk = chunk[np.arange(self.length) < lengths[first : first + step, None]]
-                chunk_counts = np.bincount(chunk.ravel(), minlength=vocab_size)
-                if len(chunk_counts) > vocab_size:
-                    raise ValueError(
-                        f"{self.folder / self.shards[shard][0]} holds token {len(chunk_counts) - 1}, where the "
-                        f"vocabulary has {vocab_size}: {PREPARE_AGAIN}"
-                    )
-                counts += chunk_counts
+        for first in range(0, len(self), step):
+            tokens, lengths = self.fetch(range(first, min(first + step, len(self))))
+            chunk = tokens if lengths is None else tokens[torch.arange(self.length) < lengths[:, None]]
+            if int(chunk.max()) >= vocab_size:
+                raise ValueError(f"{self.folder} holds token {chunk.max()} of {vocab_size} tokens: {PREPARE_AGAIN}")
+            counts += np.bincount(chunk.flatten().numpy(), minlength=vocab_size)
         return counts
 
 
@@ -116,26 +107,11 @@ class PreparedData:
     folder: Path
     manifest: dict[str, Any]
     tokenizer: Tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
-
-    @property
-    def mask_id(self) -> int:
-        return int(self.manifest["mask_id"])
-
-    @property
-    def length(self) -> int:
-        return int(self.manifest["length"])
-
-    @property
-    def is_padded(self) -> bool:
-        return bool(self.manifest["rows"] == "documents")
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self.manifest["splits"])
+    vocab_size: int
+    mask_id: int
+    length: int
+    is_padded: bool
+    splits: tuple[str, ...]
 
     def rows(self, split: str) -> ShardedRows:
         if split not in self.splits:
@@ -152,22 +128,25 @@ def open_data(path: Path | str, *, verify: bool = False) -> PreparedData:
     """Open a prepared folder and check the sizes of its files; `verify` compares their checksums, too."""
     folder = Path(path)
     manifest = read_manifest(folder)
+    files = [(COUNTS, None, manifest["counts_sha256"])]
     for shard in [shard for split in manifest["splits"].values() for shard in split["shards"]]:
-        check_size(folder / shard["file"], shard["bytes"])
-        if verify:
-            check_hash(folder / shard["file"], shard["sha256"])
+        files.append((shard["file"], shard["bytes"], shard["sha256"]))
         if "lengths_sha256" in shard:
-            lengths = folder / get_lengths_file(shard["file"])
-            check_size(lengths, 4 * shard["rows"])
-            if verify:
-                check_hash(lengths, shard["lengths_sha256"])
-    counts = folder / COUNTS
-    if not counts.is_file():
-        raise ValueError(f"{counts} is missing: {PREPARE_AGAIN}")
-    if verify:
-        check_hash(counts, manifest["counts_sha256"])
-    check_hash(folder / "tokenizer.json", manifest["tokenizer"]["sha256"])
-    return PreparedData(folder, manifest, load_checked_tokenizer(folder, manifest["tokenizer"]))
+            lengths = str(Path(shard["file"]).with_suffix(".len"))
+            files.append((lengths, 4 * shard["rows"], shard["lengths_sha256"]))
+    for file, size, sha256 in files:
+        check_file(folder / file, size, sha256 if verify else None)
+    check_file(folder / "tokenizer.json", None, manifest["tokenizer"]["sha256"])
+    return PreparedData(
+        folder,
+        manifest,
+        load_checked_tokenizer(folder, manifest["tokenizer"]),
+        vocab_size=manifest["vocab_size"],
+        mask_id=manifest["mask_id"],
+        length=manifest["length"],
+        is_padded=manifest["rows"] == "documents",
+        splits=tuple(manifest["splits"]),
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -177,11 +156,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder} is not finished: run the same `adlm prepare` again to resume it")
         raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
     manifest: dict[str, Any] = read_state_file(folder / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder / MANIFEST} has format {manifest.get('format')!r}, this version reads {FORMAT}: "
-            "use the version of adlm that made it, or prepare the text again"
-        )
+    if (number := manifest.get("format")) != FORMAT:
+        raise ValueError(f"{folder / MANIFEST} has format {number!r}, this version reads {FORMAT}: {PREPARE_AGAIN}")
     if missing := [key for key in REQUIRED_KEYS if key not in manifest]:
         raise ValueError(f"{folder / MANIFEST} has no {', '.join(missing)}: {PREPARE_AGAIN}")
     return manifest
@@ -212,16 +188,6 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the manifest's entry of a tokenizer."""
     keys = ("name", "sha256", "vocab_size", "mask_id", "bos_id", "eos_id", "pad_id")
     return {key: getattr(tokenizer, key) for key in keys}
-
-
-def get_lengths_file(file: str) -> str:
-    """Return the file with the lengths of a shard's rows."""
-    return file.removesuffix(".bin") + ".len"
-
-
-def get_ends_file(file: str) -> str:
-    """Return the file with the ends of a shard's rows in the source; kept until the valid split is cut off."""
-    return file.removesuffix(".bin") + ".ends"
 
 
 class ShardWriter:
@@ -276,16 +242,16 @@ class ShardWriter:
         os.fsync(self.file.fileno())
         size = self.file.tell()
         self.file.close()
-        record: dict[str, Any] = {"file": self.name, "rows": self.rows, "bytes": size}
-        record["sha256"] = self.digest.hexdigest()
+        digest = self.digest.hexdigest()
+        record: dict[str, Any] = {"file": self.name, "rows": self.rows, "bytes": size, "sha256": digest}
         if self.lengths:
-            content = np.concatenate(self.lengths).astype(get_disk_dtype("uint32")).tobytes()
-            write_atomically(self.folder / get_lengths_file(self.name), content)
+            content = np.concatenate(self.lengths).astype(LENGTH_DTYPE).tobytes()
+            write_atomically((self.folder / self.name).with_suffix(".len"), content)
             record["lengths_sha256"] = hashlib.sha256(content).hexdigest()
-            record["tokens"] = int(sum(int(each.sum()) for each in self.lengths))
+            record["tokens"] = sum(int(each.sum()) for each in self.lengths)
         ends = np.concatenate(self.ends)
         if self.keep_ends:
-            write_atomically(self.folder / get_ends_file(self.name), ends.astype(get_disk_dtype("int64")).tobytes())
+            write_atomically((self.folder / self.name).with_suffix(".ends"), ends.astype(END_DTYPE).tobytes())
         (self.folder / f"{self.name}.part").replace(self.folder / self.name)
         fsync_path(self.folder)
         self.on_shard(record, ends[-1].tolist())
@@ -299,7 +265,8 @@ def shorten_shards(folder: Path, shards: list[dict[str, Any]], rows: int, row_by
     for shard in shards:
         here = min(rows, shard["rows"])
         rows -= here
-        path, lengths = folder / shard["file"], folder / get_lengths_file(shard["file"])
+        path = folder / shard["file"]
+        lengths = path.with_suffix(".len")
         if here == shard["rows"]:
             kept.append(shard)
         elif here == 0:
@@ -311,27 +278,22 @@ def shorten_shards(folder: Path, shards: list[dict[str, Any]], rows: int, row_by
             if "lengths_sha256" in shard:
                 os.truncate(lengths, here * 4)
                 record["lengths_sha256"] = hash_file(lengths)
-                record["tokens"] = int(np.fromfile(lengths, dtype=get_disk_dtype("uint32")).sum())
+                record["tokens"] = int(np.fromfile(lengths, LENGTH_DTYPE).sum())
             kept.append(record)
     return kept
 
 
-def check_size(path: Path, expected: int) -> None:
-    """Raise an error if a file is missing or has another size."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing ({expected:,} bytes expected): {PREPARE_AGAIN}")
-    if (size := path.stat().st_size) != expected:
-        raise ValueError(f"{path} has {size:,} bytes, {expected:,} expected: copy it again or {PREPARE_AGAIN}")
-
-
-def check_hash(path: Path, expected: str) -> None:
-    """Raise an error if a file is missing or has another SHA-256."""
+def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
+    """Raise an error if a file is missing or has another size or SHA-256; None is not checked."""
     if not path.is_file():
         raise ValueError(f"{path} is missing: {PREPARE_AGAIN}")
-    if (actual := hash_file(path)) != expected:
-        raise ValueError(
-            f"{path} has the checksum {actual[:12]}…, {expected[:12]}… expected: copy it again or {PREPARE_AGAIN}"
-        )
+    problem = None
+    if size is not None and (actual := path.stat().st_size) != size:
+        problem = f"has {actual:,} bytes, {size:,} expected"
+    elif sha256 is not None and (digest := hash_file(path)) != sha256:
+        problem = f"has the checksum {digest[:12]}…, {sha256[:12]}… expected"
+    if problem:
+        raise ValueError(f"{path} {problem}: copy it again or {PREPARE_AGAIN}")
 
 
 def hash_file(path: Path) -> str:

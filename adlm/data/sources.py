@@ -17,25 +17,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus, find_corpus
+from adlm.data import formats
+from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus
 from adlm.data.detokenizers import Detokenizer, find_detokenizer
-from adlm.data.formats import EXTRA, RULES, TABLES, TEXT_SUFFIXES, Documents, count_parquet_rows, get_suffix, read_text
+from adlm.data.formats import EXTRA, RULES, TABLES, Documents, get_suffix
 
 READER = 1  # goes up when the same files would give other documents
 MAX_WHOLE_HASH, END_HASH = 256 << 20, 64 << 20  # bytes: of a larger file only the two ends are hashed
-READABLE = (*TEXT_SUFFIXES, *TABLES)
+READABLE = (*formats.TEXT_SUFFIXES, *TABLES)
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?")
 SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+)?:(-?\d+)?\])?")
-SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "valid": "validation",
-    "validation": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "heldout": "test",
-}
+SPLIT_WORDS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "heldout": "test"}
+SPLIT_WORDS |= {split: split for split in ("train", "validation", "test")}
 
 
 @dataclass(frozen=True)
@@ -70,16 +63,14 @@ class Split:
 
     def resolve_bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
         """Return the first document and the one after the last (None: all); `count` is called only if needed."""
-        ends = (self.start or 0, self.stop)
-        if all(end is None or end >= 0 for end in ends):
-            return ends
+        start, stop = self.start or 0, self.stop
+        least = -min(0, start, stop or 0)
+        if least == 0:
+            return start, stop
         n = count()
-        if any(end is not None and end < -n for end in ends):
-            least = max(-(end or 0) for end in ends)
+        if n < least:
             raise ValueError(f"{self} needs at least {least:,} documents, and there are {n:,}: give a smaller slice")
-        start, stop = (end + n if end is not None and end < 0 else end for end in ends)
-        assert start is not None
-        return start, stop
+        return start + n * (start < 0), stop if stop is None else stop + n * (stop < 0)
 
     def __str__(self) -> str:
         start, stop = ("" if bound is None else str(bound) for bound in (self.start, self.stop))
@@ -106,24 +97,24 @@ def open_source(
     if documents not in RULES:
         raise ValueError(f"documents {documents!r} is unknown: choose one of {', '.join(RULES)}")
     name, colon, place = str(spec).partition(":")
-    is_named = isinstance(spec, str) and (name in CORPORA or name in ALIASES)
-    corpus = find_corpus(name) if is_named else None
+    corpus = CORPORA.get(ALIASES.get(name, name)) if isinstance(spec, str) else None
     detokenizer = detokenizer or (corpus.detokenizer if corpus else None)
     clean = find_detokenizer(detokenizer) if detokenizer not in (None, "none") else None
     request = SourceRequest(str(spec), split, column, documents, detokenizer if clean else None, clean, corpus)
-    if corpus is not None:
-        if colon and not place:
-            raise ValueError(f"{spec!r} has no path after the colon: give {name} (from the Hub) or {name}:PATH")
-        if colon:
-            return _open_files(Path(place), request)
+    if corpus is not None and not colon:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
+    if corpus is not None:
+        if not place:
+            raise ValueError(f"{spec!r} has no path after the colon: give {name} (from the Hub) or {name}:PATH")
+        return _open_files(Path(place), request)
     if Path(spec).expanduser().exists() or isinstance(spec, Path) or _looks_like_path(spec):
         return _open_files(Path(spec), request)
     if hub := HUB_NAME.fullmatch(spec):
         return _open_hub(hub[1], hub[2], hub[3], request)
+    names = ", ".join([*CORPORA, *ALIASES])
     raise FileNotFoundError(
-        f"{spec!r} is no file or folder, and no named data set ({', '.join([*CORPORA, *ALIASES])}): check the name; "
-        "a data set of the Hub is written owner/name or owner/name:config@revision"
+        f"{spec!r} is no file, no folder and no named data set ({names}): check the name; a data set of the Hub is "
+        "written owner/name or owner/name:config@revision"
     )
 
 
@@ -165,16 +156,14 @@ class SourceRequest:
             is_empty = False
             yield (self.clean(text) if self.clean else text), position
         if is_empty:
-            raise ValueError(
-                f"{self.name} holds no document in {split}: give a file, a folder or a split with text in it"
-            )
+            raise ValueError(f"{self.name} holds no document in {split}: give a source or a split with text in it")
 
 
 def _looks_like_path(spec: str) -> bool:
     if HUB_NAME.fullmatch(spec) and "@" in spec:
         return False  # a revision may have slashes
-    is_file_name = get_suffix(Path(spec)) in READABLE
-    return spec.startswith((".", "/", "~")) or spec.endswith("/") or spec.count("/") > 1 or "\\" in spec or is_file_name
+    is_path = spec.startswith((".", "/", "~")) or spec.endswith("/") or spec.count("/") > 1 or "\\" in spec
+    return is_path or get_suffix(Path(spec)) in READABLE
 
 
 # Local files.
@@ -188,10 +177,8 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     files = [(root.name, root)] if root.is_file() else select_split_files(_list_files(root, corpus), split.base, root)
     kinds = sorted({suffix if (suffix := get_suffix(path)) in READABLE else "no suffix" for _, path in files})
     if corpus and len(kinds) > 1:
-        raise ValueError(
-            f"{request.name}: {split.base} is stored in files of several kinds ({', '.join(kinds)}), which may hold "
-            f"the same text: give one file of {', '.join(name for name, _ in files)}"
-        )
+        names = ", ".join(name for name, _ in files)
+        raise ValueError(f"{root} has files of several kinds ({', '.join(kinds)}): give one of {names}")
     total = sum(path.stat().st_size for _, path in files)
     if not total:
         raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
@@ -201,39 +188,40 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     if request.documents != "auto" and len(tables) == len(files):
         raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
     rule = corpus.documents if corpus and request.documents == "auto" else request.documents
-    names = _find_columns(tables, request.column_spec, request.name) if tables else ()
+    columns = _find_columns(tables, request) if tables else ()
     characters = _find_characters(request, files)
 
     def read_all() -> Documents:
         before = 0
         for _, path in files:
-            table = TABLES.get(get_suffix(path))
-            documents = table.read_documents(path, names) if table else read_text(path, RULES[rule])
-            for text, position in documents:
+            is_table = get_suffix(path) in TABLES
+            for text, position in (
+                formats.read_table(path, columns) if is_table else formats.read_text(path, RULES[rule])
+            ):
                 yield text, before + position
             before += path.stat().st_size
 
     def count() -> int:
         if all(get_suffix(path) == ".parquet" for _, path in files):
-            return sum(count_parquet_rows(path) for _, path in files)
+            return sum(formats.count_parquet_rows(path) for _, path in files)
         return sum(1 for _ in read_all())
 
     def read() -> Documents:
         start, stop = split.resolve_bounds(count)
-        documents: Documents = islice(read_all(), start, stop) if start or stop is not None else read_all()
-        return request.clean_documents(_cut_characters(documents, characters, request.name), split)
+        documents = _cut_characters(islice(read_all(), start, stop), characters, request.name)
+        return request.clean_documents(documents, split)
 
     identity = {
         "kind": "files",
         "reader": READER,
         "files": [_fingerprint(name, path) for name, path in files],
-        "column": "+".join(names) if tables else None,
+        "column": "+".join(columns) if tables else None,
         "documents": rule if len(tables) < len(files) else None,
         "detokenizer": request.detokenizer,
         "slice": None if split.is_whole else str(split).removeprefix(split.base),
         "characters": list(characters) if characters else None,
     }
-    if corpus and (label := corpus.stand_ins.get("+".join(names))):
+    if corpus and (label := corpus.stand_ins.get("+".join(columns))):
         identity["stand_in"] = label
     return Source(request.name, identity, total, read, root if root.is_dir() else None)
 
@@ -264,8 +252,7 @@ def _list_files(root: Path, corpus: Corpus | None) -> list[tuple[str, Path]]:
     ]
     if not names:
         listed = ", ".join(sorted(files)[:10]) + (", ..." if len(files) > 10 else "") or "nothing"
-        readable = ", ".join(READABLE)
-        raise ValueError(f"{root} holds no file that can be read ({readable}, each also with .gz); found: {listed}")
+        raise ValueError(f"{root} holds no file to read ({', '.join(READABLE)}, each also with .gz); found: {listed}")
     if twice := [name for name in names if f"{name}.gz" in files]:
         raise ValueError(f"{root} holds {twice[0]} and {twice[0]}.gz, which may be the same text: leave one of them")
     return [(name, files[name]) for name in sorted(names, key=_sort_naturally)]
@@ -286,11 +273,8 @@ def select_split_files(files: list[tuple[str, Path]], split: str, root: Path) ->
     if split == "all" or not any(splits.values()):
         return files
     if unnamed := [name for name, found in splits.items() if found is None]:
-        named = [name for name, found in splits.items() if found]
-        raise ValueError(
-            f"in {root}, some files are named after a split ({', '.join(named[:5])}) and some are not "
-            f"({', '.join(unnamed[:5])}): move or rename them, or take every file with split='all'"
-        )
+        named = next(name for name, found in splits.items() if found)
+        raise ValueError(f"{root}: {named} is named after a split, {unnamed[0]} is not: rename it, or use split='all'")
     if chosen := [(name, path) for name, path in files if splits[name] == SPLIT_WORDS.get(split, split)]:
         return chosen
     there = ", ".join(sorted({found for found in splits.values() if found}))
@@ -321,19 +305,18 @@ def _cut_characters(documents: Documents, characters: tuple[int, int] | None, na
     start, stop = characters or (0, None)
     for text, position in documents:
         if stop is not None and len(text) < stop:
-            raise ValueError(
-                f"{name}: this split ends at character {stop:,}, and the file has {len(text):,}: give the whole file"
-            )
+            raise ValueError(f"{name} has {len(text):,} characters, its splits need {stop:,}: give the whole file")
         yield text[start:stop], position
 
 
-def _find_columns(tables: list[Path], spec: str | None, name: str) -> tuple[str, ...]:
+def _find_columns(tables: list[Path], request: SourceRequest) -> tuple[str, ...]:
     """Return the columns to read, from the first table that has a row."""
     for path in tables:
-        table = TABLES[get_suffix(path)]
-        if columns := table.read_columns(path):
-            return choose_columns(columns, spec, str(path), is_numbered=table.is_numbered)
-    raise ValueError(f"{name} is empty: give a file or a folder with text in it")
+        if columns := formats.read_columns(path):
+            return choose_columns(
+                columns, request.column_spec, str(path), is_numbered=get_suffix(path) in formats.NUMBERED
+            )
+    raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
 
 
 def choose_columns(
@@ -346,15 +329,11 @@ def choose_columns(
         if set(names) <= set(columns) or (is_numbered and all(part.isdecimal() for part in names)):
             return names
     texts = [column for column, is_text in columns.items() if is_text]
-    if spec is None and "text" in texts:
-        return ("text",)
-    if spec is None and len(texts) == 1:
-        return (texts[0],)
+    if spec is None and ("text" in texts or len(texts) == 1):
+        return ("text",) if "text" in texts else (texts[0],)
     numbers = "; where there is no header, give numbers: --column 0" if is_numbered else ""
     known = ", ".join(f"{column!r:.40}" for column in columns)
-    column = "text" if spec is None else spec
-    problem = f"holds no text in column {column!r}" if column in columns else f"has no column {column!r}"
-    raise ValueError(f"{name} {problem}; choose one of these with --column: {known}{numbers}")
+    raise ValueError(f"{name} has no text column {spec or 'text'!r}; choose one with --column: {known}{numbers}")
 
 
 # The Hub.
@@ -376,8 +355,8 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         local = f"; to read local files, give {request.name}:PATH" if request.corpus else ""
         raise FileNotFoundError(
-            f"{request.name} is no file or folder, and loading {repo} from the Hub failed ({error}): check the name "
-            f"and the connection{local}"
+            f"{request.name} is no file, and loading {repo} from the Hub failed ({error}): check the name and the "
+            f"connection{local}"
         ) from error
     except RuntimeError as error:  # a repository that is a script
         raise ValueError(f"{repo} cannot be read ({error}): try {request.name}@{CONVERTED}") from error
@@ -387,11 +366,9 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         raise ValueError(f"{request.name} has no split {split.base!r}: choose one of {', '.join(splits)}")
     rows = splits[split.base]
     features = builder.info.features or rows.features
-    columns = (
-        {name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in features.items()}
-        if features
-        else {name: isinstance(value, str) for name, value in next(iter(rows), {}).items()}
-    )
+    columns = {name: isinstance(value, str) for name, value in next(iter(rows), {}).items()}
+    if features:
+        columns = {name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in features.items()}
     names = choose_columns(columns, request.column_spec, request.name)
 
     def count() -> int:

@@ -23,12 +23,8 @@ END_OF_TEXT = "<|endoftext|>"
 BUNDLED = ("gpt2", "bert-base-uncased")
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Keys of special tokens in a configuration; the first one that is present counts.
-CONFIG_KEYS = {
-    "bos": ("bos_token", "cls_token"),
-    "eos": ("eos_token", "sep_token"),
-    "pad": ("pad_token",),
-    "mask": ("mask_token",),
-}
+CONFIG_KEYS = {"bos": ["bos_token", "cls_token"], "eos": ["eos_token", "sep_token"]}
+CONFIG_KEYS |= {"pad": ["pad_token"], "mask": ["mask_token"]}
 WELL_KNOWN = {
     "bos": ("[CLS]", "<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT),
     "eos": ("[SEP]", "</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT),
@@ -53,24 +49,24 @@ class Tokenizer:
         self.bpe.no_padding()
         self.bpe.no_truncation()
         self.bpe.encode_special_tokens = True  # "[MASK]" in a text is six characters, never the mask
-        for token_id in (self.bos_id, self.eos_id, self.pad_id, self.own_mask_id):
-            if token_id is None:
-                continue
+        for token_id in [token_id for token_id in self.special_ids if token_id is not None]:
             token = self.bpe.id_to_token(token_id)
             if token is None:
-                raise ValueError(
-                    f"{self.name}: special token {token_id} is not in the vocabulary: check its tokenizer_config.json"
-                )
+                raise ValueError(f"{self.name}: special token {token_id} is not in the vocabulary: check its files")
             if token_id in self.encode(token):
                 raise ValueError(
-                    f"{self.name}: the text {token!r} is encoded to special token {token_id}; expected ordinary ones: "
-                    "mark it as special in tokenizer.json (added_tokens, special: true)"
+                    f"{self.name}: the text {token!r} is encoded to special token {token_id}: mark it as special in "
+                    "tokenizer.json (added_tokens, special: true)"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled tokenizers.Tokenizer loses encode_special_tokens: __post_init__ sets it again.
-        ids = (self.bos_id, self.eos_id, self.pad_id, self.own_mask_id)
-        return _rebuild, (self.bpe.to_str(), *ids, self.name, self.source)
+        return _rebuild, (self.bpe.to_str(), *self.special_ids, self.name, self.source)
+
+    @property
+    def special_ids(self) -> tuple[int | None, ...]:
+        """The ids in the order of `CONFIG_KEYS`, None for a token that the tokenizer lacks."""
+        return self.bos_id, self.eos_id, self.pad_id, self.own_mask_id
 
     @cached_property
     def vocab_size(self) -> int:
@@ -111,8 +107,8 @@ class Tokenizer:
         """Write `tokenizer.json`, and `tokenizer_config.json` with the names of the special tokens."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "mask": self.own_mask_id}
-        names = {f"{role}_token": None if i is None else self.bpe.id_to_token(i) for role, i in ids.items()}
+        ids = zip(CONFIG_KEYS, self.special_ids)
+        names = {f"{role}_token": None if i is None else self.bpe.id_to_token(i) for role, i in ids}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "name": self.name, **names}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
         (folder / "tokenizer.json").write_bytes(self.json.encode("utf-8"))  # bytes: newlines stay
@@ -120,7 +116,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
         """Load what `save` wrote, or any folder with a `tokenizer.json`."""
-        return _load_file(Path(folder) / "tokenizer.json", name=None)
+        return _load_file(Path(folder) / "tokenizer.json")
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
@@ -133,14 +129,11 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
         return BUILT_IN[name]()
     path = Path(name_or_path)
     if path.is_dir() and (path / "tokenizer.json").is_file():
-        return _load_file(path / "tokenizer.json", name=None)
+        path = path / "tokenizer.json"
     if path.is_file():
-        return _load_file(path, name=None)
+        return _load_file(path)
     if path.exists() or path.suffix == ".json" or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
-        raise ValueError(
-            f"tokenizer {name!r} has no tokenizer.json: give such a file, a folder that holds one, one of "
-            f"{', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hugging Face Hub"
-        )
+        raise ValueError(f"tokenizer {name!r} has no tokenizer.json: {EXPECTED_NAME}")
     return _load_from_hub(name)
 
 
@@ -152,8 +145,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = 
     specials = [] if end_token is None else [AddedToken(end_token, special=True, normalized=False)]
     least = BYTES + len(specials)
     if vocab_size <= least:
-        content = "every byte, and the mask" if end_token is None else f"every byte, {end_token} and the mask"
-        raise ValueError(f"vocab_size is {vocab_size}: expected more than {least} ({content})")
+        raise ValueError(f"vocab_size is {vocab_size}: expected more than {least}, which leaves an id for the mask")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -168,19 +160,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = 
 
 def _make_byte_tokenizer() -> Tokenizer:
     """Make a tokenizer of bytes, in their order, the end of text and the mask."""
-    alphabet = _list_byte_characters()
-    bpe = tokenizers.Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    # In a byte-level vocabulary a visible byte is its own character; the others count from 256 on.
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(BYTES) if byte not in visible]
+    vocabulary = {chr(byte if byte in visible else BYTES + hidden.index(byte)): byte for byte in range(BYTES)}
+    bpe = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return Tokenizer(bpe, bos_id=BYTES, eos_id=BYTES, name="bytes")
-
-
-def _list_byte_characters() -> list[str]:
-    """List the character of each byte in a byte-level vocabulary: itself if it is visible, else from 256 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(BYTES) if byte not in visible]
-    return [chr(byte) if byte in visible else chr(BYTES + hidden.index(byte)) for byte in range(BYTES)]
 
 
 def _make_character_tokenizer() -> Tokenizer:
@@ -191,14 +179,15 @@ def _make_character_tokenizer() -> Tokenizer:
     bpe.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
     bpe.decoder = decoders.Fuse()
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    ids = {role: vocabulary[f"[{role}]"] for role in ("BOS", "EOS", "PAD", "MASK")}
-    return Tokenizer(bpe, ids["BOS"], ids["EOS"], ids["PAD"], ids["MASK"], name="characters")
+    bos, eos, pad, mask = (vocabulary[f"[{role}]"] for role in ("BOS", "EOS", "PAD", "MASK"))
+    return Tokenizer(bpe, bos, eos, pad, mask, name="characters")
 
 
 BUILT_IN = {"bytes": _make_byte_tokenizer, "characters": _make_character_tokenizer}
+EXPECTED_NAME = f"give a file, a folder that holds one, {', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hub"
 
 
-def _load_file(path: Path, name: str | None) -> Tokenizer:
+def _load_file(path: Path, name: str | None = None) -> Tokenizer:
     if not path.is_file():
         raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json of the `tokenizers` library")
     config: dict[str, Any] = {}
@@ -213,27 +202,21 @@ def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
     try:
         bpe = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"{name} is not a tokenizer.json of the `tokenizers` library ({error}): make or fetch it again"
-        ) from error
+        raise ValueError(f"{name} is not a sound tokenizer.json ({error}): make or fetch it again") from error
     if dropout := getattr(bpe.model, "dropout", None):
-        raise ValueError(
-            f"{name} has model.dropout {dropout}, and a text must have one encoding: set it to null in tokenizer.json"
-        )
+        raise ValueError(f"{name} has model.dropout {dropout}, and a text must have one encoding: set it to null")
     added = {token.content for token in bpe.get_added_tokens_decoder().values()}
-    ids = {role: _find_special_id(bpe, role, config, added) for role in CONFIG_KEYS}
-    return Tokenizer(bpe, ids["bos"], ids["eos"], ids["pad"], ids["mask"], name, text)
-
-
-def _find_special_id(bpe: tokenizers.Tokenizer, role: str, config: dict[str, Any], added: set[str]) -> int | None:
-    """Return the id that the configuration names (null: there is none), else that of a well-known name."""
-    configured = [config[key] for key in CONFIG_KEYS[role] if key in config]
-    if configured:
-        token = next((token for token in configured if token is not None), None)
+    ids = []
+    for role, keys in CONFIG_KEYS.items():  # what the configuration names (null: nothing), else a well-known name
+        configured = [config[key] for key in keys if key in config]
+        names = [token for token in configured if token is not None]
+        if not configured:
+            names = [token for token in WELL_KNOWN[role] if token in added]
+        token = next(iter(names), None)
         token = token["content"] if isinstance(token, dict) else token
-    else:
-        token = next((name for name in WELL_KNOWN[role] if name in added), None)
-    return None if token is None else bpe.token_to_id(token)
+        ids.append(None if token is None else bpe.token_to_id(token))
+    bos, eos, pad, mask = ids
+    return Tokenizer(bpe, bos, eos, pad, mask, name, text)
 
 
 def _load_from_hub(name: str) -> Tokenizer:
@@ -243,11 +226,8 @@ def _load_from_hub(name: str) -> Tokenizer:
     try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
     except (OSError, ValueError) as error:  # the Hub's own errors are among these
-        raise ValueError(
-            f"tokenizer {name!r} could not be loaded ({str(error).splitlines()[0]}): expected a file or folder of that "
-            f"name, one of {', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hugging Face Hub that has a "
-            "tokenizer.json; check the name and the connection, or download its tokenizer.json and give the path"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"tokenizer {name!r} could not be loaded ({reason}): {EXPECTED_NAME}") from error
     for other in CONFIG_FILES:
         try:
             hf_hub_download(name, other)

@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -60,9 +59,7 @@ class TokenizerPool:
     def __enter__(self) -> TokenizerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             for process in self.processes:
                 process.kill()  # their results are not needed
@@ -90,8 +87,15 @@ class TokenizerPool:
         encoded = [text.encode("utf-8", "replace") for text in texts]
         sizes = np.array([len(each) for each in encoded], dtype=np.int64)
         process = self.free.get()
+        assert process.stdin is not None and process.stdout is not None
         try:
-            return self._exchange(process, encoded, sizes)
+            write_message(process.stdin, sizes, b"".join(encoded))
+            lengths = read_message(process.stdout)
+            size = 0 if lengths is None else int(lengths.sum()) * self.dtype.itemsize
+            ids = process.stdout.read(size)
+            if lengths is None or len(ids) != size:
+                raise EOFError
+            return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
         except (BrokenPipeError, EOFError) as error:
             raise ChildProcessError(
                 f"a tokenizing process ended with code {process.wait()}; its messages are above. "
@@ -99,20 +103,6 @@ class TokenizerPool:
             ) from error
         finally:
             self.free.put(process)  # a dead one, too: otherwise a waiting thread would block
-
-    def _exchange(
-        self, process: subprocess.Popen[bytes], texts: list[bytes], sizes: NDArray[np.int64]
-    ) -> TokenizedChunk:
-        assert process.stdin is not None and process.stdout is not None
-        write_message(process.stdin, sizes, b"".join(texts))
-        lengths = read_message(process.stdout)
-        if lengths is None or len(lengths) != len(sizes):
-            raise EOFError
-        size = int(lengths.sum()) * self.dtype.itemsize
-        ids = process.stdout.read(size)
-        if len(ids) != size:
-            raise EOFError
-        return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
 
 
 def chunk_documents(
@@ -135,8 +125,7 @@ def chunk_documents(
 
 def write_message(pipe: IO[bytes], numbers: NDArray[np.int64], content: bytes) -> None:
     """Write the number of numbers, the numbers and the content."""
-    pipe.write(np.int64(len(numbers)).tobytes())
-    pipe.write(numbers.tobytes())
+    pipe.write(np.int64(len(numbers)).tobytes() + numbers.tobytes())
     pipe.write(content)
     pipe.flush()
 
@@ -157,15 +146,13 @@ def can_split_words(description: dict[str, Any]) -> bool:
     """
     splitter = description.get("pre_tokenizer") or {}
     normalizer = (description.get("normalizer") or {}).get("type")
-    is_gpt2 = (
-        splitter.get("type") == "ByteLevel" and splitter.get("use_regex", True) and not splitter["add_prefix_space"]
-    )
-    is_bert = splitter.get("type") == "BertPreTokenizer"
-    return (
-        ((is_gpt2 and normalizer is None) or (is_bert and normalizer in (None, "BertNormalizer")))
-        and not description["model"].get("dropout")
-        and all(token["special"] for token in description.get("added_tokens", []))
-    )
+    if splitter.get("type") == "BertPreTokenizer":
+        is_known = normalizer in (None, "BertNormalizer")
+    else:
+        is_gpt2 = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"]
+        is_known = is_gpt2 and splitter.get("use_regex", True) and normalizer is None
+    is_plain = all(token["special"] for token in description.get("added_tokens", []))
+    return is_known and is_plain and not description["model"].get("dropout")
 
 
 class CachedEncoder:

@@ -169,7 +169,7 @@ def test_the_files_of_a_split(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file of the split 'extra'; it has test, train, validation"):
         open_source(tmp_path, split="extra")
     (tmp_path / "more.txt").write_text("?")
-    with pytest.raises(ValueError, match=r"train-0.txt.*\(more.txt\).*split='all'"):
+    with pytest.raises(ValueError, match=r"is named after a split, more.txt is not.*split='all'"):
         open_source(tmp_path)
 
 
@@ -238,7 +238,7 @@ def test_the_first_row_may_lack_the_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 1: column 'text' holds None.*leave such rows out"):
         texts(open_source(tmp_path / "b.jsonl"))
     (tmp_path / "c.jsonl").write_text('{"text": 1}\n')
-    with pytest.raises(ValueError, match=r"holds no text in column 'text'"):
+    with pytest.raises(ValueError, match=r"has no text column 'text'"):
         open_source(tmp_path / "c.jsonl")
 
 
@@ -266,21 +266,21 @@ def test_a_name_that_means_nothing() -> None:
     ("name", "content", "how", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": oops}\n', {}, r"a.jsonl, line 2 is not JSON"),
-        ("a.jsonl", b'{"a": "x", "b": "y"}\n', {}, r"no column 'text'; choose one of these.*'a', 'b'"),
-        ("a.jsonl", b'{"a": "x", "b": "y"}\n', {"column": "c"}, r"no column 'c'.*'a', 'b'"),
+        ("a.jsonl", b'{"a": "x", "b": "y"}\n', {}, r"no text column 'text'; choose one.*'a', 'b'"),
+        ("a.jsonl", b'{"a": "x", "b": "y"}\n', {"column": "c"}, r"no text column 'c'.*'a', 'b'"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', {}, r"line 2 has no column 'text'; there are: 'txt'"),
         ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', {}, r"line 2: column 'text' holds None"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', {}, r"line 2 is list"),
-        ("a.json", b'[{"text": "x"}, {"text": }]', {}, r"is not a JSON array \(Expecting value at line 1, column 26\)"),
+        ("a.json", b'[{"text": "x"}, {"text": }]', {}, r"is not a JSON array \(Expecting value: line 1 column 26"),
         ("a.json", b'[{"text": "x"}, ', {}, r"is not a JSON array"),
-        ("a.csv", b"a,b\nx,y\n", {}, r"no column 'text'.*'a', 'b'; where there is no header, give numbers"),
-        ("a.csv", b"x,y\nz\n", {"column": "1"}, r"line 2 has 1 fields"),
+        ("a.csv", b"a,b\nx,y\n", {}, r"no text column 'text'.*'a', 'b'; where there is no header, give numbers"),
+        ("a.csv", b"x,y\nz\n", {"column": "1"}, r"line 2 has no column '1'; there are: '0'"),
         ("a.csv", b'text\n"open\n', {}, r"line 2: unexpected end of data"),
         ("a.txt", b"caf\xe9 au lait", {}, r"byte 3 \(0xe9\) is not UTF-8.*iconv"),
         ("a.txt", b"good\n<|endoftext|>\ncaf\xe9", {}, r"byte 22 \(0xe9\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', {}, r"byte 24 \(0xff\)"),
         ("a.csv", b"text\nfine\n\xff\n", {}, r"byte 10 \(0xff\)"),
-        ("a.txt.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], {}, r"ends in the middle of its gzip stream"),
+        ("a.txt.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], {}, r"not a sound gzip file.*ended before"),
         ("a.txt.gz", b"not packed at all", {}, r"not a sound gzip file"),
         ("a.txt", b"", {}, r"is empty"),
         ("a.txt", b" \n\n", {}, r"holds no document"),

@@ -92,7 +92,7 @@ def test_too_little_text_is_an_error_not_a_wait() -> None:
     with pytest.raises(ValueError, match="does not fill one row"):
         next(iter(stream(documents=["short"])))
     bare = Tokenizer(TOKENIZER.bpe)
-    with pytest.raises(ValueError, match="BOS and EOS"):
+    with pytest.raises(ValueError, match="no BOS or no EOS"):
         stream(tokenizer=bare)
 
 

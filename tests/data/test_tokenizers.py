@@ -158,7 +158,7 @@ def test_what_cannot_be_loaded_is_named_with_a_remedy(tmp_path: Path, monkeypatc
     with pytest.raises(ValueError, match=r"nowhere\.json.*gpt2, bert-base-uncased, bytes"):
         load_tokenizer(tmp_path / "nowhere.json")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"not a tokenizer\.json of the"):
+    with pytest.raises(ValueError, match=r"not a sound tokenizer\.json"):
         load_tokenizer(tmp_path)
 
     def offline(*_: object) -> str:
