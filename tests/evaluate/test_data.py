@@ -1,4 +1,4 @@
-"""Rows are the same whoever tokenizes, are those of `adlm prepare`, and say what they hold and what was lost."""
+"""Rows do not depend on the workers, are those of `adlm prepare`, and are described with what was lost."""
 
 import hashlib
 import json
@@ -14,7 +14,6 @@ import torch
 from adlm.data.batches import TensorRows
 from adlm.data.prepare import prepare
 from adlm.data.shards import open_data
-from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.data import EvalDataset, hash_rows, load_eval_data, number_documents
 from tests.data.test_sources import FIXTURES
@@ -33,21 +32,15 @@ def written(path: Path, documents: list[str]) -> Path:
     return path
 
 
-def all_rows(reading: EvalDataset) -> tuple[list[list[int]], list[int]]:
-    tokens, lengths = reading.rows.fetch(torch.arange(len(reading.rows)))
+def all_rows(data: EvalDataset) -> tuple[list[list[int]], list[int]]:
+    tokens, lengths = data.rows.fetch(torch.arange(len(data.rows)))
     widths = [tokens.shape[1]] * len(tokens) if lengths is None else lengths.tolist()
     return [row[:width] for row, width in zip(tokens.tolist(), widths, strict=True)], widths
 
 
-def byte_stream(documents: list[str]) -> list[tuple[int, int]]:
-    """Tokens of the documents one after the other, the end behind each, with the number of their document."""
-    ids = [[*text.encode(), 256] for text in documents]
-    return [(token, number) for number, each in enumerate(ids) for token in each]
-
-
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: Any) -> None:
-    path = written(tmp_path / "a.jsonl", sentences(9000))  # more than two chunks
+    path = written(tmp_path / "a.jsonl", sentences(5000))  # more than one chunk
     one, four = (load_eval_data(path, tokenizer("bytes"), 32, rows=rows, workers=workers) for workers in (1, 4))
     assert one.rows_hash == four.rows_hash and one.settings == four.settings and one.bytes == four.bytes
     assert torch.equal(one.documents, four.documents)
@@ -71,34 +64,34 @@ def test_rows_are_those_of_prepare(tmp_path: Path, rows: Any, words: str) -> Non
 
 def test_wrapped_rows_are_the_stream_between_bos_and_eos(tmp_path: Path) -> None:
     documents = [*sentences(60), "", "", "x" * 70]
-    reading = load_eval_data(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 20)
-    stream = byte_stream(documents)
+    data = load_eval_data(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 20)
+    stream = [(token, i) for i, text in enumerate(documents) for token in [*text.encode(), 256]]  # and its document
     count = len(stream) // 18
-    rows, _ = all_rows(reading)
+    rows, _ = all_rows(data)
     assert rows == [[256, *(token for token, _ in stream[18 * i : 18 * i + 18]), 256] for i in range(count)]
-    assert reading.documents.tolist() == [stream[18 * i][1] for i in range(count)]
+    assert data.documents.tolist() == [stream[18 * i][1] for i in range(count)]
     lost = stream[18 * count :]
-    assert reading.settings["tokens_dropped"] == len(lost)
-    assert reading.settings["documents"] + reading.settings["documents_dropped"] == len(documents)
-    assert reading.settings["split"] == "valid" and reading.settings["row_count"] == count
+    assert data.settings["tokens_dropped"] == len(lost)
+    assert data.settings["documents"] + data.settings["documents_dropped"] == len(documents)
+    assert data.settings["split"] == "valid" and data.settings["row_count"] == count
 
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 30])
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_bytes_are_those_of_the_text_in_the_rows(tmp_path: Path, rows: Any, limit: int | None) -> None:
     documents = [*sentences(300), "one word and then " * 20]
-    reading = load_eval_data(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 40, rows=rows, limit=limit)
-    found, _ = all_rows(reading)
-    assert reading.bytes == sum(token < 256 for row in found for token in row) == reading.settings["text_bytes"]
+    data = load_eval_data(written(tmp_path / "a.jsonl", documents), tokenizer("bytes"), 40, rows=rows, limit=limit)
+    found, _ = all_rows(data)
+    assert data.bytes == sum(token < 256 for row in found for token in row) == data.settings["text_bytes"]
     words = tokenizer("gpt2")
-    reading = load_eval_data(tmp_path / "a.jsonl", words, 40, rows=rows, limit=limit)
-    kept = [[token for token in row if token != words.eos_id] for row in all_rows(reading)[0]]
-    assert reading.bytes == len("".join(words.decode(row) for row in kept if row))
+    data = load_eval_data(tmp_path / "a.jsonl", words, 40, rows=rows, limit=limit)
+    kept = [[token for token in row if token != words.eos_id] for row in all_rows(data)[0]]
+    assert data.bytes == len("".join(words.decode(row) for row in kept if row))
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 def test_a_limit_takes_the_first_rows(tmp_path: Path, rows: Any) -> None:
-    path = written(tmp_path / "a.jsonl", sentences(5000))
+    path = written(tmp_path / "a.jsonl", sentences(1000))
     every = load_eval_data(path, tokenizer("bytes"), 32, rows=rows)
     few = load_eval_data(path, tokenizer("bytes"), 32, rows=rows, limit=10)
     assert all_rows(few)[0] == all_rows(every)[0][:10] and few.rows_hash != every.rows_hash
@@ -112,26 +105,22 @@ def test_a_limit_takes_the_first_rows(tmp_path: Path, rows: Any) -> None:
 
 def test_long_documents_are_cut_and_it_is_said(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a" * 50, "b" * 8, "", "c" * 9])
-    reading = load_eval_data(path, tokenizer("bytes"), 10, rows="documents")
-    rows, widths = all_rows(reading)
+    data = load_eval_data(path, tokenizer("bytes"), 10, rows="documents")
+    rows, widths = all_rows(data)
     assert widths == [10, 10, 2, 10] and rows[1] == [256, *b"b" * 8, 256]
-    settings = reading.settings
+    settings = data.settings
     assert (settings["documents_cut"], settings["tokens_dropped"], settings["documents"]) == (2, 42 + 1, 4)
-    assert reading.documents.tolist() == [0, 1, 2, 3] and reading.bytes == 24
+    assert data.documents.tolist() == [0, 1, 2, 3] and data.bytes == 24
 
 
-def test_the_hash_is_of_the_bytes_that_are_written_down() -> None:
+def test_the_hash_is_of_the_documented_bytes() -> None:
     tokens, lengths = torch.tensor([[9, 8, 7], [6, 5, 0]]), torch.tensor([3, 2])
     expected = hashlib.sha256(struct.pack("<2Q5I2I", 2, 3, 9, 8, 7, 6, 5, 3, 2)).hexdigest()
     assert hash_rows(TensorRows(tokens, lengths)) == expected
     tokens[1, 2] = 4  # padding
     assert hash_rows(TensorRows(tokens, lengths)) == expected
-    assert (
-        hash_rows(TensorRows(tokens)) == hashlib.sha256(struct.pack("<2Q8I", 2, 3, 9, 8, 7, 6, 5, 4, 3, 3)).hexdigest()
-    )
-
-
-def test_a_row_that_ends_with_its_document_is_followed_by_the_next() -> None:
+    unpadded = hashlib.sha256(struct.pack("<2Q8I", 2, 3, 9, 8, 7, 6, 5, 4, 3, 3)).hexdigest()
+    assert hash_rows(TensorRows(tokens)) == unpadded
     rows = TensorRows(torch.tensor([[256, 1, 256, 256], [256, 2, 2, 256], [256, 256, 3, 256]]))
     assert number_documents(rows, tokenizer("bytes"), is_wrapped=True).tolist() == [0, 1, 1]
 
@@ -156,74 +145,43 @@ def test_what_the_text_is_stands_in_the_settings(tmp_path: Path) -> None:
 
 def test_marks_of_unknown_words_are_counted_where_rows_hold_them(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", ["a <unk> b <unk>", "c " * 30, "<unk>" * 9])
-    for limit, count in ((1, 2), (2, 2), (3, 11)):
-        assert (
-            load_eval_data(path, tokenizer("bytes"), 90, rows="documents", limit=limit).settings["unk_marks"] == count
-        )
-    assert load_eval_data(path, tokenizer("bytes"), 32, limit=1).settings["unk_marks"] == 2
+    for length, rows, limit, count in (
+        (90, "documents", 1, 2), (90, "documents", 2, 2), (90, "documents", 3, 11), (32, "wrapped", 1, 2)
+    ):  # fmt: skip
+        found = load_eval_data(path, tokenizer("bytes"), length, rows=rows, limit=limit)  # type: ignore[arg-type]
+        assert found.settings["unk_marks"] == count
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "ab\\ud800cdefghijkl"}\n')
-    reading = load_eval_data(path, tokenizer("bytes"), 8, rows="documents")
-    assert all_rows(reading)[0] == [[256, *b"ab?cde", 256]] and reading.bytes == 6
-
-
-def test_one_book_is_read_whole(tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text(load_excerpt())
-    reading = load_eval_data(tmp_path / "book.txt", tokenizer("gpt2"), 1024)
-    assert set(reading.documents.tolist()) == {0} and reading.settings["documents_cut"] == 1
-    assert 0.98 * len(load_excerpt()) < reading.bytes <= len(load_excerpt().encode())
-
-
-# Errors.
-
-
-def test_text_that_fills_no_row(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", ["a few words"])
-    with pytest.raises(ValueError, match=r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; use a smaller"):
-        load_eval_data(path, tokenizer("bytes"), 64)  # a row a document would be one row, which has no error
-    two = written(tmp_path / "b.jsonl", ["a few", "words"])
-    with pytest.raises(ValueError, match=r"10 tokens in 2 documents.*rows=documents"):
-        load_eval_data(two, tokenizer("bytes"), 64)
-    assert len(load_eval_data(path, tokenizer("bytes"), 64, rows="documents").rows) == 1
-
-
-def test_a_pipe_is_no_source(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for source in ("-", str(tmp_path / "pipe")):
-        with pytest.raises(ValueError, match=r"cannot be read twice.*save it to a file"):
-            load_eval_data(source, tokenizer("bytes"), 64)
-
-
-def test_empty_data(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match="is empty: give a file or a folder with text in it"):
-        load_eval_data(tmp_path / "a.txt", tokenizer("bytes"), 64)
-    (tmp_path / "b.txt").write_text(" \n\n")
-    with pytest.raises(ValueError, match="holds no document"):
-        load_eval_data(tmp_path / "b.txt", tokenizer("bytes"), 64)
-    with pytest.raises(FileNotFoundError, match=r"no file or folder.*nowhere\.txt"):
-        load_eval_data(tmp_path / "nowhere.txt", tokenizer("bytes"), 64)
+    data = load_eval_data(path, tokenizer("bytes"), 8, rows="documents")
+    assert all_rows(data)[0] == [[256, *b"ab?cde", 256]] and data.bytes == 6
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("content", "options", "error"),
     [
-        ({"rows": "lines"}, "rows must be one of wrapped, documents, got 'lines'"),
-        ({"limit": 0}, "limit must be at least 1, got 0"),
-        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({}, {}, r"no file or folder.*nowhere\.txt"),
+        ("", {}, "is empty: give a file or a folder with text in it"),
+        (" \n\n", {}, "holds no document"),
+        ("a few words", {}, r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; use a smaller"),
+        ("a few\n<|endoftext|>\nwords", {}, r"10 tokens in 2 documents.*rows=documents"),
+        ("text", {"rows": "lines"}, "rows must be one of wrapped, documents, got 'lines'"),
+        ("text", {"limit": 0}, "limit must be at least 1, got 0"),
+        ("text", {"workers": 0}, "workers must be at least 1, got 0"),
+        ("text", {"words": "bare"}, r"'bare' does not define which tokens begin and end"),
+        (None, {}, r"cannot be read twice.*save it to a file"),
     ],
 )
-def test_wrong_arguments(tmp_path: Path, change: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        load_eval_data(written(tmp_path / "a.jsonl", ["text"]), tokenizer("bytes"), 16, **change)
-
-
-def test_a_tokenizer_without_ends(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'bare' does not define which tokens begin and end"):
-        load_eval_data(written(tmp_path / "a.jsonl", ["text"]), tokenizer("bare"), 16)
+def test_errors(tmp_path: Path, content: Any, options: dict[str, Any], error: str) -> None:
+    source = tmp_path / ("nowhere.txt" if content == {} else "a.txt")
+    if isinstance(content, str):
+        source.write_text(content, "utf-8")
+    elif content is None:
+        os.mkfifo(source)
+    with pytest.raises((ValueError, FileNotFoundError), match=error):
+        load_eval_data(source, tokenizer(options.pop("words", "bytes")), 64, **options)
 
 
 def test_a_prepared_folder_must_fit(tmp_path: Path) -> None:
@@ -236,9 +194,9 @@ def test_a_prepared_folder_must_fit(tmp_path: Path) -> None:
         r"are wrapped, not documents": (tokenizer("bytes"), 32, {"rows": "documents"}),
         r"has no split 'test': it has train, valid": (tokenizer("bytes"), 32, {"split": "test"}),
     }
-    for said, (words, length, how) in other.items():
-        with pytest.raises(ValueError, match=said):
-            load_eval_data(folder, words, length, **how)
+    for error, (words, length, options) in other.items():
+        with pytest.raises(ValueError, match=error):
+            load_eval_data(folder, words, length, **options)
     (folder / "manifest.json").rename(folder / "progress.json")
     with pytest.raises(ValueError, match="is not finished"):
         load_eval_data(folder, tokenizer("bytes"), 32)
