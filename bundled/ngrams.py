@@ -89,26 +89,19 @@ class Bigram:
 
 
 def count_bigrams(rows: RowDataset, vocab_size: int, *, on_rows: RowProgress | None = None) -> Bigram:
-    """Count tokens and pairs of neighbors in rows, padding left out; `on_rows` is told how far it is."""
+    """Count tokens and pairs of neighbors in rows, padding left out; `on_rows` reports the progress."""
     tokens, pairs, counts = (np.zeros(size, dtype=np.int64) for size in (vocab_size, 0, 0))
     for row, valid in _read_chunks(rows, on_rows):
-        if row[valid].max() >= vocab_size or row[valid].min() < 0:
-            raise ValueError(
-                f"the rows hold tokens from {row[valid].min()} to {row[valid].max()}, where the vocabulary has "
-                f"{vocab_size}: give the vocab_size of the data that the rows are of"
-            )
         tokens += np.bincount(row[valid], minlength=vocab_size)
         found, times = np.unique((row[:, :-1] * vocab_size + row[:, 1:])[valid[:, 1:]], return_counts=True)
         pairs, place = np.unique(np.concatenate([pairs, found]), return_inverse=True)
         # Sums of whole numbers in float64 are exact up to 2⁵³.
         counts = np.bincount(place, weights=np.concatenate([counts, times])).astype(np.int64)
-    if len(pairs) == 0:
-        raise ValueError("no row has two tokens: there are no pairs to count")
     return Bigram(vocab_size, tokens, pairs, counts)
 
 
 def estimate_heldout_nll(
-    nll: Callable[[Ids], NDArray[Any]], rows: RowDataset, *, ends_free: bool = False, on_rows: RowProgress | None = None
+    nll: Callable[[Ids], NDArray[Any]], rows: RowDataset, *, ends_free: bool = False
 ) -> NllEstimate:
     """Nats per token over the tokens that a masked model's bound counts: all but padding, the first of a row too.
 
@@ -116,31 +109,20 @@ def estimate_heldout_nll(
     and the last token of a row still count, but cost nothing: a masked model sees where a row begins and ends, and
     where those tokens are always the same it has them for free.
     """
-    if len(rows) < 2:
-        raise ValueError(f"a standard error needs at least 2 rows, got {len(rows)}")
     nats, tokens = [], []
-    for row, valid in _read_chunks(rows, on_rows):
-        each = np.where(valid, nll(row), 0)
-        lengths = valid.sum(1)
+    for row, valid in _read_chunks(rows):
+        each, lengths = np.where(valid, nll(row), 0), valid.sum(1)
         if ends_free:
             each[:, 0] = 0
             each[np.arange(len(row)), lengths - 1] = 0
         nats.append(each.sum(1))
         tokens.append(lengths)
-    return estimate_per_token(np.concatenate(nats), np.concatenate(tokens))
+    return summarize_rows(torch.from_numpy(np.concatenate(nats)), torch.from_numpy(np.concatenate(tokens)))
 
 
-def estimate_per_token(nats: NDArray[np.float64], tokens: NDArray[Any]) -> NllEstimate:
-    """The figure of rows by each one's nats and tokens."""
-    return summarize_rows(torch.from_numpy(nats), torch.from_numpy(tokens))
-
-
-def _read_chunks(rows: RowDataset, on_rows: RowProgress | None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
+def _read_chunks(rows: RowDataset, on_rows: RowProgress | None = None) -> Iterator[tuple[Ids, NDArray[np.bool_]]]:
     """The rows (n, L), a few at a time, and which of their tokens are no padding."""
-    if len(rows) == 0:
-        raise ValueError("there are no rows to count or to score")
-    length = rows.fetch([0])[0].shape[1]
-    done = 0
+    length, done = rows.fetch([0])[0].shape[1], 0
     for index in torch.arange(len(rows)).split(max(1, TOKENS_PER_CHUNK // length)):
         tokens, lengths = rows.fetch(index)
         valid = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else is_valid(lengths, length)
