@@ -87,6 +87,11 @@ def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
     return entry
 
 
+def takes_steps(sampler: str) -> bool:
+    """Return whether a sampler has a number of steps."""
+    return "steps" in inspect.signature(look_up(SAMPLERS, sampler, "sampler")).parameters
+
+
 def build_sampler(name: str, **options: Any) -> Plan | Order:
     """Build a plan or an order by name, with its own options (steps, eta, …)."""
     return _build(SAMPLERS, name, "sampler", options)

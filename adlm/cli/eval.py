@@ -264,19 +264,17 @@ def samples(
         settings |= {"top_p": top_p, "top_k": top_k, "block": block, "batch": batch, "until_eos": until_eos}
         settings |= {"sampler_options": parse_sampler_options(option or []), "window": window, "buckets": buckets}
         settings |= {"mauve_seeds": mauve_seeds, "scorer_batch": judge_batch, "out": out}
-        with json_stdout(is_json):
+        with start_eval(device, is_json) as shared:
             from adlm.bundled import DEFAULT
-            from adlm.evaluate import sampling
+            from adlm.evaluate.sampling import samples as measure_samples
             from adlm.text.lm import load
-            from adlm.training.distributed import init_distributed
 
             given = read_text_file("-").split(SEPARATOR) if str(texts) == "-" else texts
-            with init_distributed(device) as context, progress_bar(context.is_main) as on_progress:
-                lm = None
-                if texts is None:
-                    lm = load(model or DEFAULT, device=str(context.device), deterministic=deterministic)
-                result = sampling.samples(lm, texts=given, **settings, context=context, on_progress=on_progress)
-        if context.is_main:
+            lm, where = None, str(shared["context"].device)
+            if texts is None:
+                lm = load(model or DEFAULT, device=where, deterministic=deterministic)
+            result = measure_samples(lm, texts=given, **settings, **shared)
+        if shared["context"].is_main:
             print_result(result, is_json=is_json, out=out)
 
 
@@ -299,10 +297,7 @@ def frontier(
     window: ScoreWindow = None,
     judge_batch: JudgeBatch = 32,
     device: options.Device = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Output folder for points, plot and JSON. Running the same command again resumes."),
-    ] = None,
+    out: OutFolder = None,
     is_json: options.Json = False,
 ) -> None:
     """Measure Gen-PPL and entropy against NFE and time, over samplers, steps, temperatures and nuclei.

@@ -16,20 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.orders import Order
-from adlm.diffusion.plans import Plan
 from adlm.evaluate.cache import hash_settings, open_cache
 from adlm.evaluate.data import load_eval_data
+from adlm.evaluate.perplexity import list_models
 from adlm.evaluate.provenance import collect_provenance, hardware_name, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
+from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
-from adlm.evaluate.sampling import takes_steps
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.scoring import BATCH
-from adlm.methods import ALIASES, SAMPLERS, look_up
+from adlm.methods import ALIASES, SAMPLERS, look_up, takes_steps
 from adlm.text.lm import LM, GeneratedRow
 
 LEFT_TO_RIGHT = "left_to_right"
@@ -37,8 +35,7 @@ Point = dict[str, Any]  # the flat JSON form: model, setting, nfe, seconds, and 
 NOTE = (
     "★: no other point has as few evaluations (NFE), as low a Gen-PPL and as high an entropy (up to that of the "
     "held-out text) and is better in one of them. A low Gen-PPL at a low entropy is repetition. ± is a standard error "
-    "over texts; of seconds, the standard deviation over timings. Entropy grows with the tokens in a text: a model "
-    "that ends texts early has less."
+    "over texts; of seconds, the standard deviation over timings. Texts that end early have less entropy."
 )
 
 
@@ -72,23 +69,22 @@ def frontier(
     repeats: int = 3,
     window: int | None = None,
     scorer_batch: int = BATCH,
-    out: Path | None = None,
+    out: str | Path | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
     """Measure Gen-PPL (with a `scorer`), entropy, NFE and time of every combination of sampler settings.
 
     `reference` is held-out text, measured like the samples. `out` keeps the points; the same call resumes there.
     """
-    models = [models] if isinstance(models, LM) else list(models)
-    if not models:
-        raise ValueError("frontier measures at least one model, got none")
+    models = list_models(models)
     for name, value, smallest in (("n", n, 2), ("batch", batch, 1), ("repeats", repeats, 2)):
         if value < smallest:
             raise ValueError(f"{name} must be at least {smallest}, got {value}")
-    size = {"n": n, "length": length, "seed": seed, "batch": batch, "repeats": repeats}
     grids = [build_grid(lm, length, samplers, steps, temperatures, top_p) for lm in models]
-    for lm, grid in zip(models, grids, strict=True):  # wrong settings are refused before anything runs
-        for setting in grid:
+    if not all(grids):
+        raise ValueError("samplers, steps, temperatures or top_p is empty: give at least one of each")
+    for lm, own in zip(models, grids, strict=True):  # wrong settings are refused before anything runs
+        for setting in own:
             lm.build_request(length=length, n=1, seed=seed, **setting.as_arguments())
     tokenizer = models[0].tokenizer  # counts the tokens of all models
     texts, about = draw_reference_texts(reference, tokenizer, length, n) if reference else (None, None)
@@ -96,13 +92,14 @@ def frontier(
         scorer = load_scorer(scorer, device=models[0].device)
     measure = TextScorer(tokenizer, scorer, window, scorer_batch)
     baseline = measure(texts).as_row() if texts else None
+    size = {"n": n, "length": length, "seed": seed, "batch": batch, "repeats": repeats}
     machine = {"device": str(models[0].device), "threads": torch.get_num_threads()}
     cache, points, described = open_cache(out), list[Point](), list[dict[str, Any]]()
-    for lm, grid in zip(models, grids, strict=True):
-        about_model = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": hash_weights(lm.model)}
-        described.append(about_model | {"parameters": sum(each.numel() for each in lm.model.parameters())})
+    for lm, own in zip(models, grids, strict=True):
+        identity = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": hash_weights(lm.model)}
+        described.append(identity | {"parameters": sum(each.numel() for each in lm.model.parameters())})
         is_warm = False
-        for setting in grid:
+        for setting in own:
             on_progress(f"{lm.name}: {setting.sampler}", len(points), sum(map(len, grids)))
             # The machine is part of the key, because time is one of the metrics.
             parts = (described[-1], asdict(setting), size, measure.settings, machine, hardware_name(lm.device))
@@ -122,7 +119,6 @@ def frontier(
     points = mark_pareto(points, baseline)
     settings = {"models": described, **size, **measure.settings, **machine, "window": window, "reference": about}
     settings |= {"samplers": samplers, "steps": steps, "temperatures": temperatures, "top_ps": top_p}
-    settings |= {"timing": "whole batches after an untimed one (GPU: one for every setting); causal: a key-value cache"}
     warnings = []
     if short := sum(point["short"] for point in points):
         every = short + sum(point["texts"] for point in points)
@@ -134,27 +130,22 @@ def frontier(
 
 def build_table(points: Sequence[Point], reference: Point | None, settings: dict[str, Any]) -> Table:
     """One row for each point, the held-out text last."""
-    from adlm.evaluate.plots import shorten_name
-
-    def format_metrics(row: Point) -> list[Any]:
-        names = ("gen_ppl", "entropy", "distinct_2", "repetition_4")
-        return [
-            row["tokens"],
-            *(row[name] if row[name] is None else Estimate(row[name], row[f"{name}_se"]) for name in names),
-        ]
-
+    names = shorten_names([point["model"] for point in points])
     columns = [Column(name, is_text=True) for name in ("", "model", "sampler")]
     columns += [Column("steps"), Column("T"), Column("p"), Column("NFE", 1), Column("s/text", is_optional=True)]
     columns += [Column("tokens", 1, is_optional=True), Column("Gen-PPL", 1), Column("entropy")]
     columns += [Column("distinct-2", is_optional=True), Column("repeated-4", is_optional=True)]
     rows: list[list[Any]] = []
     for point in points:
-        title = ["★" if point["is_pareto"] else "", shorten_name(point["model"]), point["sampler"], point["steps"]]
         speed = f"{point['seconds']:.3g} ± {point['seconds_sd']:.1g}"
-        rows.append([*title, f"{point['temperature']:g}", f"{point['top_p']:g}", point["nfe"], speed])
-        rows[-1] += format_metrics(point)
-    if reference is not None:
-        rows.append(["", "held-out text", "", *[None] * 5, *format_metrics(reference)])
+        rows.append(["★" if point["is_pareto"] else "", names[point["model"]], point["sampler"], point["steps"]])
+        rows[-1] += [f"{point['temperature']:g}", f"{point['top_p']:g}", point["nfe"], speed]
+    rows += [] if reference is None else [["", "held-out text", "", *[None] * 5]]
+    for row, values in zip(rows, [*points, *([] if reference is None else [reference])], strict=True):
+        quality = [
+            (values[name], values[f"{name}_se"]) for name in ("gen_ppl", "entropy", "distinct_2", "repetition_4")
+        ]
+        row += [values["tokens"], *(None if value is None else Estimate(value, stderr) for value, stderr in quality)]
     size = f"Batches of {min(settings['batch'], settings['n'])} texts on {settings['device']}"
     notes = [f"{NOTE} {size}, {settings['threads']} threads."]
     notes += [] if settings["judge"] else ["There is no Gen-PPL without a scoring model (--judge)."]
@@ -162,19 +153,11 @@ def build_table(points: Sequence[Point], reference: Point | None, settings: dict
 
 
 def build_grid(
-    lm: LM,
-    length: int,
-    samplers: Sequence[str],
-    steps: Sequence[int],
-    temperatures: Sequence[float],
-    top_p: Sequence[float],
+    lm: LM, length: int, samplers: Sequence[str], steps: Sequence[int], *others: Sequence[float]
 ) -> list[SamplerSetting]:
-    """The settings that differ, in the order of the lists."""
-    for name, values in (("samplers", samplers), ("steps", steps), ("temperatures", temperatures), ("top_p", top_p)):
-        if not values:
-            raise ValueError(f"{name} is empty: give at least one")
+    """The settings that differ, in the order of the lists; others are temperatures and nuclei."""
     names = [LEFT_TO_RIGHT] if lm.row_format.is_causal else samplers
-    every = starmap(SamplerSetting, product(names, steps, temperatures, top_p))
+    every = starmap(SamplerSetting, product(names, steps, *others))
     return list(dict.fromkeys(simplify_setting(setting, length) for setting in every))
 
 
@@ -191,7 +174,6 @@ def simplify_setting(setting: SamplerSetting, length: int) -> SamplerSetting:
     sampler = factory(setting.steps)
     if isinstance(sampler, Order):
         return replace(setting, steps=min(setting.steps or length, length))
-    assert isinstance(sampler, Plan)
     return setting if sampler.nucleus else replace(setting, top_p=1.0)
 
 
@@ -199,15 +181,12 @@ def measure_point(
     lm: LM, arguments: dict[str, Any], n: int, batch: int, repeats: int, measure: TextScorer
 ) -> dict[str, Any]:
     """Generate `n` texts with these arguments of `LM.generate`, measure and time them."""
-    rows: list[GeneratedRow] = []
-    seconds: list[float] = []
-    batch = min(batch, n)
+    rows, seconds, batch = list[GeneratedRow](), list[float](), min(batch, n)
     for first in range(0, n, batch):
-        count = min(batch, n - first)
-        generated, duration = time_batch(lm, arguments, count, first)
+        generated, duration = time_batch(lm, arguments, min(batch, n - first), first)
         rows += generated
-        if count == batch:  # a smaller batch takes longer for a text
-            seconds.append(duration / count)
+        if len(generated) == batch:  # a smaller batch takes longer for a text
+            seconds.append(duration / batch)
     while len(seconds) < repeats:  # the same texts again, for the time alone
         seconds.append(time_batch(lm, arguments, batch)[1] / batch)
     return {
@@ -222,34 +201,22 @@ def measure_point(
 def time_batch(lm: LM, arguments: dict[str, Any], count: int, first: int = 0) -> tuple[list[GeneratedRow], float]:
     """Generate texts from number `first` on in one batch; the texts and the seconds that it takes."""
     request = lm.build_request(n=first + count, batch=count, **arguments)
-    synchronize = torch.cuda.synchronize if lm.device.type == "cuda" else lambda device: None
-    synchronize(lm.device)
     start = time.perf_counter()
-    rows = list(lm.generate_rows(request, first))
-    synchronize(lm.device)
+    rows = list(lm.generate_rows(request, first))  # its tokens are on the host: a GPU has nothing left to do
     return rows, time.perf_counter() - start
 
 
-def find_pareto(costs: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which of (n, k) costs no other beats: none is as good in all and better in one. Equal points stay together."""
-    no_worse = (costs[:, None, :] <= costs[None, :, :]).all(-1)
-    better = (costs[:, None, :] < costs[None, :, :]).any(-1)
-    return np.logical_not((no_worse & better).any(0))
-
-
 def mark_pareto(points: Sequence[Point], reference: Point | None = None) -> list[Point]:
-    """The points with `is_pareto`: not beaten in evaluations, Gen-PPL and entropy together.
+    """The points with `is_pareto`: no other is as good in evaluations, Gen-PPL and entropy and better in one of them.
 
-    More entropy is better up to that of the held-out text, if it is known: beyond it is noise.
+    More entropy is better up to that of the held-out text, if it is known: beyond it is noise. Equal points stay
+    together.
     """
-    if not points:
-        return []
     limit = math.inf if reference is None else reference["entropy"]
-    columns = [[point["nfe"] for point in points], [-min(point["entropy"], limit) for point in points]]
-    if all(point["gen_ppl"] is not None for point in points):
-        columns.append([point["gen_ppl"] for point in points])
-    best = find_pareto(np.array(columns, dtype=np.float64).T)
-    return [point | {"is_pareto": bool(is_best)} for point, is_best in zip(points, best, strict=True)]
+    costs = [[point["nfe"], -min(point["entropy"], limit), point["gen_ppl"] or 0.0] for point in points]
+    own, others = np.array(costs)[None], np.array(costs)[:, None]
+    is_best = ~np.any((others <= own).all(-1) & (others < own).any(-1), axis=0)
+    return [point | {"is_pareto": best} for point, best in zip(points, is_best.tolist(), strict=True)]
 
 
 def draw_reference_texts(
@@ -258,10 +225,8 @@ def draw_reference_texts(
     """`n` texts of `length` tokens evenly spaced over a held-out text, and a description of them."""
     data = load_eval_data(source, tokenizer, length + 2, rows="wrapped")
     if len(data.rows) < n:
-        raise ValueError(
-            f"{source} has {len(data.rows)} texts of {length} tokens, but {n} are needed: give more text, or a smaller "
-            "n or length"
-        )
+        size = f"{len(data.rows)} texts of {length} tokens"
+        raise ValueError(f"{source} has {size}, but {n} are needed: give more text, or a smaller n or length")
     places = np.linspace(0, len(data.rows) - 1, n).round().astype(np.int64)
     tokens, _ = data.rows.fetch(torch.from_numpy(places))
     texts = [tokenizer.decode(row, skip_special=True) for row in tokens.tolist()]

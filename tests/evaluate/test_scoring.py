@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,22 +69,16 @@ def test_padding_and_batches_change_nothing(bos: bool, batch: int) -> None:
         assert features == pytest.approx(states[-1], abs=1e-5)
 
 
-def test_features_alone_are_those_with_nats() -> None:
-    """Without nats the head is not applied."""
-    given = texts(causal(), [9, 30, 21])
-    both = score(causal(), given, with_features=True)
-    only = score(causal(), given, with_nats=False, with_features=True)
-    assert only.nats == [] and only.features == pytest.approx(both.features, abs=1e-5)
-    assert score(causal(), given).features is None
-
-
 @pytest.mark.parametrize("batch", [1, 5])
-def test_features_of_an_encoder_are_the_mean_over_its_tokens(batch: int) -> None:
+def test_features_alone_are_those_with_nats_and_an_encoders_the_mean_over_tokens(batch: int) -> None:
+    """Without nats the head is not applied."""
+    both = score(causal(), texts(causal(), [9, 30, 21]), with_features=True, batch=batch)
+    only = score(causal(), texts(causal(), [9, 30, 21]), with_nats=False, with_features=True, batch=batch)
+    assert only.nats == [] and only.features == pytest.approx(both.features, abs=1e-5)
     given = texts(encoder(), [5, 46, 12, 33, 7])
     found = score(encoder(), given, with_nats=False, with_features=True, batch=batch).features
-    assert found is not None
-    for text, features in zip(given, found, strict=True):
-        assert features == pytest.approx(alone(encoder(), text.ids)[1].mean(0), abs=1e-5)
+    expected = [alone(encoder(), text.ids)[1].mean(0) for text in given]
+    assert found == pytest.approx(np.stack(expected), abs=1e-5)
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.integers(2, 40))
@@ -129,30 +124,24 @@ def test_an_encoder_counts_every_token_of_a_long_text_once() -> None:
 def test_errors_name_value_and_remedy() -> None:
     scorer = causal()
     long = scorer.encode([documents()[0][:500]])
-    for wrong, settings, said in [
+    for wrong, settings, message in [
         ([*texts(scorer, [5]), *long], {}, r"1 of 2 texts are longer than the 63 tokens .*\(text 1 has .*window"),
         (long, {"window": 64}, "window=64: give 2 to 63 tokens"),
         (scorer.encode(["a", ""]), {}, r"1 of 2 texts are empty \(text 1 first"),
         (long, {"batch": 0}, "batch must be at least 1, got 0"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             score(scorer, wrong, **settings)
     with pytest.raises(ValueError, match="is an encoder"):
         score(encoder(), encoder().encode(["a"]))
 
 
-def test_scores_that_are_not_finite_raise() -> None:
-    scorer = causal(positions=32)
-    weight = scorer.model.transformer.ln_f.weight.data
-    before, given = weight.clone(), texts(scorer, [5, 6])
-    try:
-        weight.fill_(torch.nan)
-        with pytest.raises(FloatingPointError, match=r"nats by .* are not finite"):
-            score(scorer, given)
-        with pytest.raises(FloatingPointError, match=r"features by .* are not finite"):
-            score(scorer, given, with_nats=False, with_features=True)
-    finally:
-        weight.copy_(before)
+@pytest.mark.parametrize(("with_nats", "name"), [(True, "nats"), (False, "features")])
+def test_scores_that_are_not_finite_raise(monkeypatch: pytest.MonkeyPatch, with_nats: bool, name: str) -> None:
+    weight = causal().model.transformer.ln_f.weight
+    monkeypatch.setattr(weight, "data", torch.full_like(weight, torch.nan))
+    with pytest.raises(FloatingPointError, match=rf"{name} by .* are not finite"):
+        score(causal(), texts(causal(), [5, 6]), with_nats=with_nats, with_features=True)
 
 
 # The cache.
@@ -160,11 +149,17 @@ def test_scores_that_are_not_finite_raise() -> None:
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"with_features": False}, {"window": 16}])
-def test_scores_from_the_disk_are_those_that_were_computed(tmp_path: Path, bos: bool, changes: dict) -> None:
-    asked = request(causal(bos), **changes)
-    computed = score_texts([asked], cache=open_cache(tmp_path), batch=3)[0]
-    assert_equal(score_texts([asked], cache=open_cache(tmp_path), batch=3)[0], computed)
-    assert_equal(score_texts([asked], batch=3)[0], computed)
+def test_cached_texts_are_not_scored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bos: bool, changes: dict[str, Any]
+) -> None:
+    whole = request(causal(bos), **changes)
+    computed = score_texts([whole], cache=open_cache(tmp_path), batch=3)[0]
+    assert_equal(score_texts([whole], batch=3)[0], computed)
+    monkeypatch.setattr(scoring, "run_scorer", lambda *_: pytest.fail("a text was scored again"))
+    assert_equal(score_texts([whole], cache=open_cache(tmp_path))[0], computed)
+    part = score_texts([replace(whole, texts=whole.texts[2:5][::-1])], cache=open_cache(tmp_path))[0]
+    features = None if computed.features is None else computed.features[2:5][::-1]
+    assert_equal(part, TextScores(computed.nats[2:5][::-1], features))
 
 
 @pytest.mark.parametrize("batch", [1, 7])
@@ -172,65 +167,44 @@ def test_scores_from_the_disk_are_those_that_were_computed(tmp_path: Path, bos: 
 def test_ranks_and_batches_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, size: int
 ) -> None:
-    asked = [request(), request(with_nats=False), request(encoder(), window=20)]
+    requests = [request(), request(with_nats=False), request(encoder(), window=20)]
     monkeypatch.setattr(Cache, "sync", lambda *_: None)  # no rank waits for the others in this process
     for rank in range(size):
         context = DistributedContext(torch.device("cpu"), rank, size)
         with suppress(TypeError):  # the scores of the other ranks are not there yet
-            score_texts(asked, cache=Cache(tmp_path, rank=rank), context=context, batch=batch)
+            score_texts(requests, cache=Cache(tmp_path, rank=rank), context=context, batch=batch)
     monkeypatch.undo()
     resumed = open_cache(tmp_path)
     count = len(resumed.entries)
-    for mine, whole in zip(score_texts(asked, cache=resumed), score_texts(asked), strict=True):
+    for mine, whole in zip(score_texts(requests, cache=resumed), score_texts(requests), strict=True):
         assert_equal(mine, whole, abs=1e-5)
     assert len(resumed.entries) == count == 3 * len(LENGTHS)
 
 
-def test_cached_texts_are_not_scored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = request()
-    whole = score_texts([asked], cache=open_cache(tmp_path))[0]
-    monkeypatch.setattr(scoring, "run_scorer", lambda *_: pytest.fail("a text was scored again"))
-    fewer = replace(asked, texts=asked.texts[2:5][::-1])
-    found = score_texts([fewer], cache=open_cache(tmp_path))[0]
-    assert_equal(found, TextScores(whole.nats[2:5][::-1], whole.features[2:5][::-1]))
-
-
-def test_equal_texts_are_scored_once_and_counted_each() -> None:
-    asked, cache, progress = request(), Cache(), list[tuple[str, int, int]]()
-    twice = replace(asked, texts=[*asked.texts, *asked.texts[:3]])
-    found = score_texts([twice, asked], cache=cache, batch=2, on_progress=lambda *each: progress.append(each))[0]
-    assert len(cache.entries) == len(LENGTHS)
-    assert progress[0] == ("scoring", 0, 17) and progress[-1] == ("scoring", 17, 17)
-    assert found.features is not None and (found.features[:3] == found.features[-3:]).all()
-
-
-def test_scores_before_an_error_are_kept(tmp_path: Path) -> None:
-    asked, progress = request(), list[int]()
+def test_equal_texts_are_scored_once_and_scores_before_an_error_are_kept(tmp_path: Path) -> None:
+    whole, progress = request(), list[tuple[str, int, int]]()
+    twice = [replace(whole, texts=[*whole.texts, *whole.texts[:3]]), whole]
 
     def stop(stage: str, done: int, total: int) -> None:
         if done >= 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        score_texts([asked], cache=open_cache(tmp_path), batch=2, on_progress=stop)
+        score_texts(twice, cache=open_cache(tmp_path), batch=2, on_progress=stop)
     cache = open_cache(tmp_path)
-    found = score_texts([asked], cache=cache, batch=2, on_progress=lambda _, done, total: progress.append(done))
-    assert progress[0] == 4 and progress[-1] == len(LENGTHS)
-    assert_equal(found[0], score_texts([asked])[0], abs=1e-5)
+    found = score_texts(twice, cache=cache, batch=2, on_progress=lambda *each: progress.append(each))
+    assert progress[0] == ("scoring", 4, 7) and progress[-1] == ("scoring", 7, 7) and len(cache.entries) == 7
+    assert_equal(found[1], score_texts([whole])[0], abs=1e-5)
+    assert found[0].features is not None and (found[0].features[:3] == found[0].features[-3:]).all()
 
 
 def test_the_key_covers_everything_a_score_follows_from() -> None:
-    asked = request()
-    others = [
-        replace(asked, window=16),
-        replace(asked, with_nats=False),
-        replace(asked, with_features=False),
-        replace(asked, texts=[text.truncate(len(text) - 1) for text in asked.texts]),
-        request(causal(bos=False)),
-        request(causal(positions=256)),
-    ]
-    keys = [key for each in (asked, *others) for key in each.keys]
-    assert len(set(keys)) == len(keys) and request().keys == asked.keys
+    first = request()
+    others = [replace(first, **changes) for changes in ({"window": 16}, {"with_nats": False}, {"with_features": False})]
+    others.append(replace(first, texts=[text.truncate(len(text) - 1) for text in first.texts]))
+    others += [request(causal(bos=False)), request(causal(positions=256))]
+    keys = [key for each in (first, *others) for key in each.keys]
+    assert len(set(keys)) == len(keys) and request().keys == first.keys
 
 
 def test_several_processes_need_a_folder() -> None:
