@@ -54,9 +54,25 @@ class SamplerOptions(TypedDict, total=False):
     do_sample: bool  # False: temperature 0
 
 
+class GenerationSettings(SamplerOptions, total=False):
+    """The settings that `generate`, `infill`, `stream` and `record` share; `GenerationConfig` has their defaults."""
+
+    max_new_tokens: int | None
+    length: int | None
+    n: int
+    steps: int | None
+    sampler: str | None
+    temperature: float
+    top_p: float
+    top_k: int | None
+    seed: int
+    block: int | None
+    batch: int
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The settings that `generate`, `infill`, `stream` and `record` share."""
+    """The settings of a request; `options` are those that only its sampler takes."""
 
     max_new_tokens: int | None = None
     length: int | None = None
@@ -70,6 +86,13 @@ class GenerationConfig:
     block: int | None = None
     batch: int = DEFAULT_BATCH
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_settings(cls, settings: GenerationSettings) -> GenerationConfig:
+        """Split settings into those of all samplers and a sampler's own options."""
+        options: dict[str, Any] = dict(settings)
+        shared = {name: options.pop(name) for name in (*SETTINGS, "steps") if name in options}
+        return cls(**shared, options=options)
 
     def resolve(self) -> GenerationConfig:
         """Replace other libraries' names in the options by ours, and check the numbers."""
@@ -89,8 +112,7 @@ class GenerationConfig:
         check_whole_numbers(0, seed=config.seed)
         if config.length is not None and config.max_new_tokens is not None:
             raise ValueError(
-                f"length={config.length} counts the prompt's tokens, max_new_tokens={config.max_new_tokens} only those "
-                "after it: give one of them"
+                f"length={config.length} counts the prompt, max_new_tokens={config.max_new_tokens} does not: give one"
             )
         return config
 
@@ -137,8 +159,7 @@ class RowFormat:
     @property
     def longest(self) -> int:
         """The most tokens that a text can have; what begins and ends it is not counted."""
-        ends = self.is_framed and self.tokenizer.eos_id is not None
-        return self.row - int(self.tokenizer.bos_id is not None) - int(ends)
+        return self.row - len(self.build_layout(()))
 
     def build_layout(self, pieces: Pieces) -> Layout:
         """Lay pieces out as a row."""
@@ -148,25 +169,25 @@ class RowFormat:
         """Lay a whole text out, to be scored."""
         if not isinstance(text, str):
             raise ValueError(f"a text is a string; got {text!r}: give one, or a list of them")
-        tokens, least = len(tokenize_piece(self.tokenizer, text)[0]), 1
-        reason = ""
-        if self.is_causal and self.tokenizer.bos_id is None:  # the first token is not predicted
-            least, reason = 2, " (this tokenizer has no token that begins one)"
+        tokens, least = len(tokenize_piece(self.tokenizer, text)[0]), 1 + self.first_is_given
         if tokens < least:
+            reason = " (this tokenizer has no token that begins one)" if self.first_is_given else ""
             raise ValueError(
-                f"the text {shorten(text)} has {tokens} tokens, and a score takes at least {least}: "
-                f"give more text{reason}"
+                f"the text {shorten(text)} has {tokens} tokens, a score takes at least {least}: give more text{reason}"
             )
         layout = self.build_layout((text,))
         self._require_room(len(layout), f"the text {shorten(text)}")
         return layout
 
+    @property
+    def first_is_given(self) -> bool:
+        """Whether the first token of a text is not predicted: a causal model has nothing to predict it from."""
+        return self.is_causal and self.tokenizer.bos_id is None
+
     def count_scored(self, layout: Layout) -> tuple[int, int]:
         """Count the tokens and bytes of a text that a score is over: all, or what follows the first token."""
-        tokens, texts = len(layout.spans[0].texts or ()), layout.spans[0].texts or ()
-        if self.is_causal and self.tokenizer.bos_id is None:
-            tokens, texts = tokens - 1, texts[1:]
-        return tokens, len("".join(texts).encode("utf-8"))
+        texts = (layout.spans[0].texts or ())[self.first_is_given :]
+        return len(texts), len("".join(texts).encode("utf-8"))
 
     def layout_prompt(self, prompt: str, length: int | None = None, max_new_tokens: int | None = None) -> Layout:
         """Lay a prompt and the tokens after it out: `length` in all or `max_new_tokens`, by default as many as fit."""
@@ -186,10 +207,9 @@ class RowFormat:
                 f"the prompt {shorten(prompt)} has {taken} tokens and the text is to have {length} in all, the "
                 f"prompt's among them: {larger}make the prompt shorter"
             )
-        if self.is_causal and taken == 0 and self.tokenizer.bos_id is None:
+        if taken == 0 and self.first_is_given:
             raise ValueError(
-                f"the prompt {shorten(prompt)} has no tokens, and this causal model's tokenizer has none that "
-                "begins a text: give a prompt to continue"
+                f"the prompt {shorten(prompt)} has no tokens, and nothing else begins a text: give a prompt to continue"
             )
         if max_new_tokens is not None and max_new_tokens > length - taken:
             raise ValueError(
@@ -202,7 +222,8 @@ class RowFormat:
         """Lay a template out, with a length chosen for every hole."""
         pieces = parse_template(template)
         shown = shorten("".join(str(piece) for piece in pieces))
-        if not find_holes(pieces):
+        holes = find_holes(pieces)
+        if not holes:
             raise ValueError(
                 f"the template {shown} has no hole: write ___ where something is to be filled in, "
                 "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
@@ -212,11 +233,10 @@ class RowFormat:
                 f"the template {shown} has text after a hole, and a causal model sees only what is before it: "
                 "fill in with a masked model (adlm, mdlm), or continue with generate(prompt=…)"
             )
-        holes = find_holes(pieces)
         # Counted before it is laid out: a hole may be longer than any memory.
         given = len(self.build_layout(set_hole_lengths(pieces, [1] * len(holes)))) - len(holes)
-        least = given + sum(hole.min_tokens for hole in holes)
-        self._require_room(least, f"the template {shown} with its shortest holes")
+        shortest = given + sum(hole.min_tokens for hole in holes)
+        self._require_room(shortest, f"the template {shown} with its shortest holes")
         room = self.row - given
         if self.is_causal:  # nothing follows its hole: the text ends at an end token
             return self.build_layout(set_hole_lengths(pieces, [min(holes[0].max_tokens, room)]))

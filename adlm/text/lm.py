@@ -30,6 +30,7 @@ from adlm.text.generation import (
     DEFAULT_BATCH,
     GenerationConfig,
     GenerationRequest,
+    GenerationSettings,
     RowFormat,
     SamplerOptions,
     Templates,
@@ -140,28 +141,10 @@ class LMEngine:
         return compile_for_sampling(self.model, self.device, fixed_batch=fixed_batch, is_compiled=False)
 
     def build_request(
-        self,
-        prompt: Prompts = "",
-        *,
-        template: Templates | None = None,
-        max_new_tokens: int | None = None,
-        length: int | None = None,
-        n: int = 1,
-        steps: int | None = None,
-        sampler: str | None = None,
-        temperature: float = 1.0,
-        top_p: float = 0.9,
-        top_k: int | None = None,
-        seed: int = 0,
-        block: int | None = None,
-        batch: int = DEFAULT_BATCH,
-        **options: Unpack[SamplerOptions],
+        self, prompt: Prompts = "", *, template: Templates | None = None, **settings: Unpack[GenerationSettings]
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        config = GenerationConfig(
-            max_new_tokens, length, n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options
-        )
-        return self._make_request(config, prompt, template)
+        return self._make_request(GenerationConfig.from_settings(settings), prompt, template)
 
     def _make_request(
         self, config: GenerationConfig, prompt: Prompts = "", template: Templates | None = None
@@ -170,31 +153,23 @@ class LMEngine:
         sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         if is_causal and config.block is not None:
             raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
-        choose = partial(
-            choose_sampler,
-            config.sampler,
-            config.steps,
-            config.options,
-            is_causal=is_causal,
-            fills=template is not None,
-        )
+        given = config.sampler, config.steps, config.options
+        choose = partial(choose_sampler, *given, is_causal=is_causal, fills=template is not None)
         choose(hidden=1)  # raises before a network chooses the lengths of holes
         if template is None:
-            layouts = [
-                self.row_format.layout_prompt(text, config.length, config.max_new_tokens) for text in as_texts(prompt)
-            ]
+            lengths = config.length, config.max_new_tokens
+            layouts = [self.row_format.layout_prompt(text, *lengths) for text in as_texts(prompt)]
         elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
             raise ValueError("a template decides where everything stands: leave prompt, length and max_new_tokens out")
         else:
-            lengths = partial(choose_hole_lengths, lambda: self.predictor, build_layout=self.row_format.build_layout)
-            layouts = [self.row_format.layout_template(each, lengths) for each in as_templates(template)]
+            choose_lengths = partial(choose_hole_lengths, lambda: self.predictor, self.row_format.build_layout)
+            layouts = [self.row_format.layout_template(each, choose_lengths) for each in as_templates(template)]
         if not layouts:
             raise ValueError("there is nothing to generate: give a prompt (it may be empty) or a template, or a list")
-        hidden = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
-        sampler, sampler_settings = choose(hidden=hidden)
-        settings = {"model": self.name, "method": self.method, **sampler_settings, "temperature": config.temperature}
-        settings |= {"top_p": config.top_p, "top_k": config.top_k, "seed": config.seed, "n": config.n}
-        settings |= {"block": config.block, "device": str(self.device)}
+        sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
+        settings = {"model": self.name, "method": self.method, **sampler_settings}
+        settings |= {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "seed", "n", "block")}
+        settings |= {"device": str(self.device)}
         settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
         return GenerationRequest(
             layouts, config.n, sampler, sampling, config.seed, config.block, config.batch, settings
@@ -300,27 +275,13 @@ class LM(LMEngine):
         *,
         template: Templates | None = None,
         guesses: int = 0,
-        max_new_tokens: int | None = None,
-        length: int | None = None,
-        n: int = 1,
-        steps: int | None = None,
-        sampler: str | None = None,
-        temperature: float = 1.0,
-        top_p: float = 0.9,
-        top_k: int | None = None,
-        seed: int = 0,
-        block: int | None = None,
-        **options: Unpack[SamplerOptions],
+        **settings: Unpack[GenerationSettings],
     ) -> Iterator[StreamStep]:
         """Yield the texts of `generate` (with a template: of `infill`) after every step.
 
         A step holds the anchor network's `guesses` likeliest tokens for every position.
         """
-        config = GenerationConfig(
-            max_new_tokens, length, n, steps, sampler, temperature, top_p, top_k, seed, block, options=options
-        )
-        request = self._make_request(config, prompt, template)
-        return self.stream_request(request, guesses)
+        return self.stream_request(self.build_request(prompt, template=template, **settings), guesses)
 
     def record(
         self,
@@ -329,22 +290,10 @@ class LM(LMEngine):
         template: Template | None = None,
         title: str = "",
         guesses: int = 3,
-        max_new_tokens: int | None = None,
-        length: int | None = None,
-        steps: int | None = None,
-        sampler: str | None = None,
-        temperature: float = 1.0,
-        top_p: float = 0.9,
-        top_k: int | None = None,
-        seed: int = 0,
-        block: int | None = None,
-        **options: Unpack[SamplerOptions],
+        **settings: Unpack[GenerationSettings],
     ) -> Trajectory:
         """Record one text at every step, for a notebook, `adlm.write_player` or `adlm.write_gif`."""
-        config = GenerationConfig(
-            max_new_tokens, length, 1, steps, sampler, temperature, top_p, top_k, seed, block, options=options
-        )
-        request = self._make_request(config, prompt, template)
+        request = self.build_request(prompt, template=template, **settings)
         started = time.perf_counter()
         frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
         return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from numbers import Integral
 from typing import NamedTuple
 
@@ -46,8 +46,7 @@ class Hole:
             raise ValueError(f"a hole has at least 1 token, got {self}: leave it out if nothing is to stand there")
         if high < low:
             raise ValueError(
-                f"a hole's min_tokens must not be above its max_tokens, got {self}: write ___{{{high},{low}}} for "
-                f"{high} to {low} tokens, and with min_tokens=… give Hole max_tokens=… too"
+                f"a hole's min_tokens must not be above its max_tokens, got {self}: write {Hole(high, low)}"
             )
 
     @classmethod
@@ -138,14 +137,10 @@ def find_banned_tokens(tokenizer: Tokenizer) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def has_continuation_marks(tokenizer: Tokenizer) -> bool:
-    """Whether the vocabulary marks tokens that continue a word, and not those that begin one."""
-    return bool(classify_tokens(tokenizer).continued.any())
-
-
 def joins_blanks(tokenizer: Tokenizer) -> bool:
     """Whether a word includes the blank before it: in its token, or because continuations are marked instead."""
-    return bool(classify_tokens(tokenizer).spaced.any()) or has_continuation_marks(tokenizer)
+    _, spaced, continued = classify_tokens(tokenizer)
+    return bool((spaced | continued).any())
 
 
 @dataclass(frozen=True)
@@ -199,12 +194,15 @@ class Layout:
         stop = span.end
         if self.may_end and span is self.spans[-1] and eos_id in tokens:
             stop = span.start + tokens.index(eos_id)
-        for start, end in _runs(ids, span.start, stop, mask_id):
-            run = decode_tokens(self.tokenizer, ids[:start], ids[start:end])
+        for is_hidden, run in groupby(range(span.start, stop), key=lambda position: ids[position] == mask_id):
+            if is_hidden:
+                continue
+            start, end = (positions := list(run))[0], positions[-1] + 1
+            visible = decode_tokens(self.tokenizer, ids[:start], ids[start:end])
             if self.kinds[start] == WORD:
-                first = next((i for i, text in enumerate(run) if text), 0)
-                run[first] = run[first].removeprefix(" ")
-            texts[start - span.start : end - span.start] = run
+                first = next((i for i, text in enumerate(visible) if text), 0)
+                visible[first] = visible[first].removeprefix(" ")
+            texts[start - span.start : end - span.start] = visible
         return texts
 
     def text(self, ids: Sequence[int]) -> str:
@@ -212,43 +210,35 @@ class Layout:
         return "".join(BLOCK if text is None else text for _, text in self.parts(ids))
 
 
-def build_layout(
-    pieces: Pieces, tokenizer: Tokenizer, *, begins: bool = True, ends: bool = True, may_end: bool = False
-) -> Layout:
+def build_layout(pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may_end: bool = False) -> Layout:
     """Lay pieces, each hole of one length, out as a row between BOS and EOS (if the tokenizer has them).
 
     With `may_end` the text may also end inside a hole that is its last piece.
     """
-    ids: list[int] = []
-    is_fixed: list[bool] = []
-    kinds: list[int] = []
     spans: list[Span] = []
-
-    def add(tokens: Sequence[int], fixed: bool, kind: int) -> None:
-        ids.extend(tokens)
-        is_fixed.extend([fixed] * len(tokens))
-        kinds.extend([kind] * len(tokens))
-
-    if begins and tokenizer.bos_id is not None:
-        add([tokenizer.bos_id], True, TEXT)
+    rows: list[tuple[int, bool, int]] = []  # each position's token, whether it is fixed, and its kind
+    if tokenizer.bos_id is not None:
+        rows.append((tokenizer.bos_id, True, TEXT))
     starts_word = False
     for number, piece in enumerate(pieces):
-        start, is_last = len(ids), number == len(pieces) - 1
+        start, is_last = len(rows), number == len(pieces) - 1
         if isinstance(piece, Hole):
             assert piece.min_tokens == piece.max_tokens, f"{piece} has no length yet"
-            add([tokenizer.mask_id] * piece.min_tokens, False, ENDED if may_end and is_last else TEXT)
+            kind = ENDED if may_end and is_last else TEXT
+            rows += [(tokenizer.mask_id, False, kind)] * piece.min_tokens
             if starts_word:
-                kinds[start] = WORD
+                rows[start] = tokenizer.mask_id, False, WORD
             starts_word = False
-            spans.append(Span(start, len(ids)))
+            spans.append(Span(start, len(rows)))
             continue
         starts_word = not is_last and piece.endswith(" ") and joins_blanks(tokenizer)
         tokens, texts = tokenize_piece(tokenizer, piece, len(piece) - starts_word)
-        add(tokens, True, TEXT)
-        spans.append(Span(start, len(ids), tuple(texts)))
+        rows += [(token, True, TEXT) for token in tokens]
+        spans.append(Span(start, len(rows), tuple(texts)))
     if ends and tokenizer.eos_id is not None:
-        add([tokenizer.eos_id], True, TEXT)
-    return Layout(tokenizer, tuple(spans), tuple(ids), tuple(is_fixed), tuple(kinds), may_end)
+        rows.append((tokenizer.eos_id, True, TEXT))
+    ids, is_fixed, kinds = zip(*rows) if rows else ((), (), ())
+    return Layout(tokenizer, tuple(spans), ids, is_fixed, kinds, may_end)
 
 
 def tokenize_piece(tokenizer: Tokenizer, text: str, stop: int | None = None) -> tuple[list[int], list[str]]:
@@ -289,14 +279,5 @@ def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int
 def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Decode tokens that may begin inside a word, without its continuation mark."""
     text = tokenizer.decode(ids, skip_special=True)
-    return text.removeprefix(CONTINUED) if has_continuation_marks(tokenizer) else text
-
-
-def _runs(ids: Sequence[int], start: int, stop: int, mask_id: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of visible tokens."""
-    begin = start
-    for position in range(start, stop + 1):
-        if position == stop or ids[position] == mask_id:
-            if position > begin:
-                yield begin, position
-            begin = position + 1
+    is_marked = text.startswith(CONTINUED) and bool(classify_tokens(tokenizer).continued.any())
+    return text.removeprefix(CONTINUED) if is_marked else text
