@@ -77,19 +77,12 @@ def _find_pattern(pattern: bytes) -> FindCuts:
     return lambda data, start, is_end: (match.span() for match in compiled.finditer(data, start))
 
 
-def _strip_last_newline(text: str) -> str | None:
-    """Remove the line end that closes a document; return None if it is blank."""
-    return text.removesuffix("\n") if text and not text.isspace() else None
+def _strip_last_newline(text: str) -> str:
+    return text.removesuffix("\n")  # it closes the document
 
 
-def _strip_blank_lines(text: str) -> str | None:
-    """Remove blank lines before the text and white space after it; return None if it is blank."""
-    return BLANK_LINES.sub("", text, count=1).rstrip() if text and not text.isspace() else None
-
-
-def _keep_line(text: str) -> str:
-    """Return a line as a row of the Hub's WikiText holds it: with its end, blank ones as the empty text."""
-    return f"{text}\n" if text and not text.isspace() else ""
+def _strip_blank_lines(text: str) -> str:
+    return BLANK_LINES.sub("", text, count=1).rstrip()
 
 
 @dataclass(frozen=True)
@@ -98,17 +91,18 @@ class DocumentRule:
 
     find_cuts: FindCuts
     reach: int  # a cut that begins further than this from the end of the data has been seen whole
-    clean: Callable[[str], str | None]
+    clean: Callable[[str], str]
     needs_cut: bool = False
+    keeps_blank: bool = False  # as the empty text; else blank documents are skipped
 
 
 RULES: dict[str, DocumentRule] = {
     "auto": DocumentRule(_find_separators, len(SEPARATOR) + 2, _strip_last_newline),
     "file": DocumentRule(lambda data, start, is_end: iter(()), 0, _strip_last_newline),
-    "line": DocumentRule(_find_pattern(rb"\n"), 0, lambda text: text.strip() or None),
+    "line": DocumentRule(_find_pattern(rb"\n"), 0, str.strip),
     "blank": DocumentRule(_find_pattern(rb"\n[ \t\r]*\n"), 1 << 12, _strip_blank_lines),
     "separator": DocumentRule(_find_separators, len(SEPARATOR) + 2, _strip_last_newline, needs_cut=True),
-    "every-line": DocumentRule(_find_pattern(rb"\n"), 0, _keep_line),
+    "every-line": DocumentRule(_find_pattern(rb"\n"), 0, lambda text: f"{text}\n", keeps_blank=True),
 }
 
 
@@ -119,6 +113,8 @@ def read_text(path: Path, rule: DocumentRule) -> Documents:
 
     def decode_document(raw: bytearray, begin: int) -> str | None:
         text = decode_bytes(raw, path, begin)
+        if not text.strip():
+            return "" if rule.keeps_blank else None
         return rule.clean(text.replace("\r\n", "\n") if "\r" in text else text)
 
     for chunk, position in chain(read_chunks(path), [(b"", path.stat().st_size)]):
@@ -156,15 +152,20 @@ def read_columns(path: Path) -> dict[str, bool]:
 def read_table(path: Path, names: tuple[str, ...]) -> Documents:
     """Yield the documents of a table: its rows, the named columns joined with a space."""
     for row, position, place in TABLES[get_suffix(path)](path, names):
-        if not isinstance(row, dict):
-            raise ValueError(f"{place} is {type(row).__name__}, where an object or a text was expected: {REMEDY}")
-        for name in names:
-            if name not in row:
-                known = ", ".join(map(repr, row)) or "none"
-                raise ValueError(f"{place} has no column {name!r}; there are: {known}: {REMEDY}")
-            if not isinstance(row[name], str):
-                raise ValueError(f"{place}: column {name!r} holds {row[name]!r:.60}, expected a text: {REMEDY}")
-        yield " ".join(row[name] for name in names), position
+        yield join_columns(row, names, place), position
+
+
+def join_columns(row: Any, names: tuple[str, ...], place: str) -> str:
+    """Join the named columns of a row with a space."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is {type(row).__name__}, where an object or a text was expected: {REMEDY}")
+    for name in names:
+        if name not in row:
+            known = ", ".join(map(repr, row)) or "none"
+            raise ValueError(f"{place} has no column {name!r}; there are: {known}: {REMEDY}")
+        if not isinstance(row[name], str):
+            raise ValueError(f"{place}: column {name!r} holds {row[name]!r:.60}, expected a text: {REMEDY}")
+    return " ".join(row[name] for name in names)
 
 
 def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:

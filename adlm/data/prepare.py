@@ -47,7 +47,6 @@ class PrepareProgress:
     bytes: int  # of text, tokenized by this run
     tokens: int
     rows: int
-    documents: int
     seconds: float
 
 
@@ -179,8 +178,8 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if job.folder.exists() and not job.folder.is_dir():
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
-    is_finished, old = (job.folder / MANIFEST).is_file(), None
-    if is_finished:
+    old = None
+    if is_finished := (job.folder / MANIFEST).is_file():
         old = shards.read_manifest(job.folder)
     elif (job.folder / PROGRESS).is_file():
         old = shards.read_state_file(job.folder / PROGRESS)
@@ -203,8 +202,8 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
                 shards.check_file(job.folder / shard["file"], shard["bytes"])
     names = ("train",) if job.is_cut else ("train", "valid")
     splits = {name: {"shards": [], "end": [0, 0, 0], "is_complete": False} for name in names}
-    fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits}
-    job.state.update(old or {"format": FORMAT, **fresh, "cut": None})
+    fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits, "cut": None}
+    job.state.update(old or fresh)
     job.save_state()
     return None
 
@@ -226,7 +225,9 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
         remove_files(job.folder, (".part",))  # frees space
         if error.errno != errno.ENOSPC:
             raise
-        raise OSError(errno.ENOSPC, describe_full_disk(job)) from error
+        free = f"{shutil.disk_usage(job.folder).free / 1e9:.1f} GB free"
+        problem = f"the disk of {job.folder} is full ({free}): free some space and run the same command again"
+        raise OSError(errno.ENOSPC, problem) from error
 
 
 def save_tokenizer(job: Preparation, source: Source, tokenizer: Tokenizer | None) -> Tokenizer:
@@ -271,18 +272,14 @@ def write_split(
         packed = packer.feed(*chunk)
         writer.add(packed)
         rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
-        state["consumed"], state["of"] = consumed, source.total_bytes
         seconds = time.perf_counter() - began
-        job.on_progress(
-            PrepareProgress(split, consumed, source.total_bytes, text, tokens, rows, packer.documents, seconds)
-        )
+        job.on_progress(PrepareProgress(split, consumed, source.total_bytes, text, tokens, rows, seconds))
     writer.close()
     if rows == 0:
         remove_prepared(job.folder)
-        raise ValueError(
-            f"{source.name} ({split}) fills no row of length {framing.length}: it has {tokens:,} tokens in "
-            f"{packer.documents:,} documents; choose a smaller --length or more text"
-        )
+        counted = f"{tokens:,} tokens in {packer.documents:,} documents"
+        problem = f"{source.name} ({split}) fills no row of length {framing.length} with {counted}"
+        raise ValueError(f"{problem}: choose a smaller --length or more text")
     state["is_complete"] = True
     job.save_state()
 
@@ -318,18 +315,24 @@ def cut_valid(job: Preparation, dtype: str) -> None:
     state["end"] = job.state["cut"]["end"]
 
 
-def find_row_end(folder: Path, records: list[dict[str, Any]], rows: int) -> list[int]:
+def find_row_end(folder: Path, shard_records: list[dict[str, Any]], rows: int) -> list[int]:
     """Return the position in the source where the first `rows` rows end."""
-    for shard in records:
-        if rows <= shard["rows"]:
-            ends = np.fromfile((folder / shard["file"]).with_suffix(".ends"), shards.END_DTYPE)
-            return list(map(int, ends.reshape(-1, 3)[rows - 1]))
+    records = iter(shard_records)
+    while rows > (shard := next(records))["rows"]:
         rows -= shard["rows"]
-    raise AssertionError("there are not so many rows")
+    ends = np.fromfile((folder / shard["file"]).with_suffix(".ends"), shards.END_DTYPE)
+    return list(map(int, ends.reshape(-1, 3)[rows - 1]))
 
 
 def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
     """Count the tokens, write the manifest and remove temporary files."""
+    splits = {}
+    for name, state in job.state["splits"].items():
+        documents, inside, text = state["end"]
+        tokens = sum(shard.pop("tokens", shard["rows"] * job.settings["length"]) for shard in state["shards"])
+        totals = {"rows": sum(shard["rows"] for shard in state["shards"]), "tokens": tokens}
+        totals |= {"documents": documents + (inside > 0), "bytes": text}
+        splits[name] = totals | {"shards": state["shards"]}
     content = io.BytesIO()
     counts = job.open_train_rows(dtype).count_tokens(tokenizer.vocab_size)
     np.save(content, counts.astype("<i8"), allow_pickle=False)
@@ -344,7 +347,7 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
         "length": job.settings["length"],
         "dtype": dtype,
         "rows": job.settings["rows"],
-        "splits": {name: summarize_split(job, state) for name, state in job.state["splits"].items()},
+        "splits": splits,
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": source.identity,
         "counts_sha256": shards.hash_file(job.folder / COUNTS),
@@ -353,19 +356,6 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
     shards.write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
     remove_files(job.folder, TEMPORARY)
     return manifest
-
-
-def summarize_split(job: Preparation, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest's entry of a split."""
-    tokens = sum(shard.pop("tokens", shard["rows"] * job.settings["length"]) for shard in state["shards"])
-    documents, inside, text = state["end"]
-    return {
-        "rows": sum(shard["rows"] for shard in state["shards"]),
-        "tokens": tokens,
-        "documents": documents + (inside > 0),
-        "bytes": text,
-        "shards": state["shards"],
-    }
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -397,13 +387,3 @@ def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
         elif before != now:
             lines.append(f"  {prefix}{key}: {before!r} there, {now!r} now")
     return lines
-
-
-def describe_full_disk(job: Preparation) -> str:
-    """Return the message for a full disk, with an estimate of the space that the rest needs."""
-    splits = job.state["splits"].values()
-    written = sum(shard["bytes"] for split in splits for shard in split["shards"]) / 1e9
-    consumed, total = (sum(split.get(key) or 0 for split in splits) for key in ("consumed", "of"))
-    rest = f", the rest needs about {written * (total / consumed - 1):.1f} GB" if consumed and total else ""
-    free = shutil.disk_usage(job.folder).free / 1e9
-    return f"the disk of {job.folder} is full ({free:.1f} GB free{rest}): free some and run the same command again"

@@ -218,19 +218,18 @@ class ShardWriter:
 
     def add(self, packed: PackedRows) -> None:
         """Write rows; a full shard is closed and reported to `on_shard`."""
-        start = 0
-        while start < len(packed.rows):
-            stop = min(len(packed.rows), start + self.shard_rows - self.rows)
-            content = np.ascontiguousarray(packed.rows[start:stop], dtype=self.dtype).data.cast("B")
+        while len(packed.rows):
+            room = self.shard_rows - self.rows
+            part, packed = packed[:room], packed[room:]
             if self.file is None:
                 self.file = (self.folder / f"{self.name}.part").open("wb")
+            content = np.ascontiguousarray(part.rows, dtype=self.dtype).data.cast("B")
             self.file.write(content)
             self.digest.update(content)
-            if packed.lengths is not None:
-                self.lengths.append(packed.lengths[start:stop])
-            self.ends.append(packed.ends[start:stop])
-            self.rows += stop - start
-            start = stop
+            self.rows += len(part.rows)
+            self.ends.append(part.ends)
+            if part.lengths is not None:
+                self.lengths.append(part.lengths)
             if self.rows == self.shard_rows:
                 self.close()
 
@@ -267,19 +266,18 @@ def shorten_shards(folder: Path, shards: list[dict[str, Any]], rows: int, row_by
         rows -= here
         path = folder / shard["file"]
         lengths = path.with_suffix(".len")
-        if here == shard["rows"]:
-            kept.append(shard)
-        elif here == 0:
+        if here == 0:
             path.unlink(missing_ok=True)
             lengths.unlink(missing_ok=True)
-        else:
+            continue
+        if here < shard["rows"]:
             os.truncate(path, here * row_bytes)
-            record = {"file": shard["file"], "rows": here, "bytes": here * row_bytes, "sha256": hash_file(path)}
+            shard = shard | {"rows": here, "bytes": here * row_bytes, "sha256": hash_file(path)}
             if "lengths_sha256" in shard:
                 os.truncate(lengths, here * 4)
-                record["lengths_sha256"] = hash_file(lengths)
-                record["tokens"] = int(np.fromfile(lengths, LENGTH_DTYPE).sum())
-            kept.append(record)
+                tokens = int(np.fromfile(lengths, LENGTH_DTYPE).sum())
+                shard |= {"lengths_sha256": hash_file(lengths), "tokens": tokens}
+        kept.append(shard)
     return kept
 
 

@@ -382,10 +382,7 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
     def read_documents() -> Documents:
         chosen = rows.select_columns(list(names)).skip(start)
         for number, row in enumerate(chosen if stop is None else chosen.take(max(0, stop - start)), start):
-            parts = [row[name] for name in names]
-            if not all(isinstance(part, str) for part in parts):
-                raise ValueError(f"{request.name}, row {number} holds {parts!r:.60}, where a text was expected")
-            yield " ".join(parts), 0
+            yield formats.join_columns(row, names, f"{request.name}, row {number}"), 0
 
     identity = {
         "kind": "hub",

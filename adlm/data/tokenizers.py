@@ -59,9 +59,9 @@ class Tokenizer:
                     "tokenizer.json (added_tokens, special: true)"
                 )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled tokenizers.Tokenizer loses encode_special_tokens: __post_init__ sets it again.
-        return _rebuild, (self.bpe.to_str(), *self.special_ids, self.name, self.source)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.bpe.encode_special_tokens = True  # which a pickled tokenizers.Tokenizer loses
 
     @property
     def special_ids(self) -> tuple[int | None, ...]:
@@ -234,7 +234,3 @@ def _load_from_hub(name: str) -> Tokenizer:
         except EntryNotFoundError:
             continue  # either file may be missing: then the well-known names are used
     return _load_file(path, name=name)
-
-
-def _rebuild(description: str, *rest: Any) -> Tokenizer:
-    return Tokenizer(tokenizers.Tokenizer.from_str(description), *rest)

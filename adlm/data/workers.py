@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -85,24 +86,21 @@ class TokenizerPool:
     def _tokenize_chunk(self, texts: Sequence[str]) -> TokenizedChunk:
         # Half of a surrogate pair is no character and has no UTF-8: it becomes a question mark.
         encoded = [text.encode("utf-8", "replace") for text in texts]
-        sizes = np.array([len(each) for each in encoded], dtype=np.int64)
         process = self.free.get()
         assert process.stdin is not None and process.stdout is not None
         try:
-            write_message(process.stdin, sizes, b"".join(encoded))
-            lengths = read_message(process.stdout)
-            size = 0 if lengths is None else int(lengths.sum()) * self.dtype.itemsize
-            ids = process.stdout.read(size)
-            if lengths is None or len(ids) != size:
-                raise EOFError
-            return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
-        except (BrokenPipeError, EOFError) as error:
+            pickle.dump(encoded, process.stdin)
+            process.stdin.flush()
+            ids, lengths = pickle.load(process.stdout)
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError) as error:
             raise ChildProcessError(
                 f"a tokenizing process ended with code {process.wait()}; its messages are above. "
                 "If it was killed, memory may be short: try fewer --workers"
             ) from error
         finally:
             self.free.put(process)  # a dead one, too: otherwise a waiting thread would block
+        sizes = np.array([len(each) for each in encoded], dtype=np.int64)
+        return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
 
 
 def chunk_documents(
@@ -121,21 +119,6 @@ def chunk_documents(
             texts, size = [], 0
     if texts:
         yield texts, consumed
-
-
-def write_message(pipe: IO[bytes], numbers: NDArray[np.int64], content: bytes) -> None:
-    """Write the number of numbers, the numbers and the content."""
-    pipe.write(np.int64(len(numbers)).tobytes() + numbers.tobytes())
-    pipe.write(content)
-    pipe.flush()
-
-
-def read_message(pipe: IO[bytes]) -> NDArray[np.int64] | None:
-    """Read the numbers that `write_message` wrote, or None at the end of the pipe."""
-    count = pipe.read(8)
-    if len(count) < 8:
-        return None
-    return np.frombuffer(pipe.read(8 * int(np.frombuffer(count, dtype=np.int64)[0])), dtype=np.int64)
 
 
 def can_split_words(description: dict[str, Any]) -> bool:
@@ -192,10 +175,12 @@ def run_worker(tokenizer_file: str, dtype: str) -> None:
     """Read chunks from standard input and write ids to standard output until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
     encoder = CachedEncoder(Path(tokenizer_file).read_bytes().decode("utf-8"), dtype)
-    while (sizes := read_message(sys.stdin.buffer)) is not None:
-        parts = [encoder.encode(sys.stdin.buffer.read(size).decode("utf-8")) for size in sizes.tolist()]
-        lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
-        write_message(sys.stdout.buffer, lengths, b"".join(parts))
+    with suppress(EOFError):
+        while True:
+            parts = [encoder.encode(text.decode("utf-8")) for text in pickle.load(sys.stdin.buffer)]
+            lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
+            pickle.dump((b"".join(parts), lengths), sys.stdout.buffer)
+            sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

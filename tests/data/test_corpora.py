@@ -79,33 +79,33 @@ def test_billion_words(tmp_path: Path) -> None:
     assert texts(open_source(f"lm1b:{one}", split="test")) == texts(held_out)
 
 
-def test_penn_treebank(tmp_path: Path) -> None:
-    (tmp_path / "ptb.valid.txt").write_text(" the <unk> rose N N \n it did n't fall \n")
-    assert texts(open_source(f"ptb:{tmp_path}", split="valid")) == ["the ? rose 1 N", "it didn't fall"]
+CLASSES = '"3","A title","Text with a ""word"" in it"\n"1","B","C"\n'
+HEADED = f"Class Index,Title,Description\n{CLASSES}"
+NEWS = ['A title Text with a "word" in it', "B C"]
 
 
-def test_ag_news(tmp_path: Path) -> None:
-    (tmp_path / "test.csv").write_text('"3","A title","Text with a ""word"" in it"\n"1","B","C"\n')
-    expected = ['A title Text with a "word" in it', "B C"]
-    assert texts(open_source(f"ag_news:{tmp_path / 'test.csv'}", split="test")) == expected
-    (tmp_path / "test.csv").write_text('Class Index,Title,Description\n3,A title,"Text with a ""word"" in it"\n1,B,C\n')
-    assert texts(open_source(f"ag_news:{tmp_path}", split="valid")) == expected
-    assert texts(open_source(f"ag_news:{tmp_path}", split="test", column="Description")) == [expected[0][8:], "C"]
-
-
-def test_lambada(tmp_path: Path) -> None:
-    (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": " “Go,” she said.\n\nAnd he went"}) + "\n")
-    assert texts(open_source(f"lambada:{tmp_path}", split="test")) == ['\n"Go," she said.\n\nAnd he went']
-    with pytest.raises(ValueError, match=r"no split 'train': choose valid or test"):
-        open_source(f"lambada:{tmp_path}")
+@pytest.mark.parametrize(
+    ("corpus", "file", "content", "options", "expected"),
+    [
+        ("ptb", "ptb.valid.txt", " the <unk> rose N N \n it did n't fall \n", {}, ["the ? rose 1 N", "it didn't fall"]),
+        ("ag_news", "test.csv", CLASSES, {}, NEWS),
+        ("ag_news", "test.csv", HEADED, {}, NEWS),
+        ("ag_news", "test.csv", HEADED, {"column": "Description"}, ['Text with a "word" in it', "C"]),
+        ("lambada", "test.jsonl", '{"text": " “Go,” she said.\\n\\nSo"}\n', {}, ['\n"Go," she said.\n\nSo']),
+        ("scientific_papers_pubmed", "valid.jsonl", '{"abstract": "we find , so ."}\n', {}, ["we find, so."]),
+    ],
+)
+def test_local_files(tmp_path: Path, corpus: str, file: str, content: str, options: Any, expected: list[str]) -> None:
+    (tmp_path / file).write_text(content)
+    for place in (tmp_path, tmp_path / file):
+        assert texts(open_source(f"{corpus}:{place}", split="valid", **options)) == expected
 
 
 def test_scientific_papers(tmp_path: Path) -> None:
     source = open_source(f"scientific_papers_arxiv:{FIXTURES / 'elife.jsonl'}", split="test")
     assert texts(source)[0].startswith("Mental and behavioral") and "stand_in" not in source.identity
-    (tmp_path / "test.jsonl").write_text(json.dumps({"title": "T", "abstract": "cells , we find , grow ."}) + "\n")
+    (tmp_path / "test.jsonl").write_text('{"title": "T", "abstract": "cells grow ."}\n')
     source = open_source(f"scientific_papers_pubmed:{tmp_path}", split="test")
-    assert texts(source) == ["cells, we find, grow."]
     assert source.identity["stand_in"] == "abstracts, in place of full articles"
 
 

@@ -90,6 +90,7 @@ def test_chunks_do_not_matter(tmp_path: Path, name: str, size: int, monkeypatch:
     assert texts(open_source(tmp_path / name)) == texts(open_source(tmp_path / f"{name}.gz")) == expected
 
 
+CSV = b'1,"A title","Two\nlines, ""quoted"""\n2,B,C\n'
 RULED = "<|endoftext|>\n a <|endoftext|>\nb\n \n\n<|endoftext|>\n<|endoftext|>\nc<|endoftext|>\n\td\n\n\ne \n"
 
 
@@ -118,25 +119,23 @@ def test_a_file_without_separators_is_one_document(tmp_path: Path) -> None:
     assert first.startswith("THERE was once") and second.endswith("but cheerful.")
 
 
-def test_packed_streams_may_follow_each_other(tmp_path: Path) -> None:
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one ") + gzip.compress(b"two") + b"\0" * 9)
-    assert texts(open_source(tmp_path / "a.txt.gz")) == ["one two"]
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext,b\nx,y\n")
-    assert texts(open_source(tmp_path / "a.csv")) == ["x"]
-
-
-def test_columns_are_joined_and_numbered(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('1,"A title","Two\nlines, ""quoted"""\n2,B,C\n')
-    assert texts(open_source(tmp_path / "a.csv", column="1+2")) == ['A title Two\nlines, "quoted"', "B C"]
-    assert texts(open_source(tmp_path / "a.csv", column="2")) == ['Two\nlines, "quoted"', "C"]
-    assert texts(open_source(tmp_path / "a.csv", column="text|2")) == ['Two\nlines, "quoted"', "C"]
-    (tmp_path / "b.jsonl").write_text('{"q": "Why?", "n": 1, "a": "So."}\n')
-    assert texts(open_source(tmp_path / "b.jsonl", column="q+a")) == ["Why? So."]
-    (tmp_path / "c.jsonl").write_text('{"n": 1, "body": "So."}\n')
-    assert texts(open_source(tmp_path / "c.jsonl")) == ["So."]  # the one column of text
+@pytest.mark.parametrize(
+    ("name", "content", "options", "expected"),
+    [
+        ("a.txt.gz", gzip.compress(b"one ") + gzip.compress(b"two") + b"\0" * 9, {}, ["one two"]),
+        ("a.csv", b"\xef\xbb\xbftext,b\nx,y\n", {}, ["x"]),  # a byte order mark is no text
+        ("a.csv", CSV, {"column": "1+2"}, ['A title Two\nlines, "quoted"', "B C"]),
+        ("a.csv", CSV, {"column": "2"}, ['Two\nlines, "quoted"', "C"]),
+        ("a.csv", CSV, {"column": "text|2"}, ['Two\nlines, "quoted"', "C"]),
+        ("a.jsonl", b'{"q": "Why?", "n": 1, "a": "So."}\n', {"column": "q+a"}, ["Why? So."]),
+        ("a.jsonl", b'{"n": 1, "body": "So."}\n', {}, ["So."]),  # the one column of text
+        ("a.jsonl", b'{"title": "A"}\n{"title": "B", "text": "the text"}\n', {"column": "title"}, ["A", "B"]),
+        ("a.txt", b"it is n't <unk>\n", {"detokenizer": "ptb"}, ["it isn't ?"]),
+    ],
+)
+def test_what_is_read(tmp_path: Path, name: str, content: bytes, options: Any, expected: list[str]) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert texts(open_source(tmp_path / name, **options)) == expected
 
 
 # Folders.
@@ -222,44 +221,29 @@ def test_a_big_file_is_known_by_its_ends(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({json.dumps(identity(text)) for text in ("abcd......efgh", "abcX......efgh", "abcd......Xfgh")}) == 3
 
 
-def test_a_clean_up_is_applied(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("it is n't <unk>\n")
-    source = open_source(tmp_path / "a.txt", detokenizer="ptb")
-    assert texts(source) == ["it isn't ?"] and source.identity["detokenizer"] == "ptb"
-
-
-def test_the_first_row_may_lack_the_text(tmp_path: Path) -> None:
-    """One row does not say which columns there are: titles must not be taken for the text."""
-    (tmp_path / "a.jsonl").write_text('{"title": "A"}\n{"title": "B", "text": "the text"}\n')
-    with pytest.raises(ValueError, match=r"line 1 has no column 'text'; there are: 'title'.*--column"):
-        texts(open_source(tmp_path / "a.jsonl"))
-    assert texts(open_source(tmp_path / "a.jsonl", column="title")) == ["A", "B"]
-    (tmp_path / "b.jsonl").write_text('{"id": 1, "text": null}\n{"id": 2, "text": "x"}\n')
-    with pytest.raises(ValueError, match=r"line 1: column 'text' holds None.*leave such rows out"):
-        texts(open_source(tmp_path / "b.jsonl"))
-    (tmp_path / "c.jsonl").write_text('{"text": 1}\n')
-    with pytest.raises(ValueError, match=r"has no text column 'text'"):
-        open_source(tmp_path / "c.jsonl")
-
-
 # Errors.
 
 GOOD = "some text, long enough for a packed stream to be cut\n" * 50
 
 
-@pytest.mark.parametrize("spec", ["no/such/place", "./here", "gone.txt", "gone.jsonl.gz", "~/no-such-folder", "a/"])
-def test_a_path_that_is_not_there(spec: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no file or folder .*check the path"):
+NO_PATH = r"no file or folder .*check the path"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        *(
+            (spec, NO_PATH)
+            for spec in ("no/such/place", "./here", "gone.txt", "gone.jsonl.gz", "~/no-such-folder", "a/")
+        ),
+        ("lm1b:no/such/place", NO_PATH),
+        ("lm1b:", "no path after the colon"),
+        ("openwebtxt", r"'openwebtxt' is no file.*lm1b, openwebtext-split.*owner/name"),
+    ],
+)
+def test_a_source_that_is_not_there(spec: str, message: str) -> None:
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
         open_source(spec)
-
-
-def test_a_name_that_means_nothing() -> None:
-    with pytest.raises(FileNotFoundError, match=r"'openwebtxt' is no file.*lm1b, openwebtext-split.*owner/name"):
-        open_source("openwebtxt")
-    with pytest.raises(FileNotFoundError, match="lm1b:no/such/place"):
-        open_source("lm1b:no/such/place")
-    with pytest.raises(ValueError, match="no path after the colon"):
-        open_source("lm1b:")
 
 
 @pytest.mark.parametrize(
@@ -271,6 +255,13 @@ def test_a_name_that_means_nothing() -> None:
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', {}, r"line 2 has no column 'text'; there are: 'txt'"),
         ("a.jsonl", b'{"text": "x"}\n{"text": null}\n', {}, r"line 2: column 'text' holds None"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', {}, r"line 2 is list"),
+        (
+            "a.jsonl",
+            b'{"title": "A"}\n{"text": "x"}\n',
+            {},
+            r"line 1 has no column 'text'; there are: 'title'.*--column",
+        ),
+        ("a.jsonl", b'{"text": 1}\n', {}, r"has no text column 'text'"),
         ("a.json", b'[{"text": "x"}, {"text": }]', {}, r"is not a JSON array \(Expecting value: line 1 column 26"),
         ("a.json", b'[{"text": "x"}, ', {}, r"is not a JSON array"),
         ("a.csv", b"a,b\nx,y\n", {}, r"no text column 'text'.*'a', 'b'; where there is no header, give numbers"),
@@ -299,19 +290,18 @@ def test_what_is_wrong_with_it(tmp_path: Path, name: str, content: bytes, how: d
         list(open_source(tmp_path / name, **how).read())
 
 
-def test_a_folder_with_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="found: nothing"):
-        open_source(tmp_path)
-    (tmp_path / "picture.png").write_bytes(b"\x89")
-    (tmp_path / ".hidden.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"\.jsonl.*found: picture.png$"):
-        open_source(tmp_path)
-
-
-def test_a_file_and_its_packed_self(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(ValueError, match=r"a.txt and a.txt.gz, which may be the same text"):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "found: nothing"),
+        (["picture.png", ".hidden.txt"], r"\.jsonl.*found: picture.png$"),
+        (["a.txt", "a.txt.gz"], "a.txt and a.txt.gz, which may be the same text"),
+    ],
+)
+def test_folders_that_cannot_be_read(tmp_path: Path, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).write_text("x")
+    with pytest.raises(ValueError, match=message):
         open_source(tmp_path)
 
 

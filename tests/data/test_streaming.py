@@ -21,19 +21,10 @@ def source_of(documents: list[str]) -> Source:
 
 
 def stream(state=STREAM_START, *, workers=0, rank=0, size=1, documents=DOCUMENTS, is_wrapped=True, tokenizer=TOKENIZER):
-    rows = StreamedRows(
-        source_of(documents),
-        tokenizer,
-        LENGTH,
-        ROWS,
-        block=50,
-        seed=3,
-        rank=rank,
-        size=size,
-        is_wrapped=is_wrapped,
-        state=state,
+    framing = {"block": 50, "seed": 3, "rank": rank, "size": size, "is_wrapped": is_wrapped, "state": state}
+    return StreamedBatches(
+        StreamedRows(source_of(documents), tokenizer, LENGTH, ROWS, **framing), ROWS * size, workers=workers
     )
-    return StreamedBatches(rows, ROWS * size, workers=workers)
 
 
 def expected_rows(documents) -> set[tuple[int, ...]]:

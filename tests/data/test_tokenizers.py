@@ -17,56 +17,42 @@ from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_b
 
 TOKENIZER = train_bpe([load_excerpt()[:20_000]], 400)
 LOADED = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased", "bytes", "characters")}
+LOADED["trained"] = TOKENIZER
 # What a text may hold to look like a special token.
 SPECIAL = st.sampled_from(["[MASK]", "[CLS]", "[SEP]", "[PAD]", "[BOS]", "<|endoftext|>", "<mask>", " ", "a", "\n"])
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text())
-def test_decoding_undoes_encoding(text: str) -> None:
-    ids = TOKENIZER.encode(text)
-    assert TOKENIZER.decode(ids) == text
-    assert TOKENIZER.mask_id not in ids
+def get_ids(tokenizer: Tokenizer) -> tuple[int | None, ...]:
+    return tokenizer.vocab_size, tokenizer.mask_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.text(), st.sampled_from(["gpt2", "bytes"]))
+@settings(max_examples=300, deadline=None)
+@given(st.text(), st.sampled_from(["gpt2", "bytes", "trained"]))
 def test_byte_level_tokenizers_give_the_text_back(text: str, name: str) -> None:
-    assert LOADED[name].decode(LOADED[name].encode(text)) == text
-
-
-def test_bytes_are_their_own_ids() -> None:
-    text = "Grüße, 世界\t\n"
-    assert LOADED["bytes"].encode(text) == list(text.encode("utf-8"))
+    ids = LOADED[name].encode(text)
+    assert LOADED[name].decode(ids) == text and LOADED[name].mask_id not in ids
+    if name == "bytes":
+        assert ids == list(text.encode("utf-8"))
 
 
 def test_letters_of_text8_have_the_ids_of_the_lineage() -> None:
     characters = LOADED["characters"]
-    assert characters.encode("az b") == [8, 33, 34, 9]
-    assert characters.decode([8, 33, 34, 9]) == "az b"
+    assert characters.encode("az b") == [8, 33, 34, 9] and characters.decode([8, 33, 34, 9]) == "az b"
     assert characters.encode("A") == [7]  # unknown
 
 
-def test_vocabulary_counts_the_mask() -> None:
-    assert TOKENIZER.vocab_size == 400
-    assert TOKENIZER.mask_id == 399
-
-
 @pytest.mark.parametrize(
-    ("name", "vocab_size", "mask_id", "bos_id", "eos_id", "pad_id"),
+    ("name", "ids"),
     [
-        ("gpt2", 50_258, 50_257, 50_256, 50_256, None),
-        ("bert-base-uncased", 30_522, 103, 101, 102, 0),
-        ("bytes", 258, 257, 256, 256, None),
-        ("characters", 35, 4, 2, 3, 5),
+        ("gpt2", (50_258, 50_257, 50_256, 50_256, None)),
+        ("bert-base-uncased", (30_522, 103, 101, 102, 0)),
+        ("bytes", (258, 257, 256, 256, None)),
+        ("characters", (35, 4, 2, 3, 5)),
+        ("trained", (400, 399, None, None, None)),
     ],
 )
-def test_ids_of_the_named_tokenizers(
-    name: str, vocab_size: int, mask_id: int, bos_id: int, eos_id: int, pad_id: int | None
-) -> None:
-    found = LOADED[name]
-    assert (found.vocab_size, found.mask_id) == (vocab_size, mask_id)
-    assert (found.bos_id, found.eos_id, found.pad_id) == (bos_id, eos_id, pad_id)
+def test_ids_of_the_named_tokenizers(name: str, ids: tuple[int | None, ...]) -> None:
+    assert get_ids(LOADED[name]) == ids
 
 
 def test_bundled_tokenizers_are_the_published_ones() -> None:
@@ -91,9 +77,10 @@ def test_no_text_becomes_a_special_token(text: str, name: str) -> None:
     assert lengths.tolist() == [len(found.encode(each)) for each in (text, "x", text)]
 
 
-def test_a_batch_of_nothing_is_nothing() -> None:
+def test_ids_of_a_batch_are_one_array() -> None:
     flat, lengths = LOADED["gpt2"].encode_batch([])
     assert flat.shape == lengths.shape == (0,)
+    assert LOADED["gpt2"].encode_batch(["So it goes."])[0].dtype == np.uint32
 
 
 @pytest.mark.parametrize("name", sorted(LOADED))
@@ -101,9 +88,7 @@ def test_a_saved_or_sent_tokenizer_is_the_same(name: str, tmp_path: Path) -> Non
     found, text = LOADED[name], "It was [MASK] <|endoftext|> all the same."
     found.save(tmp_path)
     for other in (Tokenizer.load(tmp_path), load_tokenizer(tmp_path), pickle.loads(pickle.dumps(found))):
-        assert (other.sha256, other.name) == (found.sha256, found.name)
-        assert (other.vocab_size, other.mask_id) == (found.vocab_size, found.mask_id)
-        assert (other.bos_id, other.eos_id, other.pad_id) == (found.bos_id, found.eos_id, found.pad_id)
+        assert (other.sha256, other.name, *get_ids(other)) == (found.sha256, found.name, *get_ids(found))
         assert other.encode(text) == found.encode(text)
 
 
@@ -128,22 +113,22 @@ def written(folder: Path, specials: list[str], config: dict | None, name: str = 
     return folder
 
 
-def test_special_tokens_come_from_the_configuration(tmp_path: Path) -> None:
-    config = {"bos_token": "<go>", "eos_token": {"content": "<stop>"}, "pad_token": None, "mask_token": "<hide>"}
-    found = load_tokenizer(written(tmp_path, ["[CLS]", "[PAD]", "<go>", "<stop>", "<hide>"], config))
-    assert (found.bos_id, found.eos_id, found.pad_id, found.mask_id) == (5, 6, None, 7)
-    assert found.vocab_size == 8  # its own mask: none is added
+CONFIG = {"bos_token": "<go>", "eos_token": {"content": "<stop>"}, "pad_token": None, "mask_token": "<hide>"}
 
 
-def test_the_map_of_special_tokens_serves_too(tmp_path: Path) -> None:
-    config = {"cls_token": "<go>", "sep_token": "<stop>"}
-    found = load_tokenizer(written(tmp_path, ["<go>", "<stop>"], config, "special_tokens_map.json"))
-    assert (found.bos_id, found.eos_id, found.pad_id, found.mask_id, found.vocab_size) == (3, 4, None, 5, 6)
-
-
-def test_without_a_configuration_well_known_names_are_taken(tmp_path: Path) -> None:
-    found = load_tokenizer(written(tmp_path, ["<s>", "</s>", "<pad>"], None) / "tokenizer.json")
-    assert (found.bos_id, found.eos_id, found.pad_id, found.mask_id) == (3, 4, 5, 6)
+@pytest.mark.parametrize(
+    ("specials", "config", "file", "ids"),
+    [  # a mask of its own, a map of special tokens, and well-known names without a configuration
+        (["[CLS]", "[PAD]", "<go>", "<stop>", "<hide>"], CONFIG, "tokenizer_config.json", (8, 7, 5, 6, None)),
+        (["<a>", "<b>"], {"cls_token": "<a>", "sep_token": "<b>"}, "special_tokens_map.json", (6, 5, 3, 4, None)),
+        (["<s>", "</s>", "<pad>"], None, "", (7, 6, 3, 4, 5)),
+    ],
+)
+def test_special_tokens_of_a_folder(
+    tmp_path: Path, specials: list[str], config: dict | None, file: str, ids: tuple[int | None, ...]
+) -> None:
+    found = load_tokenizer(written(tmp_path, specials, config, file))
+    assert get_ids(found) == ids == get_ids(load_tokenizer(tmp_path / "tokenizer.json"))
     assert found.encode("a b c") == [0, 1, 2]  # neither cut nor padded, though the file says so
 
 
@@ -196,28 +181,22 @@ def test_an_end_token_is_part_of_the_vocabulary() -> None:
     assert (found.vocab_size, found.mask_id) == (400, 399)
     assert found.bos_id == found.eos_id and found.decode([found.eos_id or 0]) == END_OF_TEXT
     assert found.eos_id not in found.encode(END_OF_TEXT)
-
-
-def test_a_text_too_small_for_the_vocabulary_gives_a_smaller_one() -> None:
-    found = train_bpe(["abab"], 5000)
-    assert 257 < found.vocab_size < 300 and found.mask_id == found.vocab_size - 1
-
-
-def test_merges_shorten_the_text() -> None:
     text = load_excerpt()[:20_000]
-    assert len(TOKENIZER.encode(text)) < 0.8 * len(text.encode())
+    assert len(found.encode(text)) < 0.8 * len(text.encode())  # merges shorten the text
 
 
-@pytest.mark.parametrize(("token", "what"), [(399, "mask"), (400, "outside"), (-1, "outside")])
-def test_decoding_what_is_no_text_names_the_place(token: int, what: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "token", "what"),
+    [
+        ("trained", 399, "mask"),
+        ("trained", 400, "outside"),
+        ("trained", -1, "outside"),
+        ("bert-base-uncased", 103, "mask"),
+    ],
+)
+def test_decoding_what_is_no_text_names_the_place(name: str, token: int, what: str) -> None:
     with pytest.raises(ValueError, match=f"position 1 is .*{what}"):
-        TOKENIZER.decode([5, token])
-
-
-def test_a_mask_amid_the_vocabulary_is_no_text_either() -> None:
-    with pytest.raises(ValueError, match="position 0 is the mask"):
-        LOADED["bert-base-uncased"].decode([103])
-    assert LOADED["bert-base-uncased"].decode([7592, 30_521 - 1])  # the last ids are text
+        LOADED[name].decode([5, token])
 
 
 def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
@@ -226,11 +205,6 @@ def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
     assert isinstance(train_bpe(["text"], 257), Tokenizer)
     with pytest.raises(ValueError, match="expected more than 257"):
         train_bpe(["text"], 257, end_token=END_OF_TEXT)
-
-
-def test_ids_of_a_batch_fit_their_type() -> None:
-    flat, _ = LOADED["gpt2"].encode_batch(["So it goes."])
-    assert flat.dtype == np.uint32
 
 
 def test_a_tokenizer_that_draws_lots_is_refused(tmp_path: Path) -> None:
