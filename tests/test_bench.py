@@ -1,63 +1,58 @@
 """The benchmarks run: their short form prints a table and one JSON line with the keys that readers rely on."""
 
 import json
-import subprocess
+import runpy
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parent.parent
-SMALL = ("--device", "cpu", "--size", "nano", "--threads", "1")
+from tests.training.runs import ROOT
 
-
-def run_bench(name, *options):
-    command = [sys.executable, "-m", f"bench.{name}", *options]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-
-
-def read_record(name, *options):
-    *table, line = run_bench(name, *options).stdout.strip().splitlines()
-    assert len(table) > 4
-    return json.loads(line)
-
-
-@pytest.mark.parametrize("bridge", ["factored", "direct"])
-def test_train_step(bridge):
-    record = read_record("train_step", *SMALL, "--repeats", "1", "--batch", "1", "--bridge", bridge)
-    assert record["bench"] == "train_step" and record["bridge"] == bridge
-    assert record["ratio"] > 0 and record["tokens_per_s"] > 0 and record["device"].endswith("CPU")
-    assert set(record["ms_per_step"]) == {"plain", "ours"}
-
-
-def test_sample_step():
-    record = read_record("sample_step", *SMALL, "--repeats", "1", "--batch", "1", "2")
-    assert record["ratio"] > 0 and record["ms_per_step"] > 0 and record["device"].endswith("CPU")
-    assert [each["batch"] for each in record["batches"]] == [1, 2]
+SMALL = "--device cpu --size nano --threads 1"
+Check = Callable[[dict[str, Any]], bool]
+BENCHES: dict[str, tuple[str, Check]] = {
+    "train_step": (
+        f"{SMALL} --repeats 1 --batch 1 --bridge direct",
+        lambda r: set(r["ms_per_step"]) == {"plain", "ours"} and r["bridge"] == "direct",
+    ),
+    "sample_step": (f"{SMALL} --repeats 1 --batch 1 2", lambda r: [each["batch"] for each in r["batches"]] == [1, 2]),
+    "samples": (f"{SMALL} --steps 8 --batch 2", lambda r: r["samples_per_s"] > 0 and 0 < r["rows_evaluated"] <= 1),
+    "loop": (
+        f"{SMALL} --steps 12 --valid-every 4 --log-every 2 --batch 2 --repeats 2",
+        lambda r: 0 <= r["stall"] < 1 and len(r["validation_s"]) == 2,
+    ),
+    "prepare": ("--mb 1 --repeats 1", lambda r: r["mb_per_s"] > 0),
+    "writing": (
+        "--length 12 --steps 4 --repeats 1 --device cpu --threads 1",
+        lambda r: r["length"] == 12 and all(each["seconds"] > 0 for each in r["samplers"].values()),
+    ),
+}
 
 
-def test_samples():
-    record = read_record("samples", *SMALL, "--steps", "8", "--batch", "2")
-    assert record["samples_per_s"] > 0 and 0 < record["rows_evaluated"] <= 1
+def run_bench(name: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    for variable in ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(variable, "1")  # restored after a benchmark sets them
+    monkeypatch.setattr(sys, "argv", [name, *options.split()])
+    runpy.run_path(str(ROOT / f"bench/{name}.py"), run_name="__main__")
+    torch.set_num_threads(threads)
 
 
-def test_loop():
-    often = ["--steps", "12", "--valid-every", "4", "--log-every", "2"]
-    record = read_record("loop", *SMALL, *often, "--batch", "2", "--repeats", "2")
-    assert record["ratio"] > 0 and 0 <= record["stall"] < 1 and len(record["validation_s"]) == 2
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_benchmark_prints_a_table_and_a_record(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, check = BENCHES[name]
+    run_bench(name, options, monkeypatch)
+    *table, line = capsys.readouterr().out.strip().splitlines()
+    record = json.loads(line)
+    assert len(table) > 4 and record["bench"] == name and record["device"]
+    assert check(record) and record.get("ratio", 1) > 0
 
 
-def test_prepare():
-    record = read_record("prepare", "--mb", "1", "--repeats", "1")
-    assert record["bench"] == "prepare" and record["ratio"] > 0
-
-
-def test_writing():
-    short = ["--length", "12", "--steps", "4", "--repeats", "1", "--device", "cpu", "--threads", "1"]
-    record = read_record("writing", *short)
-    assert record["length"] == 12 and all(each["seconds"] > 0 for each in record["samplers"].values())
-
-
-def test_costs():
-    done = run_bench("costs")
-    assert done.stdout.count("| OWT") == 8 and not done.stderr
+def test_costs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_bench("costs", "", monkeypatch)
+    assert capsys.readouterr().out.count("| OWT") == 8

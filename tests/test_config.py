@@ -1,4 +1,4 @@
-"""Settings: unknown keys refused with a suggestion, changes in their order, and back from the file that was saved."""
+"""Settings: unknown keys are refused with a suggestion, changes apply in order, and a saved config is the config."""
 
 import resource
 import subprocess
@@ -21,57 +21,37 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("step=5", "'step'; did you mean steps"),
-        ("optimizer.lrr=1", "'optimizer.lrr'; did you mean optimizer.lr"),
+        ("step=5", "there is no key 'step'; did you mean steps"),
+        ("optimizer.lrr=1", "there is no key 'optimizer.lrr'; did you mean optimizer.lr"),
         ("optimiser.lr=1", "did you mean optimizer"),
-        ("model.dims=8", "model.dim"),
         ("checkpoint.evry=8", "checkpoint.every"),
         ("zzzzzzzz=1", "known: folder, method, steps"),
-    ],
-)
-def test_an_unknown_key_is_answered_with_a_known_one(change: str, said: str) -> None:
-    with pytest.raises(ValueError, match="there is no key") as caught:
-        load_config(GIVEN, change)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("steps=many", "steps"),
-        ("steps=1.5", "steps"),
-        ("optimizer.lr=fast", "optimizer.lr"),
+        ("steps=many", "config: steps: "),
+        ("steps=1.5", "config: steps: "),
         ("data.verify=perhaps", "data.verify"),
         ("optimizer=3", "optimizer"),
         ("log.track=3", "log.track"),
         ("steps", "write key=value"),
         ("=3", "write key=value"),
         ("steps=0", "steps must be above 0, got 0"),
-        ("batch=-8", "batch must be above 0"),
-        ("ema=1.0", "ema must be in"),
+        ("ema=1.0", "ema must be in [0, 1)"),
         ("seed=-1", "seed must be between"),
         ("valid.rows=1", "valid.rows must be at least 2"),
-        ("data.workers=-1", "data.workers"),
-        ("objective.anchor_weight=-1", "objective.anchor_weight"),
+        ("data.workers=-1", "data.workers must be at least 0"),
         ("optimizer.name=sgd", "optimizer.name must be one of adamw, muon, got sgd"),
-        ("optimizer.decay=step", "one of constant, cosine, wsd"),
-        ("optimizer.decay_share=0", "decay_share"),
+        ("optimizer.decay_share=0", "decay_share must be in (0, 1]"),
         ("precision=float16", "auto, float32, bfloat16"),
-        ("parallel.kind=tp", "auto, none, ddp, fsdp, hsdp"),
     ],
 )
-def test_a_wrong_value_is_named(change: str, said: str) -> None:
+def test_a_wrong_change_is_named(change: str, said: str) -> None:
     with pytest.raises(ValueError, match=r"\S") as caught:
         load_config(GIVEN, change)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="write key=value"):
         load_config(GIVEN, [change])  # type: ignore[arg-type]
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(ValueError, match=r"data\.path, folder must be given"):
-        load_config()
     with pytest.raises(ValueError, match=r"config: folder must be given, for example folder=FOLDER"):
         load_config(data={"path": "data"})
 
@@ -109,10 +89,13 @@ def test_a_saved_config_is_the_config(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.yaml") == config
     assert load_config(config) == config
     assert load_config(config, "steps=7") == replace(config, steps=7)
+    for section, key in ((config, "steps"), (config.data, "path")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(section, key, "x")
 
 
 def test_a_config_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    """A run reads its config when it goes on, so no end of a process may leave half of it."""
+    """A run reads its config when it resumes, so no end of a process may leave half of it."""
     config, path = load_config(GIVEN), tmp_path / "config.yaml"
     save_config(config, path)
     script = (
@@ -125,14 +108,6 @@ def test_a_config_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     )
     assert done.returncode != 0, "the disk was not full: the test is void"
     assert load_config(path) == config
-
-
-def test_a_config_is_frozen() -> None:
-    config = load_config(GIVEN)
-    with pytest.raises(FrozenInstanceError):
-        config.steps = 3  # type: ignore[misc]
-    with pytest.raises(FrozenInstanceError):
-        config.data.path = "x"  # type: ignore[misc]
 
 
 def test_only_what_changes_the_run_is_a_difference() -> None:
@@ -167,18 +142,14 @@ def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeyp
         assert load_config(name, **GIVEN) == wanted
     with pytest.raises(ValueError, match=r"no recipe 'cpu-nono': give a file or one of .*cpu-nano"):
         load_config("cpu-nono", **GIVEN)
-    (tmp_path / "list.yaml").write_text("- 1\n", "utf-8")
-    with pytest.raises(ValueError, match=r"list\.yaml is not a recipe"):
-        load_config("list.yaml", **GIVEN)
-
-
-def test_a_recipe_that_is_not_yaml_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("steps: [1\n", "utf-8")
-    with pytest.raises(ValueError, match=r"bad\.yaml"):
-        load_config(tmp_path / "bad.yaml", **GIVEN)
-    (tmp_path / "typo.yaml").write_text("optimizer:\n  lr_: 1\n", "utf-8")
-    with pytest.raises(ValueError, match=r"'optimizer\.lr_'; did you mean optimizer\.lr"):
-        load_config(tmp_path / "typo.yaml", **GIVEN)
+    for content, message in (
+        ("- 1\n", r"bad\.yaml is not a recipe"),
+        ("steps: [1\n", r"bad\.yaml is not YAML"),
+        ("optimizer:\n  lr_: 1\n", r"'optimizer\.lr_'; did you mean optimizer\.lr"),
+    ):
+        (tmp_path / "bad.yaml").write_text(content, "utf-8")
+        with pytest.raises(ValueError, match=message):
+            load_config("bad.yaml", **GIVEN)
 
 
 @pytest.mark.parametrize("name", ["2026-11-15", "1e3", "true", "007", "a=b"])

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from adlm.checkpoint import load_model, verify_checkpoint
 from adlm.cli.main import app
-from adlm.data.prepare import prepare
 from adlm.data.tokenizers import train_bpe
 from adlm.training.logging import read_metrics
 from tests.training.runs import ROOT, TEXT, arguments, data, run
@@ -86,16 +85,6 @@ def test_damaged_data_are_refused(tmp_path: Path, damage: str) -> None:
         said = ["tokenizer.json", "checksum", "adlm prepare"]
     assert_told(invoke(*nano(tmp_path / "run", source=tmp_path / "data")), 2, *said)
     assert not (tmp_path / "run").exists()
-
-
-def test_another_tokenizer_than_the_run_began_with(tmp_path: Path) -> None:
-    """A run resumes only with the data that it began with."""
-    run(tmp_path / "run", "steps=5")
-    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
-    prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=299, length=32, valid_share=0.1, workers=1)
-    words = [word for word in arguments(tmp_path / "run") if not word.startswith("data.path")]
-    assert_told(invoke("train", *words, f"data.path={tmp_path / 'data'}"), 2, "trained on other data")
-    assert load_model(tmp_path / "run", verify=True).step == 5
 
 
 @pytest.mark.parametrize(

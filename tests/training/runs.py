@@ -1,9 +1,10 @@
-"""Tiny text, a tiny recipe, and runs of it: in this process, in one of their own, in many.
+"""Tiny text, a tiny recipe, and runs of it: in this process, in another, in several.
 
-`python -m tests.training.runs JOBS`, started by torchrun, is many runs after each other in the same processes: to start
-them is what takes the time.
+`torchrun -m tests.training.runs JOBS` trains many runs one after another in the same processes, because starting
+processes is what takes the time.
 """
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -51,12 +52,9 @@ TINY: dict[str, Any] = {
 @cache
 def shelf() -> Path:
     """A folder that lasts as long as this process."""
-    kept = tempfile.TemporaryDirectory(prefix="adlm-tests-")
-    shelves.append(kept)
-    return Path(kept.name)
-
-
-shelves: list[Any] = []  # so that they are not cleaned up before the end
+    folder = tempfile.TemporaryDirectory(prefix="adlm-tests-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 @cache
@@ -112,9 +110,9 @@ def tensors(folder: Path, which: str = "latest") -> dict[str, Tensor]:
     """Everything a checkpoint holds, whole, however many processes wrote it."""
     path = folder / "checkpoints" / which
     known = HuggingFaceStorageReader(str(path / "training")).read_metadata().state_dict_metadata
-    found = {name: torch.zeros(about.size) for name, about in known.items()}
-    checkpoint.load_training_tensors(path, found)
-    return found | {f"model.{name}": value for name, value in checkpoint.read_weights(path).items()}
+    loaded = {name: torch.zeros(about.size) for name, about in known.items()}
+    checkpoint.load_training_tensors(path, loaded)
+    return loaded | {f"model.{name}": value for name, value in checkpoint.read_weights(path).items()}
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -140,9 +138,9 @@ def assert_close(one: Path, other: Path, *, losses: float = 2e-5, weights: float
 
 
 def in_process(folder: Path, *changes: str, slow: float = 0.0, rows: str = "wrapped") -> BaseProcess:
-    """`adlm train` in a process of its own, started; `slow` seconds are added to every file that a checkpoint has.
+    """Start `adlm train` in another process, forked from one that has torch loaded.
 
-    It is forked from a server that has torch loaded, which is what starting takes so long for.
+    Writing each file of a checkpoint takes `slow` seconds more.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["adlm.cli.main"])
@@ -155,23 +153,18 @@ def _command(given: list[str], slow: float) -> None:
     from adlm.cli.main import app
 
     torch.set_num_threads(1)
-    if slow:
-        _slow_down(slow)
+    fsync_path = checkpoint.fsync_path
+
+    def fsync_slowly(path: Path) -> None:
+        time.sleep(slow)
+        fsync_path(path)
+
+    checkpoint.fsync_path = fsync_slowly
     app(["train", *given])
 
 
-def _slow_down(seconds: float) -> None:
-    at_once = checkpoint.fsync_path
-
-    def late(path: Path) -> None:
-        time.sleep(seconds)
-        at_once(path)
-
-    checkpoint.fsync_path = late
-
-
 def until(happens: Callable[[], object], process: BaseProcess, seconds: float = 60) -> bool:
-    """Wait for something to be so, or for the process to be over; whether it was so first."""
+    """Wait for a condition or the end of the process; return whether the condition was met."""
     deadline = time.monotonic() + seconds
     while not happens():
         if not process.is_alive():
@@ -215,23 +208,23 @@ def many(processes: int, jobs: dict[str, list[str]], seconds: float = 100) -> di
     listed.write_text(json.dumps(jobs), "utf-8")
     done = torchrun(processes, "-m", "tests.training.runs", str(listed), seconds=seconds)
     assert done.returncode == 0, done.stderr[-4000:]
-    told = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("told-*.json"))]
-    assert len(told) == processes
-    assert all(one.keys() == told[0].keys() for one in told), "processes failed at different things"
-    return told[0]
+    errors = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("errors-*.json"))]
+    assert len(errors) == processes
+    assert all(one.keys() == errors[0].keys() for one in errors), "processes failed at different runs"
+    return errors[0]
 
 
 def _many(listed: Path) -> None:
-    meeting = sys.modules["torch.distributed.rendezvous"]  # the name in torch.distributed is a function
-    errors, create = {}, meeting._create_c10d_store
+    rendezvous = sys.modules["torch.distributed.rendezvous"]  # the name in torch.distributed is a function
+    errors, create = {}, rendezvous._create_c10d_store
     for name, given in json.loads(listed.read_text("utf-8")).items():
-        # A corner of torchrun's store for each: where the processes of the last run met, nobody is any more.
-        meeting._create_c10d_store = lambda *a, name=name, **k: dist.PrefixStore(name, create(*a, **k))
+        # Each run has its own keys in torchrun's store, which still has the addresses of the run before.
+        rendezvous._create_c10d_store = lambda *a, name=name, **k: dist.PrefixStore(name, create(*a, **k))
         try:
             train(*given)
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
-    (listed.parent / f"told-{os.environ['RANK']}.json").write_text(json.dumps(errors), "utf-8")
+    (listed.parent / f"errors-{os.environ['RANK']}.json").write_text(json.dumps(errors), "utf-8")
 
 
 def _one_that_dies(given: list[str]) -> None:

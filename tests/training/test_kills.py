@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on and ends with the same bits as the run that never was."""
+"""A run that is killed at any moment resumes, and ends with the same bits as one that was not."""
 
 import random
 import time
@@ -9,7 +9,7 @@ import pytest
 from adlm.checkpoint import PARTIAL, list_checkpoints, verify_checkpoint
 from tests.training.runs import assert_same, ended, in_process, run, until
 
-# A checkpoint at every step, at other steps than those that are told and validated.
+# A checkpoint at every step, at other steps than those that are logged and validated.
 OFTEN = ("checkpoint.every=1", "log.every=3", "valid.every=4", "model.dropout=0.1")
 SLOW = 0.004  # seconds more for each file of a checkpoint: most of a run's time goes into writing
 
@@ -19,9 +19,9 @@ def partial(folder: Path) -> list[Path]:
 
 
 def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment: str) -> bool:
-    """Start or go on with a run and kill it: as soon as it writes, some time after that, or at any time at all.
+    """Start or resume a run and kill it: as soon as it writes, some time after that, or at any time.
 
-    False: it was over before.
+    False if it ended before.
     """
     process = in_process(folder, *changes, slow=SLOW)
     before = {path.name for path in partial(folder)}

@@ -1,4 +1,4 @@
-"""A world of two, and of four, is a world of one: the same curve, checkpoints that fit any of them, a death survived.
+"""Two and four processes train as one does, resume each other's checkpoints, and survive a process that dies.
 
 Losses agree to 2e-5 (relative), weights to 1e-5 (absolute): sums of gradients are taken in another order.
 """
@@ -27,6 +27,12 @@ SHAPES: dict[str, tuple[str, ...]] = {
 }
 TWO = [*((shape, kind) for shape in ("full", "padded", "padded pieces") for kind in ("ddp", "fsdp"))]
 TWO += [("pieces", "fsdp"), ("no anchor weight", "ddp"), ("causal", "fsdp"), ("one stage", "ddp")]
+REFUSED = {  # kind, changes, the error
+    "muon": ("fsdp", "optimizer.name=muon", "optimizer.name=muon needs whole matrices"),
+    "odd": ("ddp", "batch=7", "batch=7 must be a multiple of the 2 processes"),
+    "none": ("none", "parallel.kind=none, but torchrun started 2 processes"),
+    "shard": ("hsdp", "parallel.shard=3", "parallel.shard=3 does not divide the 2 processes"),
+}
 FOUR = [(shape, kind) for shape in SHAPES if shape != "halves" for kind in ("ddp", "fsdp", "hsdp")]
 
 
@@ -61,11 +67,7 @@ def two() -> dict[str, str]:
     """All runs of two processes, and the errors of those that must fail."""
     jobs = {f"{shape} {kind}": job(2, shape, kind) for shape, kind in TWO}
     jobs["half"] = job(2, "halves", "fsdp", "steps=5", name="half")
-    jobs["muon"] = job(2, "full", "fsdp", "optimizer.name=muon", name="muon")
-    jobs["odd"] = job(2, "full", "ddp", "batch=7", name="odd")
-    jobs["none"] = job(2, "full", "none", name="none")
-    jobs["shard"] = job(2, "full", "hsdp", "parallel.shard=3", name="shard")
-    return many(2, jobs)
+    return many(2, jobs | {name: job(2, "full", *changes, name=name) for name, (*changes, _) in REFUSED.items()})
 
 
 @cache
@@ -81,27 +83,12 @@ def test_two_processes_are_one(shape: str, kind: str) -> None:
     assert_close(place(2, shape, kind), alone(shape))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("muon", "optimizer.name=muon needs whole matrices"),
-        ("odd", "batch=7 must be a multiple of the 2 processes"),
-        ("none", "parallel.kind=none, but torchrun started 2 processes"),
-        ("shard", "parallel.shard=3 does not divide the 2 processes"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_by_all(name: str, said: str) -> None:
-    assert two()[name].startswith("ValueError")
-    assert said in two()[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_cannot_be_parallel_are_refused_by_all(name: str) -> None:
+    assert two()[name].startswith(f"ValueError: {REFUSED[name][-1]}")
 
 
-def test_many_processes_need_torchrun(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs torchrun"):
-        run(tmp_path, "parallel.kind=fsdp")
-
-
-def test_what_two_shared_one_goes_on_with() -> None:
-    """A checkpoint of shards; the rest of the run has them whole."""
+def test_one_process_resumes_what_two_sharded() -> None:
     assert "half" not in two()
     folder = place(2, "half", "fsdp")
     assert read_state(folder / "checkpoints/latest")["step"] == 5
@@ -110,7 +97,7 @@ def test_what_two_shared_one_goes_on_with() -> None:
 
 
 def test_a_run_survives_the_death_of_a_process(tmp_path: Path) -> None:
-    """torchrun starts all of them again, and they go on from the last checkpoint."""
+    """torchrun starts all of them again, and they resume from the last checkpoint."""
     changes = (*STEADY, "steps=40", "checkpoint.every=4", "log.every=4", "valid.every=20")
     run(tmp_path / "alone", *changes)
     given = arguments(tmp_path / "torn", *changes, "parallel.kind=ddp")
@@ -130,7 +117,7 @@ def test_four_processes_are_one(shape: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_what_four_shared_fewer_go_on_with(tmp_path: Path, kind: str, processes: int) -> None:
+def test_fewer_processes_resume_what_four_sharded(tmp_path: Path, kind: str, processes: int) -> None:
     assert f"half {kind}" not in four()
     folder = tmp_path / "run"
     shutil.copytree(place(4, f"half-{kind}", kind), folder, symlinks=True)

@@ -1,4 +1,4 @@
-"""Stopped anywhere and started again, a run computes and tells what it would have."""
+"""A run that was stopped anywhere and resumed computes and logs the same as one that was not."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ class Crash(Exception):
 
 @contextmanager
 def crash_at(step: int) -> Iterator[None]:
-    """The process ends, as it were, in the middle of a step."""
+    """A context in which a run ends in the middle of a step."""
 
     def stop(self: RunLogger, now: int) -> None:
         if now == step:
@@ -38,12 +38,12 @@ def of_method(method: str) -> tuple[str, ...]:
 
 
 def check_resume(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped") -> None:
-    """A run that crashed and went on is the run that did not."""
+    """A run that crashed and resumed is the run that did not."""
     straight, torn = tmp_path / "straight", tmp_path / "torn"
     run(straight, *changes, rows=rows)
     with crash_at(crash):
         run(torn, *changes, rows=rows)
-    assert find_latest_checkpoint(torn / "checkpoints") is not None, "nothing to go on from: the test is void"
+    assert find_latest_checkpoint(torn / "checkpoints") is not None, "nothing to resume from: the test is void"
     done = run(torn, *changes, rows=rows)
     assert_same(torn, straight)
     states = [read_state(folder / "checkpoints" / "latest") for folder in (straight, torn)]
@@ -71,8 +71,12 @@ def test_ten_steps_are_five_and_five(tmp_path: Path, case: str) -> None:
     check_resume(tmp_path, *CASES[case], crash=7, rows="documents" if "padded" in case else "wrapped")
 
 
+def test_a_checkpoint_before_anything_was_logged(tmp_path: Path) -> None:
+    check_resume(tmp_path, "log.every=10", "valid.every=10", "checkpoint.every=2", crash=5)
+
+
 def test_metrics_that_were_not_yet_logged_are_not_lost(tmp_path: Path) -> None:
-    """A checkpoint between two records: the mean is over steps of both lives, and the guard remembers."""
+    """A checkpoint between two records: the mean is over steps of both processes, and the guard remembers."""
     check_resume(tmp_path, "log.every=5", "checkpoint.every=3", "guard.window=4", crash=8)
     state = read_state(tmp_path / "torn/checkpoints/step-00000009")
     assert len(state["window"]) == 4 and len(state["recent"]) == 4
@@ -80,11 +84,7 @@ def test_metrics_that_were_not_yet_logged_are_not_lost(tmp_path: Path) -> None:
     assert [record["step"] for record in curve(tmp_path / "torn")] == [5, 5, 10, 10]
 
 
-def test_a_checkpoint_before_anything_was_logged(tmp_path: Path) -> None:
-    check_resume(tmp_path, "log.every=10", "valid.every=10", "checkpoint.every=2", crash=5)
-
-
-def test_what_a_later_life_did_not_see_is_cut_from_the_record(tmp_path: Path) -> None:
+def test_metrics_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
     with crash_at(9):
         run(tmp_path, "log.every=1", "valid.every=4")
     assert [r["step"] for r in curve(tmp_path)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
@@ -97,9 +97,8 @@ def test_what_a_later_life_did_not_see_is_cut_from_the_record(tmp_path: Path) ->
 
 def test_a_run_that_is_done_is_not_trained_further(tmp_path: Path) -> None:
     first = run(tmp_path)
-    before, told = tensors(tmp_path), curve(tmp_path)
-    again = run(tmp_path)
-    assert again == first and curve(tmp_path) == told
+    before, logged = tensors(tmp_path), curve(tmp_path)
+    assert run(tmp_path) == first and curve(tmp_path) == logged
     after = tensors(tmp_path)
     assert all((after[name] == value).all() for name, value in before.items())
     assert run(tmp_path, "steps=12").step == 12
@@ -134,14 +133,10 @@ def test_a_run_of_an_older_format_is_refused_but_its_model_loads(tmp_path: Path)
     assert load_model(tmp_path, verify=True).step == 5
 
 
-def test_other_data_are_refused(tmp_path: Path) -> None:
-    run(tmp_path, "steps=5")
-    with pytest.raises(ValueError, match="trained on other data"):
-        run(tmp_path, "steps=10", rows="documents")
-
-
-def test_data_may_move(tmp_path: Path) -> None:
+def test_other_data_are_refused_and_moved_data_are_not(tmp_path: Path) -> None:
     run(tmp_path / "run", "steps=5")
+    with pytest.raises(ValueError, match="trained on other data"):
+        run(tmp_path / "run", rows="documents")
     (tmp_path / "elsewhere").symlink_to(data(), target_is_directory=True)
     assert run(tmp_path / "run", f"data.path={tmp_path / 'elsewhere'}").step == 10
 
@@ -156,7 +151,7 @@ def test_going_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
         with crash_at(8):
             run(back, f"resume={earlier}")
         assert read_state(back / "checkpoints/latest") == state
-        assert not (back / "checkpoints/step-00000010").exists()  # a future that is not to be
+        assert not (back / "checkpoints/step-00000010").exists()
         for name in ("latest", "best"):
             link = back / "checkpoints" / name
             assert link.exists() or not link.is_symlink(), f"{name} points nowhere"
@@ -164,22 +159,17 @@ def test_going_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
         assert_same(back, straight)
 
 
-def test_the_checkpoint_of_another_run_may_be_gone_on_from(tmp_path: Path) -> None:
+def test_a_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     run(tmp_path / "one", "steps=5", "log.every=5")
-    checkpoint = tmp_path / "one" / "checkpoints" / "latest"
-    run(tmp_path / "two", f"resume={checkpoint}", "log.every=5")
+    with pytest.raises(ValueError, match=r"not a checkpoint; known: .*step-00000005"):
+        run(tmp_path / "one", f"resume={tmp_path / 'one/checkpoints/step-00000004'}")
+    run(tmp_path / "two", f"resume={tmp_path / 'one/checkpoints/latest'}", "log.every=5")
     run(tmp_path / "one", "log.every=5")
     mine, theirs = tensors(tmp_path / "two"), tensors(tmp_path / "one")
     assert all((mine[name] == value).all() for name, value in theirs.items())
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    run(tmp_path, "steps=5")
-    with pytest.raises(ValueError, match=r"not a checkpoint; known: .*step-00000005"):
-        run(tmp_path, f"resume={tmp_path / 'checkpoints' / 'step-00000004'}")
-
-
-def test_a_run_whose_link_is_not_yet_set_goes_on_from_what_is_whole(tmp_path: Path) -> None:
+def test_a_run_without_its_link_resumes_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """Killed between the rename of the first checkpoint and its link."""
     straight, torn = tmp_path / "straight", tmp_path / "torn"
     run(straight)
@@ -196,8 +186,8 @@ def test_a_run_whose_link_is_not_yet_set_goes_on_from_what_is_whole(tmp_path: Pa
 def test_a_signal_is_answered_with_a_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
     changes = ("steps=60", "log.every=7", "checkpoint.every=1000", "valid.every=50")
     process = in_process(tmp_path / "torn", *changes)
-    told = tmp_path / "torn/metrics.jsonl"
-    assert until(lambda: told.exists() and told.stat().st_size, process)
+    metrics = tmp_path / "torn/metrics.jsonl"
+    assert until(lambda: metrics.exists() and metrics.stat().st_size, process)
     assert process.pid is not None
     os.kill(process.pid, number)
     assert ended(process) == code
