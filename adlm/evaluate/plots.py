@@ -82,17 +82,11 @@ def set_log_scale(axes: Axes, side: str, base: int = 10) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def shorten_name(name: str) -> str:
-    """A model's name in a legend: the end of its path."""
-    parts = [part for part in name.split("/") if part]
-    return "/".join(parts[-3::2]) if "checkpoints" in parts else parts[-1] if parts else name
-
-
-def add_legend(figure: Figure, looks: Mapping[str, Look]) -> None:
+def add_legend(figure: Figure, looks: Sequence[tuple[str, Look]]) -> None:
     """Put a legend of names and their looks at the right of a figure."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], label=name, **look) for name, look in looks.items()]
+    handles = [Line2D([], [], label=name, **look) for name, look in looks]
     figure.legend(handles=handles, loc="outside right upper", labelspacing=0.55)
 
 
@@ -118,7 +112,7 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
     panels = [("nfe", "gen_ppl"), ("entropy", "gen_ppl"), ("seconds", "gen_ppl"), ("nfe", "seconds")]
     if any(point["gen_ppl"] is None for point in points):
         panels = [("nfe", "entropy"), ("seconds", "entropy"), ("nfe", "seconds")]
-    lines_of_panels = len(panels) - 2  # two of two, or one of three
+    size = (2, 2) if len(panels) == 4 else (1, 3)
     colors = _assign([point["model"] for point in points], COLORS)
     markers = _assign([point["sampler"] for point in points], MARKERS)
     styles = _assign([(point["temperature"], point["top_p"]) for point in points], LINES)
@@ -127,9 +121,9 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
         lines.setdefault((point["model"], point["sampler"], point["temperature"], point["top_p"]), []).append(point)
     is_pareto: Look = {"markeredgecolor": "black", "markeredgewidth": 1.2, "zorder": 5}
     star: Look = {"marker": "*", "color": "black", "markersize": 11, "linestyle": "none"}
-    with new_figure(path, 8.6, 3 * lines_of_panels + 0.6) as figure:
+    with new_figure(path, 8.6, 3 * size[0] + 0.6) as figure:
         for place, (x, y) in enumerate(panels, 1):
-            axes = figure.add_subplot(lines_of_panels, -(-len(panels) // lines_of_panels), place)
+            axes = figure.add_subplot(*size, place)
             for (model, sampler, *style), line in lines.items():
                 (xs, x_errors), (ys, y_errors) = (_split_errors(line, name) for name in (x, y))
                 look: Look = {"color": colors[model], "linestyle": styles[tuple(style)], "marker": markers[sampler]}
@@ -141,20 +135,18 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
                 (level,), error = _split_errors([reference], y)
                 axes.axhline(level, color=GREY, linestyle=":")
                 if x == "entropy":
-                    axes.errorbar(*_split_errors([reference], x)[:1], [level], error, **star)
+                    axes.errorbar([reference[x]], [level], error, **star)
             for name, side in ((x, "x"), (y, "y")):
                 if name != "entropy":
                     set_log_scale(axes, side, base=2 if name == "nfe" else 10)
             axes.set(xlabel=LABELS[x], ylabel=LABELS[y])
-        looks: dict[str, Look] = {
-            shorten_name(model): {"color": each, "linewidth": 3} for model, each in colors.items()
-        }
-        bare: Look = {"color": GREY, "linestyle": "none"}
-        looks |= {sampler: bare | {"marker": marker} for sampler, marker in markers.items()}
+        bare, names = {"color": GREY, "linestyle": "none"}, shorten_names(list(colors))
+        looks: list[tuple[str, Look]] = [(names[model], {"color": colors[model], "linewidth": 3}) for model in names]
+        looks += [(sampler, bare | {"marker": marker}) for sampler, marker in markers.items()]
         for (temperature, top_p), style in styles.items() if len(styles) > 1 else ():
-            looks[f"T {temperature:g}, p {top_p:g}"] = {"color": GREY, "linestyle": style}
-        looks["Pareto-optimal"] = bare | {"marker": "o", "color": "white", **is_pareto}
-        add_legend(figure, looks if reference is None else looks | {"real text": star})
+            looks.append((f"T {temperature:g}, p {top_p:g}", {"color": GREY, "linestyle": style}))
+        looks.append(("Pareto-optimal", bare | {"marker": "o", "color": "white", **is_pareto}))
+        add_legend(figure, looks if reference is None else [*looks, ("real text", star)])
     return path
 
 
@@ -184,7 +176,7 @@ def draw_anchors(study: Row, path: Path) -> Path:
         for place, draw in enumerate(panels, 1):
             draw(figure.add_subplot(2, columns, place), study)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
-        figure.suptitle(f"{shorten_name(study['model'])}: the anchor network", fontsize=10)
+        figure.suptitle(f"{study['model']}: the anchor network", fontsize=10)
     return path
 
 
@@ -194,7 +186,7 @@ def _draw_rates(axes: Axes, study: Row, name: str) -> None:
         key = {"head": head, "state": state, "kind": kind}
         guesses = [each for each in study["guesses"] if each | key == each and each["tokens"]]
         guesses = [guess for guess in guesses if guess["mask_rate"] != ALL_RATES]
-        middles, label = [sum(guess["mask_rate"]) / 2 for guess in guesses], f"{HEADS[head]}, {kind} {state}"
+        middles, label = [sum(guess["mask_rate"]) / 2 for guess in guesses], f"{HEADS[head]}: {state} {kind}"
         axes.errorbar(middles, *_split_errors(guesses, name), label=label, **look)
     axes.set(xlabel="masked share of the row", ylabel=METRICS.get(name, name), title=f"{name} of guesses")
 
@@ -261,10 +253,7 @@ def _draw_reveals(axes: Axes, study: Row) -> None:
 
 
 def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: Path) -> Path:
-    """Plot every metric over anchor accuracy: a point per model, a line per run, a marker per step.
-
-    A second line of panels shows runs at equal steps, with each step's mean subtracted.
-    """
+    """Plot every metric over anchor accuracy; below, runs at equal steps with each step's mean subtracted."""
     names = shorten_names([find_run(study) for study in studies])
     metrics, steps = dict.fromkeys(each["y"] for each in correlations), sorted({study["step"] for study in studies})
     markers = {step: MARKERS[place] if len(steps) <= len(MARKERS) else "o" for place, step in enumerate(steps)}
@@ -286,10 +275,10 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
                 axes = figure.add_subplot(2, len(metrics), len(metrics) + place)
                 _draw_equal_steps(axes, studies, name, looks)
                 axes.set_title(equal, fontsize=7)
-        legend = {name: runs[run] | {"marker": "o"} for run, name in names.items()}
+        legend = [(name, runs[run] | {"marker": "o"}) for run, name in names.items()]
         if len(steps) <= len(MARKERS):
-            look: Look = {"color": GREY, "linestyle": "none"}
-            legend |= {f"step {step:,}": look | {"marker": marker} for step, marker in markers.items()}
+            bare = {"color": GREY, "linestyle": "none"}
+            legend += [(f"step {step:,}", bare | {"marker": marker}) for step, marker in markers.items()]
         add_legend(figure, legend)
     return path
 

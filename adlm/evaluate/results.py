@@ -106,7 +106,8 @@ def render_markdown(table: Table) -> str:
     """A table in Markdown, its cells escaped."""
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        marks = str.maketrans({"|": r"\|", "<": r"\<", "\\": r"\\", "\n": " "})
+        return f"| {' | '.join(cell.translate(marks) for cell in cells)} |"
 
     rule = ["---" if column.is_text else "---:" for column in table.columns]
     return "\n".join(map(line, [[column.name for column in table.columns], rule, *table.format_rows()]))

@@ -54,7 +54,6 @@ MAX_EXACT_ORDERS = 5040  # the permutation test tries all orders of up to seven 
 RANDOM_ORDERS = 9999  # and this many of more
 NORMAL_975 = 1.959963984540054  # quantile of a 95% interval
 ALL_MODELS, WITHIN_RUNS, AT_EQUAL_STEPS = "all models", "within runs", "at equal steps"
-Groups = Sequence[Sequence[int]]
 
 
 def correlate(
@@ -82,8 +81,10 @@ def correlate(
             f"no correlation over {len(x)} models: give at least {MIN_POINTS} models, such as the checkpoints of a run "
             "(checkpoint.keep) or runs of different recipes"
         )
-    groups: Groups = [range(len(x))]
-    independent, repeats = len(x), 1
+    for metric, values in zip(names, (x, y), strict=True):
+        if not np.isfinite(values).all():
+            raise ValueError(f"{metric} is not finite for every model: a correlation needs it of each")
+    groups, independent, repeats = [list(range(len(x)))], len(x), 1
     if among == WITHIN_RUNS:
         every = [[i for i, each in enumerate(runs) if each == run] for run in dict.fromkeys(runs)]
         groups = [group for group in every if len(group) > 1]
@@ -111,8 +112,6 @@ def correlate(
     for name, prefix in (("rho", ""), ("r", "r_")):
         a, b = (_center(np.asarray(values, dtype=np.float64), groups, name == "rho") for values in (x, y))
         for metric, centered in zip(names, (a, b), strict=True):
-            if not np.isfinite(centered).all():
-                raise ValueError(f"{metric} is not finite for every model: a correlation needs it of each")
             if not np.any(np.abs(centered) > 1e-12):
                 where = "" if among == ALL_MODELS else f" {among}"
                 raise ValueError(f"{metric} is the same for all {len(a)} models{where}: it correlates with nothing")
@@ -144,9 +143,9 @@ def _permute(sizes: Sequence[int], seed: int) -> NDArray[np.int64]:
     return np.concatenate([np.arange(sum(sizes))[None], orders])
 
 
-def _center(values: NDArray[np.float64], groups: Groups, is_ranked: bool) -> NDArray[np.float64]:
+def _center(values: NDArray[np.float64], groups: list[list[int]], is_ranked: bool) -> NDArray[np.float64]:
     """Values, or ranks within their group, minus their group's mean."""
-    parts = [rank_values(values[list(group)]) if is_ranked else values[list(group)] for group in groups]
+    parts = [rank_values(values[group]) if is_ranked else values[group] for group in groups]
     return np.concatenate([part - part.mean() for part in parts])
 
 

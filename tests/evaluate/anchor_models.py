@@ -13,9 +13,9 @@ from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.evaluate.anchors import measure_rows, measure_texts
 from adlm.evaluate.perturbation import NONE, Perturbation
+from adlm.evaluate.results import ProgressCallback, ignore_progress
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.models.language_model import LanguageModel
-from adlm.text.lm import LM
 from tests.text.models import lm
 from tests.world import random_model
 
@@ -44,26 +44,26 @@ def train_small() -> LanguageModel:
     return model.eval()
 
 
-def held_out(model: LM) -> TensorRows:
-    """Random rows to be measured on."""
-    rng = torch.Generator().manual_seed(2)
-    return TensorRows(torch.randint(1, 200, (6, model.model.config.length), generator=rng))
-
-
 CHANGES = [NONE, Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")]
-SAMPLING: dict[str, Any] = {"n": 4, "sampler": "ancestral", "length": 16, "steps": 4, "batch": 3}
+
+
+def measure(
+    changes: Sequence[Perturbation], sampler: str, on_progress: ProgressCallback = ignore_progress
+) -> dict[str, Any]:
+    """All measurements of a small model on random rows."""
+    model, rng = lm("adlm"), torch.Generator().manual_seed(2)
+    rows = TensorRows(torch.randint(1, 200, (6, model.model.config.length), generator=rng))
+    sampling = {"n": 4, "sampler": sampler, "length": 16, "steps": 4, "batch": 3}
+    of_texts = measure_texts(model, RULE, changes, sampling, TextScorer(model.tokenizer), on_progress)
+    return measure_rows(model, rows, RULE, changes, on_progress=on_progress, draws=2) | of_texts
 
 
 @cache
 def study() -> dict[str, Any]:
-    """All measurements of a small model, with a Gen-PPL that nobody measured."""
-    model, changes = lm("adlm"), [*CHANGES, Perturbation("stale", 2)]
-    whole = {"model": model.name, "method": model.method, "step": 0}
-    whole |= measure_rows(model, held_out(model), RULE, changes, draws=2)
-    whole |= measure_texts(model, RULE, changes, SAMPLING, TextScorer(model.tokenizer))
-    for sample in whole["samples"]:
-        sample |= {"gen_ppl": 9.0, "gen_ppl_se": 1.0}
-    return whole
+    """Measurements of a model, with a made-up Gen-PPL."""
+    whole = measure([*CHANGES, Perturbation("stale", 2)], "ancestral") | {"model": "small", "step": 0}
+    scored = [sample | {"gen_ppl": 9.0, "gen_ppl_se": 1.0} for sample in whole["samples"]]
+    return whole | {"samples": scored}
 
 
 def build_studies(points: Sequence[tuple[str, int, float, float]], **changes: Any) -> list[dict[str, Any]]:

@@ -1,14 +1,14 @@
 """Perturbed anchor features: without a perturbation the model itself, bit for bit, in its bound and in its texts."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from adlm.data.batches import TensorRows, is_valid
+from adlm.data.batches import TensorRows
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
@@ -17,7 +17,6 @@ from adlm.evaluate import perturbation
 from adlm.evaluate.perturbation import (
     LEVELS,
     NONE,
-    NoisyRows,
     Perturbation,
     check_two_stages,
     measure_losses,
@@ -29,46 +28,37 @@ from adlm.models.language_model import LanguageModel
 from tests.evaluate.anchor_models import LENGTH, LENGTHS, PADDED, ROWS, VOCAB, small, train_small
 from tests.text.models import lm
 
-EVERY = [
-    NONE, Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row"), Perturbation("stale", 4)
-]  # fmt: skip
-
-
-def test_one_stage_and_causal_models_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"plain has one stage.*method=adlm"):
-        check_two_stages(small("mdlm"), "plain")
-    with pytest.raises(ValueError, match=r"later is causal.*two-stage masked"):
-        check_two_stages(small("a2r"), "later")
+NOISE, PERMUTED, OTHER_ROW = Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")
+EVERY = [NONE, NOISE, PERMUTED, OTHER_ROW, Perturbation("stale", 4)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "amount", "message"),
+    ("wrong", "message"),
     [
-        ("noise", -1, "not negative"),
-        ("noise", float("inf"), "finite"),
-        ("stale", 1.5, "whole"),
-        ("stale", 0, "at least 1"),
+        (lambda: check_two_stages(small("mdlm"), "plain"), r"plain has one stage.*method=adlm"),
+        (lambda: check_two_stages(small("a2r"), "later"), r"later is causal.*two-stage masked"),
+        (lambda: Perturbation("noise", -1), "not negative"),
+        (lambda: Perturbation("noise", float("inf")), "finite"),
+        (lambda: Perturbation("stale", 1.5), "whole"),
+        (lambda: Perturbation("stale", 0), "at least 1"),
+        (lambda: list(sample_rows(lm("adlm"), lm("adlm").build_request(n=1, steps=2), OTHER_ROW)), "no other row"),
+        (lambda: measure_losses(small(), TensorRows(ROWS[:1]), []), "standard error needs"),
     ],
 )
-def test_perturbations_are_checked(kind: str, amount: float, message: str) -> None:
+def test_what_cannot_be_perturbed_is_refused(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Perturbation(kind, amount)
+        wrong()
 
 
 # Costs.
 
 
-def values(loss: dict[str, Any], *names: str) -> tuple[float, ...]:
-    return tuple(loss[name] for name in names)
-
-
 @pytest.mark.parametrize("rows", [TensorRows(ROWS), PADDED])
 def test_the_unperturbed_model_has_the_held_out_bound(rows: TensorRows) -> None:
-    model = small()
-    bound = estimate_nll(model, rows, draws=3, seed=5)
-    (loss,) = measure_losses(model, rows, [], draws=3, seed=5)
-    assert values(loss, "nll", "nll_se") == pytest.approx((bound.nll, bound.stderr), abs=2e-6)
-    assert values(loss, "cost", "cost_se", "tokens") == (0, 0, bound.tokens)
+    bound = estimate_nll(small(), rows, draws=3, seed=5)
+    (loss,) = measure_losses(small(), rows, [], draws=3, seed=5)
+    assert (loss["nll"], loss["nll_se"]) == pytest.approx((bound.nll, bound.stderr), abs=2e-6)
+    assert (loss["cost"], loss["cost_se"], loss["tokens"]) == (0, 0, bound.tokens)
 
 
 def test_no_noise_changes_nothing_and_more_costs_more() -> None:
@@ -78,19 +68,11 @@ def test_no_noise_changes_nothing_and_more_costs_more() -> None:
     assert 0 < some["cost"] < much["cost"] and much["cost"] > 4 * much["cost_se"]
 
 
-@pytest.mark.parametrize("rows", [TensorRows(ROWS), PADDED])
-def test_the_batch_size_changes_nothing_but_rounding(rows: TensorRows) -> None:
-    whole, parts = (measure_losses(small(), rows, EVERY, draws=2, batch=size) for size in (24, 7))
-    for one, other in zip(whole, parts, strict=True):
-        names = ("nll", "cost", "cost_se")
-        assert values(one, *names) == pytest.approx(values(other, *names), abs=1e-5)
-    assert len({round(each["nll"], 6) for each in whole}) == len(EVERY)
-
-
-def test_losses_agree_with_a_naive_computation_row_by_row() -> None:
+@pytest.mark.parametrize("batch", [5, 24])
+def test_losses_agree_with_a_naive_computation_row_by_row(batch: int) -> None:
     """One row at a time, without folding and without padding."""
     model, draws, seed, mask_id = small(), 2, 3, VOCAB - 1
-    losses = measure_losses(model, PADDED, EVERY, draws=draws, seed=seed, batch=5)
+    losses = measure_losses(model, PADDED, EVERY, draws=draws, seed=seed, batch=batch)
     nats = torch.zeros(len(EVERY))
     for row, length in enumerate(LENGTHS.tolist()):
         x0, other = ROWS[row : row + 1, :length], PADDED.tokens[(row + 1) % 24, : LENGTHS[(row + 1) % 24]]
@@ -102,65 +84,21 @@ def test_losses_agree_with_a_naive_computation_row_by_row() -> None:
             mixed = torch.where(noisy.xt == mask_id, mask_id, other.repeat(LENGTH)[:length])
             u = rng.uniform(draw, length, Purpose.MASK)
             earlier = torch.where(u < 1 - LogLinear().alpha((noisy.t + 4 / LEVELS).clamp(max=1)), mask_id, x0)
-            perturbed = [
-                own,
-                EVERY[1].apply(own, seed, [row], draw, [length]),
-                EVERY[2].apply(own, seed, [row], draw, [length]),
-                model.anchor_features(mixed),
-                model.anchor_features(earlier),
-            ]
-            for place_of_kind, anchor in enumerate(perturbed):
+            moved = [each.apply(own, seed, [row], draw, [length]) for each in (NONE, NOISE, PERMUTED)]
+            for number, anchor in enumerate([*moved, model.anchor_features(mixed), model.anchor_features(earlier)]):
                 loss = diffusion_loss(model.denoise_features(anchor), model.head, noisy, mask_id=mask_id)
-                nats[place_of_kind] += loss.row_nll.sum() / draws
+                nats[number] += loss.row_nll.sum() / draws
     assert [loss["nll"] for loss in losses] == pytest.approx((nats / LENGTHS.sum()).tolist(), abs=1e-5)
+    assert len({round(each["nll"], 6) for each in losses}) == len(EVERY)
 
 
-@pytest.mark.parametrize("rows", [TensorRows(ROWS), PADDED])
-@pytest.mark.parametrize("max_tokens", [None, 40])
-def test_batches_hold_all_rows_once_by_length(
-    rows: TensorRows, max_tokens: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(perturbation, "MAX_CPU_TOKENS", max_tokens or 2048)
-    batches = split_by_length(rows, 5, torch.device("cpu"))
-    assert sorted(torch.cat(batches).tolist()) == list(range(24)) and max(map(len, batches)) <= 5
-    for number in batches:
-        noisy, (expected, lengths) = NoisyRows(small(), rows, number, 0, 1, 0), rows.fetch(number)
-        x0, width = noisy.on_host.x0, LENGTH if lengths is None else int(lengths.max())
-        assert torch.equal(x0, expected[:, :width]) and (max_tokens is None or x0.numel() <= max_tokens)
-        valid = torch.ones_like(x0, dtype=torch.bool) if noisy.on_host.valid is None else noisy.on_host.valid
-        assert valid.sum(-1).tolist() == noisy.lengths.tolist()
-    if rows.lengths is not None:
-        assert LENGTHS[torch.cat(batches)].tolist() == sorted(LENGTHS.tolist())
-
-
-def test_padding_is_not_read() -> None:
-    other = TensorRows(torch.where(is_valid(LENGTHS, LENGTH), ROWS, 7), LENGTHS)
-    both = (measure_losses(small(), rows, EVERY, draws=2) for rows in (PADDED, other))
-    for one, two in zip(*both, strict=True):
-        assert one["nll"] == pytest.approx(two["nll"], abs=1e-6)
-
-
-def test_order_does_not_matter_to_a_model_with_constant_anchor_features() -> None:
-    """Permuted or of another row, the features are the same; noise changes them."""
-    model = small()
-    assert model.anchor is not None
-    with torch.no_grad():
-        model.anchor.norm.weight.zero_()  # only the modulation's shift is left
-    kinds = [Perturbation("permuted"), Perturbation("other_row"), Perturbation("stale", 8), Perturbation("noise", 0.5)]
-    *same, noise = measure_losses(model, TensorRows(ROWS), kinds, draws=2)[1:]
-    assert all(abs(each["cost"]) < 1e-6 for each in same) and abs(noise["cost"]) > 1e-4
-
-
-def test_stale_features_saw_more_masks() -> None:
-    noisy = NoisyRows(small(), TensorRows(ROWS), torch.arange(24), 0, 1, 3)
-    seen: list[Tensor] = []
-    noisy.run_anchor = lambda tokens, level: seen.append(tokens) or noisy.anchor  # type: ignore[method-assign,func-returns-value]
-    for steps in (1, 8, LEVELS):
-        noisy.perturb_anchor(Perturbation("stale", steps))
-    masked = [noisy.on_host.xt == VOCAB - 1, *(tokens == VOCAB - 1 for tokens in seen)]
-    for later, earlier in pairwise(masked):
-        assert bool((earlier | ~later).all()) and int(earlier.sum()) > int(later.sum())
-    assert float(masked[-1].float().mean()) > 0.99
+@pytest.mark.parametrize("max_tokens", [40, 2048])
+def test_batches_hold_all_rows_once_by_length(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perturbation, "MAX_CPU_TOKENS", max_tokens)
+    batches = split_by_length(PADDED, 5, torch.device("cpu"))
+    order = torch.cat(batches)
+    assert sorted(order.tolist()) == list(range(24)) and LENGTHS[order].tolist() == sorted(LENGTHS.tolist())
+    assert all(len(number) <= 5 and len(number) * LENGTHS[number].max() <= max_tokens for number in batches)
 
 
 def test_noise_has_the_requested_norm() -> None:
@@ -171,10 +109,10 @@ def test_noise_has_the_requested_norm() -> None:
 
 def test_a_permutation_leaves_padding_and_follows_from_seed_row_and_turn() -> None:
     places = torch.arange(8.0)[None, :, None].expand(2, 8, 1)
-    moved = Perturbation("permuted").apply(places, 0, [3, 4], 1, [5, 8])[..., 0]
+    moved = PERMUTED.apply(places, 0, [3, 4], 1, [5, 8])[..., 0]
     assert sorted(moved[0, :5].tolist()) == list(range(5)) and moved[0, 5:].tolist() == [5, 6, 7]
     assert sorted(moved[1].tolist()) == list(range(8))
-    assert torch.equal(moved[1:], Perturbation("permuted").apply(places[:1], 0, [4], 1, [8])[..., 0])
+    assert torch.equal(moved[1:], PERMUTED.apply(places[:1], 0, [4], 1, [8])[..., 0])
 
 
 # Texts.
@@ -182,16 +120,6 @@ def test_a_permutation_leaves_padding_and_follows_from_seed_row_and_turn() -> No
 
 def texts(rows: Any) -> list[tuple[str, int]]:
     return [(row.text, row.nfe) for row in rows]
-
-
-@pytest.mark.parametrize("sampler", ["ancestral", "remask_loop", "confidence", "entropy_bounded"])
-def test_without_a_perturbation_the_texts_are_the_models_own(sampler: str) -> None:
-    model = lm("adlm")
-    steps = {} if sampler == "entropy_bounded" else {"steps": 6}
-    request = model.build_request(n=5, length=20, batch=3, seed=2, sampler=sampler, **steps)
-    expected = texts(model.generate_rows(request))
-    for each in (NONE, Perturbation("noise", 0), Perturbation("stale", 1)):
-        assert texts(sample_rows(model, request, each)) == expected
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -203,16 +131,16 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", REQUESTS, ids=lambda options: options["sampler"])
-@pytest.mark.parametrize("each", [NONE, Perturbation("noise", 1), Perturbation("permuted"), Perturbation("stale", 3)])
-def test_texts_do_not_depend_on_the_other_rows(each: Perturbation, options: dict[str, Any]) -> None:
+def test_texts_do_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
     """Rows pause, end early and differ in length; a row's turns and stale features are its own."""
     model = lm("adlm", time_conditioning="block" in options)
     request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
-    expected = texts(sample_rows(model, replace(request, batch=1), each))
-    assert texts(sample_rows(model, request, each)) == expected
-    first = replace(request, layouts=request.layouts[-1:], n=1)
-    assert texts(sample_rows(model, first, each)) == [expected[-request.n]]
-    assert (expected == texts(model.generate_rows(request))) == (each == NONE)
+    last, own = replace(request, layouts=request.layouts[-1:], n=1), texts(model.generate_rows(request))
+    for each in (NONE, Perturbation("noise", 0), Perturbation("stale", 1), NOISE, PERMUTED, Perturbation("stale", 3)):
+        expected = texts(sample_rows(model, replace(request, batch=1), each))
+        assert texts(sample_rows(model, request, each)) == expected
+        assert texts(sample_rows(model, last, each)) == [expected[-request.n]]
+        assert (expected == own) == (each not in (NOISE, PERMUTED, Perturbation("stale", 3)))
 
 
 def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,11 +149,4 @@ def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pyte
     calls, anchor_features = list[Tensor](), LanguageModel.anchor_features
     spy = lambda self, tokens, *more, **options: calls.append(tokens) or anchor_features(self, tokens, *more, **options)  # noqa: E731
     monkeypatch.setattr(LanguageModel, "anchor_features", spy)
-    rows = list(sample_rows(model, request, Perturbation("stale", 3)))
-    assert len(calls) == sum(-(-row.nfe // 3) for row in rows)
-
-
-def test_a_text_has_no_other_row() -> None:
-    model = lm("adlm")
-    with pytest.raises(ValueError, match="no other row"):
-        list(sample_rows(model, model.build_request(n=1, length=4, steps=2), Perturbation("other_row")))
+    assert sum(-(-row.nfe // 3) for row in sample_rows(model, request, Perturbation("stale", 3))) == len(calls)
