@@ -184,18 +184,16 @@ def stream_tokens(
         raise ValueError(f"sampler is a name, {sampler!r}: make it with adlm.build_sampler({sampler!r}, ...) first")
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
-    is_fixed = None if is_fixed is None else is_fixed.to(xt.device)
-    valid = None if valid is None else valid.to(xt.device)
+    is_fixed, valid = (None if x is None else x.to(xt.device) for x in (is_fixed, valid))
     if limits is not None:  # a head may be wider than the vocabulary
         extra = predictor.head[1].numel() - limits.banned.shape[1]
         limits = TokenLimits(limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(xt.device))
+    same: dict[str, Any] = {"rng": rng, "sampling": sampling, "limits": limits}
     if config.is_causal:
         if sampler is not None or block is not None:
             raise ValueError("a causal model samples from left to right: leave sampler and block out")
         if is_fixed is None:
-            raise ValueError(
-                "is_fixed is None: a causal model has no mask token, so it must say which tokens are given"
-            )
+            raise ValueError("is_fixed is None: a causal model has no mask token, so say which tokens are given")
         is_fixed = is_fixed if valid is None else is_fixed | ~valid  # padding is never generated
         model, cache = predictor.model, predictor.model.new_cache(*xt.shape)
 
@@ -203,25 +201,12 @@ def stream_tokens(
             features: Tensor = model(tokens, cache=cache).final[:, -1]
             return features
 
-        return continue_tokens(
-            xt, predict_next, predictor.logits_at, is_fixed=is_fixed, rng=rng, sampling=sampling, limits=limits
-        )
+        return continue_tokens(xt, predict_next, predictor.logits_at, is_fixed=is_fixed, **same)
     if sampler is None:
         raise ValueError("sampler is None: a masked model needs one; adlm.build_sampler makes it by name")
     assert config.mask_id is not None
-    return denoise(
-        xt,
-        sampler,
-        predictor.predict,
-        predictor.logits_at,
-        mask_id=config.mask_id,
-        rng=rng,
-        sampling=sampling,
-        is_fixed=is_fixed,
-        valid=valid,
-        limits=limits,
-        block=block,
-    )
+    same |= {"mask_id": config.mask_id, "is_fixed": is_fixed, "valid": valid, "block": block}
+    return denoise(xt, sampler, predictor.predict, predictor.logits_at, **same)
 
 
 def generate_texts(

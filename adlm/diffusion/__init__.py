@@ -6,56 +6,17 @@ from adlm.diffusion.denoising import Frame, denoise, reverse_step
 from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt, shift_tokens
 from adlm.diffusion.objectives import FeatureModel, Loss, diffusion_loss, training_loss
 from adlm.diffusion.orders import Order, confidence, entropy_bounded, first_hitting, margin
-from adlm.diffusion.plans import (
-    Plan,
-    Transition,
-    ancestral,
-    ddpm,
-    dfm,
-    forward_backward,
-    remask_cap,
-    remask_conf,
-    remask_loop,
-    remask_rescale,
-)
+
+from adlm.diffusion.plans import (  # isort: skip
+    Plan, Transition, ancestral, ddpm, dfm, forward_backward, remask_cap, remask_conf, remask_loop, remask_rescale,
+)  # fmt: skip
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import Cosine, CosineSquared, Geometric, Linear, LogLinear, NoiseSchedule
 
 __all__ = [
-    "AnchorRule",
-    "Cosine",
-    "CosineSquared",
-    "CounterRng",
-    "FeatureModel",
-    "ForwardProcess",
-    "Frame",
-    "Geometric",
-    "Linear",
-    "LogLinear",
-    "Loss",
-    "NoiseSchedule",
-    "NoisyBatch",
-    "Order",
-    "Plan",
-    "SamplingParams",
-    "Transition",
-    "ancestral",
-    "confidence",
-    "corrupt",
-    "ddpm",
-    "denoise",
-    "dfm",
-    "diffusion_loss",
-    "entropy_bounded",
-    "first_hitting",
-    "forward_backward",
-    "margin",
-    "rare_in_sequence",
-    "remask_cap",
-    "remask_conf",
-    "remask_loop",
-    "remask_rescale",
-    "reverse_step",
-    "shift_tokens",
-    "training_loss",
-]
+    "AnchorRule", "Cosine", "CosineSquared", "CounterRng", "FeatureModel", "ForwardProcess", "Frame", "Geometric",
+    "Linear", "LogLinear", "Loss", "NoiseSchedule", "NoisyBatch", "Order", "Plan", "SamplingParams", "Transition",
+    "ancestral", "confidence", "corrupt", "ddpm", "denoise", "dfm", "diffusion_loss", "entropy_bounded",
+    "first_hitting", "forward_backward", "margin", "rare_in_sequence", "remask_cap", "remask_conf", "remask_loop",
+    "remask_rescale", "reverse_step", "shift_tokens", "training_loss",
+]  # fmt: skip

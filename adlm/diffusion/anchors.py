@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from adlm.diffusion.plans import check_probability
 from adlm.diffusion.rng import LOW, Purpose, philox, uniform_pair
 
 # (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
@@ -28,26 +29,24 @@ def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = 
     if (max_count is None) == (max_fraction is None):
         raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row): one of them")
     if max_fraction is not None:
-        _check_fraction("max_fraction", max_fraction)
+        check_probability("max_fraction", max_fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
-        counts = count_in_row(tokens, valid)
-        if max_fraction is not None:
-            return _zero_padding(counts <= max_fraction * _row_lengths(tokens, valid), valid)
-        return _zero_padding(counts <= (max_count or 0), valid)
+        most = (max_count or 0) if max_fraction is None else max_fraction * _row_lengths(tokens, valid)
+        return _zero_padding(count_in_row(tokens, valid) <= most, valid)
 
     return rule
 
 
 def rare_in_corpus(counts: Tensor, max_fraction: float) -> AnchorRule:
     """Tokens that make up at most `max_fraction` of a corpus with these `counts` (V,)."""
-    _check_fraction("max_fraction", max_fraction)
+    check_probability("max_fraction", max_fraction)
     return _rule_from_table(counts <= max_fraction * counts.sum())
 
 
 def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> AnchorRule:
     """The positions of a row with the highest tf-idf; `document_counts` (V,) are the documents that hold a token."""
-    _check_fraction("top_fraction", top_fraction)
+    check_probability("top_fraction", top_fraction)
     idf = torch.log((1 + documents) / (1 + document_counts.double())) + 1
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
@@ -64,8 +63,7 @@ def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> Anch
 
 def listed_tokens(ids: Sequence[int], vocab_size: int) -> AnchorRule:
     """Tokens of a given list."""
-    wrong = [i for i in ids if not 0 <= i < vocab_size]
-    if wrong:
+    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
         raise ValueError(f"anchor ids {wrong[:5]} are outside the vocabulary of {vocab_size}")
     table = torch.zeros(vocab_size, dtype=torch.bool)
     table[list(ids)] = True
@@ -74,7 +72,7 @@ def listed_tokens(ids: Sequence[int], vocab_size: int) -> AnchorRule:
 
 def random_positions(fraction: float, seed: int) -> AnchorRule:
     """A random fraction of all positions, the same whenever the row is (a control: anchors without importance)."""
-    _check_fraction("fraction", fraction)
+    check_probability("fraction", fraction)
 
     def rule(tokens: Tensor, valid: Tensor | None) -> Tensor:
         position = torch.arange(tokens.shape[1], device=tokens.device)
@@ -108,11 +106,6 @@ def anchor_weight(step: int, steps: int, peak: float = 3e-3) -> float:
 
 def _rule_from_table(table: Tensor) -> AnchorRule:
     return lambda tokens, valid: _zero_padding(table.to(tokens.device)[tokens], valid)
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
 def _row_lengths(tokens: Tensor, valid: Tensor | None) -> Tensor:

@@ -69,8 +69,7 @@ def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
     logits = _apply_temperature(logits, params.temperature)
     vocab = logits.shape[-1]
     if params.top_p == 1 and (params.top_k is None or params.top_k >= vocab):
-        probs = logits.double().softmax(-1)
-        return _invert(probs, u)
+        return _invert(logits.double().softmax(-1), u)
     if logits.is_cuda and params.top_k is None and params.nucleus == "usual":
         from adlm.diffusion.kernels import draw_nucleus
 
@@ -129,8 +128,7 @@ def _invert(probs: Tensor, u: Tensor) -> DrawnTokens:
     total = probs.cumsum(-1)
     # The last sum stands in for 1, so that rounding can never ask for more than there is.
     index = torch.searchsorted(total, (u.double() * total[:, -1])[:, None], right=True)[:, 0]
-    last = probs.shape[-1] - 1
-    index = index.clamp_(max=last)
+    index = index.clamp_(max=probs.shape[-1] - 1)
     return DrawnTokens(index, probs.gather(-1, index[:, None])[:, 0])
 
 

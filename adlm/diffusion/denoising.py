@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adlm.diffusion.categorical import SamplingParams, TokenLimits, draw
 from adlm.diffusion.orders import Order, next_positions
-from adlm.diffusion.plans import EPS, Plan, Transition, confidence_remask_prob
+from adlm.diffusion.plans import Plan, Transition, confidence_remask_prob, mean_noise_level
 from adlm.diffusion.rng import CounterRng, Purpose
 
 # (tokens (n, L), noise_level (n,) on the host, valid (n, L) or None) -> features (n, L, dim)
@@ -170,9 +170,7 @@ def denoise(
     xt = xt.to(torch.int64).clone(memory_format=torch.contiguous_format)
     for name, mask in (("is_fixed", is_fixed), ("valid", valid)):
         if mask is not None and mask.shape != xt.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(mask.shape)}, the tokens {tuple(xt.shape)}: they must be the same"
-            )
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}: it must be that of the tokens, {tuple(xt.shape)}")
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1 position, got {block}")
     is_hidden = (xt == mask_id).cpu()
@@ -234,9 +232,9 @@ def _run_order(state: SamplerState, order: Order, number: int, window: Tensor) -
             # The next reveal of n hidden positions comes at t u^(1/n).
             time = time * other[:, 0] ** (1 / hidden.clamp(min=1))
             chosen = next_positions(order, scores, is_hidden, state.step - start)
-            features = state.features_at(chosen, _noise_level(time))
+            features = state.features_at(chosen, mean_noise_level(time))
         else:
-            features = state.features_at(is_hidden, _noise_level(hidden / first.clamp(min=1)))
+            features = state.features_at(is_hidden, mean_noise_level(hidden / first.clamp(min=1)))
             index = is_hidden.flatten().nonzero()[:, 0]
             parts = [order.score(logits.float()) for _, logits in state.iter_logits(features, index)]
             at_hidden = torch.cat(parts).cpu()
@@ -245,8 +243,3 @@ def _run_order(state: SamplerState, order: Order, number: int, window: Tensor) -
             features = features[state.send(chosen[is_hidden].nonzero()[:, 0])]
         state.reveal(chosen, features, state.sampling)
         yield state.end_step(chosen)
-
-
-def _noise_level(time: Tensor) -> Tensor:
-    """Return the noise level at which a share `time` of the tokens is hidden."""
-    return -torch.log(1 - (1 - EPS) * time)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.anchors import AnchorRule, apply_scope
@@ -53,7 +54,7 @@ def select(is_selected: Tensor, weight: Tensor, multiple: int = 1) -> Selection:
     index = is_selected.reshape(-1).nonzero()[:, 0]
     chosen = weight[index // is_selected.shape[1]]
     pad = -index.numel() % multiple
-    return Selection(torch.nn.functional.pad(index, (0, pad)), torch.nn.functional.pad(chosen, (0, pad)))
+    return Selection(F.pad(index, (0, pad)), F.pad(chosen, (0, pad)))
 
 
 @dataclass(frozen=True)
@@ -165,38 +166,22 @@ def collect_batch(
     if process.anchor_rule is not None:
         is_anchor = apply_scope(process.anchor_rule(x0, read), is_hidden, process.anchor_scope)
         anchors = select(is_anchor & counted, weight, process.multiple)
-    return NoisyBatch(
-        x0=x0,
-        xt=xt,
-        t=t,
-        noise_level=level,
-        hidden=select(is_hidden & counted, weight, process.multiple),
-        anchors=anchors,
-        tokens=counted.sum().float(),
-        valid=read,
-    )
+    hidden = select(is_hidden & counted, weight, process.multiple)
+    return NoisyBatch(x0, xt, t, level, hidden, anchors, counted.sum().float(), valid=read)
 
 
 def shift_tokens(
     x0: Tensor, *, anchor_rule: AnchorRule | None = None, valid: Tensor | None = None, multiple: int = 1
 ) -> NoisyBatch:
     """Make the batch of a causal model: every next token is a target of weight 1."""
-    rows, ones = x0.shape[0], torch.ones(x0.shape[0], device=x0.device)
+    ones = torch.ones(x0.shape[0], device=x0.device)
     counted = torch.ones_like(x0[:, 1:], dtype=torch.bool) if valid is None else valid[:, 1:]
     _require_tokens(counted)
     anchors = None
     if anchor_rule is not None:
         anchors = select(anchor_rule(x0, valid)[:, 1:] & counted, ones, multiple)
-    return NoisyBatch(
-        x0=x0[:, 1:],
-        xt=x0[:, :-1],
-        t=torch.ones(rows, device=x0.device),
-        noise_level=torch.zeros(rows, device=x0.device),
-        hidden=select(counted, ones, multiple),
-        anchors=anchors,
-        tokens=counted.sum().float(),
-        is_causal=True,
-    )
+    hidden, tokens = select(counted, ones, multiple), counted.sum().float()
+    return NoisyBatch(x0[:, 1:], x0[:, :-1], ones, 0 * ones, hidden, anchors, tokens, is_causal=True)
 
 
 def _require_tokens(counted: Tensor) -> None:

@@ -66,16 +66,8 @@ def training_loss(
     if score_entropy:
         assert mask_id is not None
         return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
-    return diffusion_loss(
-        features.final,
-        model.head,
-        batch,
-        mask_id=mask_id,
-        anchor=features.anchor,
-        anchor_head=model.anchor_head,
-        anchor_weight=anchor_weight,
-        check=check,
-    )
+    anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
+    return diffusion_loss(features.final, model.head, batch, mask_id=mask_id, check=check, **anchors)
 
 
 def diffusion_loss(

@@ -8,9 +8,10 @@ transitions: it can be printed, plotted and tested before any network runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 EPS = 1e-3  # of the training schedule alpha = 1 - (1 - EPS) t
@@ -52,9 +53,7 @@ class Plan:
         return len(self.t)
 
     def __getitem__(self, step: int) -> Transition:
-        return Transition(
-            self.t[step], self.alpha_t[step], self.alpha_s[step], self.remask_prob[step], self.noise_level[step]
-        )
+        return Transition(*(getattr(self, column.name)[step] for column in fields(Transition)))
 
     def __iter__(self) -> Iterator[Transition]:
         return (self[step] for step in range(len(self)))
@@ -86,8 +85,7 @@ def remask_cap(steps: int, *, eta: float = 0.008, compat: bool = False) -> Plan:
     """ReMDM cap: sigma = min(eta, (1 - alpha_s) / alpha_t)."""
     check_probability("eta", eta)
     t, s = _grid(steps, compat)
-    remask = max_remask_prob(1 - t, 1 - s).clamp(max=eta)
-    return _plan("remask_cap", t, 1 - t, 1 - s, remask, compat)
+    return _plan("remask_cap", t, 1 - t, 1 - s, max_remask_prob(1 - t, 1 - s).clamp(max=eta), compat)
 
 
 def remask_rescale(steps: int, *, eta: float = 0.015, compat: bool = False) -> Plan:
@@ -114,7 +112,7 @@ def remask_loop(
 ) -> Plan:
     """ReMDM loop, the paper's sampler: alpha rises to alpha_on at t_on, stays there with sigma = eta until t_off, and
     rises to 1."""
-    for name, value in (("eta", eta), ("t_on", t_on), ("t_off", t_off), ("alpha_on", alpha_on)):
+    for name, value in {"eta": eta, "t_on": t_on, "t_off": t_off, "alpha_on": alpha_on}.items():
         check_probability(name, value)
     if not t_off < t_on < 1:
         raise ValueError(f"the loop needs t_off < t_on < 1, got t_off = {t_off} and t_on = {t_on}")
@@ -147,16 +145,14 @@ def ddpm(steps: int, *, compat: bool = False) -> Plan:
 def dfm(steps: int, *, compat: bool = False) -> Plan:
     """The corrector sampler of discrete flow matching, with alpha = 1 - t and steps that shrink near the ends."""
     check_steps(steps)
-    times, ends, remasks, t = [], [], [], 1.0
+    rows, t = [], 1.0
     while t > (1 - LINEAGE_END) / steps:
         dt, remask = dfm_step(t, steps)
-        times.append(t)
-        ends.append(t - dt)
-        remasks.append(remask)
+        rows.append((t, t - dt, remask))
         t -= dt
     if not compat and t > 0:
-        times, ends, remasks = [*times, t], [*ends, 0.0], [*remasks, 0.0]
-    start, end, back = (torch.tensor(x, dtype=torch.float64) for x in (times, ends, remasks))
+        rows.append((t, 0.0, 0.0))
+    start, end, back = torch.tensor(rows, dtype=torch.float64).unbind(-1)
     return _plan("dfm", start, 1 - start, 1 - end, back, compat)
 
 
@@ -183,8 +179,7 @@ def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: i
     """
     is_hidden = (xt == mask_id)[..., None]
     vocab = probs.shape[-1]
-    mask = torch.nn.functional.one_hot(torch.tensor(mask_id, device=xt.device), vocab).to(probs.dtype)
-    stay = torch.nn.functional.one_hot(xt, vocab).to(probs.dtype)
+    mask, stay = (F.one_hot(x, vocab).to(probs.dtype) for x in (torch.tensor(mask_id, device=xt.device), xt))
     reveal, remask = (x if x.dim() == 0 else x[..., None] for x in (step.reveal_prob, step.remask_prob))
     return torch.where(is_hidden, reveal * probs + (1 - reveal) * mask, (1 - remask) * stay + remask * mask)
 
@@ -195,18 +190,23 @@ def reverse_divergence(xt: Tensor, x0: Tensor, probs: Tensor, step: Transition, 
     Its expectation, summed over steps, is the NELBO with the denoiser's `probs`, and L_anchor with the anchor
     network's at anchors.
     """
-    truth = torch.nn.functional.one_hot(x0, probs.shape[-1]).to(probs.dtype)
+    truth = F.one_hot(x0, probs.shape[-1]).to(probs.dtype)
     q, p = (reverse_distribution(xt, law, step, mask_id) for law in (truth, probs))
     return torch.where(q > 0, q * (q / p).log(), 0.0).sum(-1)
 
 
 def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor, compat: bool, **flags: bool) -> Plan:
     if compat:
-        level = -torch.log(1 - (1 - EPS) * t)
+        level = mean_noise_level(t)
     else:
         remask = torch.minimum(remask, max_remask_prob(alpha_t, alpha_s))
         level = -torch.log(EPS + (1 - EPS) * alpha_t)  # of the share that is visible
     return Plan(name, t, alpha_t, alpha_s, remask, level, fill_argmax=compat, **flags)
+
+
+def mean_noise_level(hidden: Tensor) -> Tensor:
+    """Return the noise level at which a share `hidden` of the tokens is hidden in training."""
+    return -torch.log(1 - (1 - EPS) * hidden)
 
 
 def max_remask_prob(alpha_t: Tensor, alpha_s: Tensor) -> Tensor:

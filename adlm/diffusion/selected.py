@@ -106,11 +106,7 @@ class _SelectedLossFunction(torch.autograd.Function):
         if x.shape[0] == 0:  # nothing was selected: zeros, so that every parameter has its gradient
             grad_matrix = torch.zeros_like(matrix) if wants_matrix else None
             grad_bias = torch.zeros_like(shift) if wants_bias else None
-        ctx.save_for_backward(
-            grad_x,
-            None if grad_matrix is None else grad_matrix[:vocab],
-            None if grad_bias is None else grad_bias[:vocab],
-        )
+        ctx.save_for_backward(grad_x, *(None if grad is None else grad[:vocab] for grad in (grad_matrix, grad_bias)))
         ctx.dtypes = (x.dtype, weight_matrix.dtype, bias.dtype)
         ctx.mark_non_differentiable(each)
         used = torch.where(weight > 0, each, 0)  # padding's own loss may be anything, infinity included
@@ -152,14 +148,6 @@ def selected_loss(
     if without is not None:
         bias = bias.index_fill(0, torch.tensor(without, device=bias.device), -torch.inf)
     shift = None if offset is None else torch.tensor(offset, device=x.device)
+    target, chunk = targets.reshape(-1)[selection.index], chunk or MAX_LOGIT_ROWS[x.device.type]
     with torch.autocast(x.device.type, enabled=False):
-        total, each = _SelectedLossFunction.apply(
-            x,
-            matrix,
-            bias,
-            targets.reshape(-1)[selection.index],
-            selection.weight,
-            shift,
-            chunk or MAX_LOGIT_ROWS[x.device.type],
-        )
-    return SelectedLoss(total, each)
+        return SelectedLoss(*_SelectedLossFunction.apply(x, matrix, bias, target, selection.weight, shift, chunk))

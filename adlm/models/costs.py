@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from adlm.models.language_model import ModelConfig
 from adlm.models.transformer import NoiseEmbedding
@@ -21,30 +21,12 @@ ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.8}
 
 # Dense half-precision peaks with float32 accumulation, TFLOP/s by the vendors' data sheets; the first match counts.
 # `$`: slower variants have longer names (Laptop, D).
-PEAK_TFLOPS = (
-    (r"GB200", 2500),
-    (r"B200", 2250),
-    (r"H200 NVL|H100 NVL", 835),
-    (r"H100 PCIe", 756),
-    (r"GH200|H200|H100|H800", 989),
-    (r"H20", 148),
-    (r"A100|A800", 312),
-    (r"A40", 150),
-    (r"A30", 165),
-    (r"L40S", 362),
-    (r"L40", 181),
-    (r"L4", 121),
-    (r"RTX 6000 Ada Generation", 364),
-    (r"RTX A6000", 155),
-    (r"RTX 5090$", 209),
-    (r"RTX 4090$", 165),
-    (r"RTX 3090 Ti", 80),
-    (r"RTX 3090$", 71),
-    (r"MI300X|MI325X", 1307),
-    (r"V100-PCIE", 112),  # float16: it has no bf16
-    (r"V100", 125),
-    (r"T4", 65),
-)
+PEAK_TFLOPS = {
+    "GB200": 2500, "B200": 2250, "H200 NVL|H100 NVL": 835, "H100 PCIe": 756, "GH200|H200|H100|H800": 989, "H20": 148,
+    "A100|A800": 312, "A40": 150, "A30": 165, "L40S": 362, "L40": 181, "L4": 121,
+    "RTX 6000 Ada Generation": 364, "RTX A6000": 155, "RTX 5090$": 209, "RTX 4090$": 165, "RTX 3090 Ti": 80,
+    "RTX 3090$": 71, "MI300X|MI325X": 1307, "V100-PCIE": 112, "V100": 125, "T4": 65,  # V100: float16, it has no bf16
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +40,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        return self.layers + self.embedding + self.heads + self.bridge
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True)
@@ -74,7 +56,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.average + self.activations + self.head
+        return sum(astuple(self))
 
 
 def count_parameters_by_part(config: ModelConfig) -> ParameterCounts:
@@ -132,7 +114,7 @@ def peak_flops(device_name: str) -> float | None:
     """Return the dense half-precision peak of a GPU in FLOP/s by its name, None for an unknown one."""
     if "MIG" in device_name.split():
         return None  # a slice of a GPU
-    for pattern, tera in PEAK_TFLOPS:
+    for pattern, tera in PEAK_TFLOPS.items():
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", device_name):
             return tera * 1e12
     return None

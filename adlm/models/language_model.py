@@ -63,22 +63,21 @@ class ModelConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        def require(is_valid: bool, message: str) -> None:
-            if not is_valid:
-                raise ValueError(f"model config: {message}")
-
-        require(self.dim % self.heads == 0, f"dim {self.dim} must be a multiple of heads {self.heads}")
-        require(self.dim // self.heads % 2 == 0, f"dim / heads = {self.dim // self.heads} must be even")
-        require(self.bridge in BRIDGES, f"bridge {self.bridge!r} is not one of {', '.join(BRIDGES)}")
-        require(self.positions in POSITIONS, f"positions {self.positions!r} is not one of {', '.join(POSITIONS)}")
-        require(self.denoiser_layers > 0, f"denoiser_layers must be at least 1, got {self.denoiser_layers}")
-        require(self.anchor_layers >= 0, f"anchor_layers must not be negative, got {self.anchor_layers}")
-        require(
-            self.mask_id is None or 0 <= self.mask_id < self.vocab_size,
-            f"mask_id {self.mask_id} is outside the vocabulary of {self.vocab_size}",
-        )
-        require(self.is_causal or self.mask_id is not None, "a masked (not causal) model needs a mask_id")
-        require(not self.time_conditioning or self.cond_dim is not None, "time_conditioning needs a cond_dim")
+        is_outside = self.mask_id is not None and not 0 <= self.mask_id < self.vocab_size
+        problems = {
+            f"dim {self.dim} must be a multiple of heads {self.heads}": self.dim % self.heads != 0,
+            f"dim / heads = {self.dim // self.heads} must be even": self.dim // self.heads % 2 != 0,
+            f"bridge {self.bridge!r} is not one of {', '.join(BRIDGES)}": self.bridge not in BRIDGES,
+            f"positions {self.positions!r} is not one of {', '.join(POSITIONS)}": self.positions not in POSITIONS,
+            f"denoiser_layers must be at least 1, got {self.denoiser_layers}": self.denoiser_layers < 1,
+            f"anchor_layers must not be negative, got {self.anchor_layers}": self.anchor_layers < 0,
+            f"mask_id {self.mask_id} is outside the vocabulary of {self.vocab_size}": is_outside,
+            "a masked (not causal) model needs a mask_id": not self.is_causal and self.mask_id is None,
+            "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
+        }
+        for problem, is_present in problems.items():
+            if is_present:
+                raise ValueError(f"model config: {problem}")
 
 
 Caches = list[KVCache] | None  # of a causal model, one per layer
@@ -141,17 +140,12 @@ class LanguageModel(nn.Module):
         return features
 
     def denoise_features(
-        self,
-        anchor_features: Tensor,
-        noise_level: Tensor | None = None,
-        *,
-        valid: Tensor | None = None,
-        cache: Caches = None,
+        self, anchor: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
     ) -> Tensor:
         """Run bridge and denoiser: anchor features (B, L, dim) to features (B, L, dim), which `head` maps to logits."""
         caches = None if cache is None else cache[self.config.anchor_layers :]
-        context = self._stage_context(anchor_features, noise_level, valid, caches)
-        features: Tensor = self.denoiser(self.apply_bridge(anchor_features), *context, caches)
+        context = self._stage_context(anchor, noise_level, valid, caches)
+        features: Tensor = self.denoiser(self.apply_bridge(anchor), *context, caches)
         return features
 
     def _embed_tokens(self, tokens: Tensor, cache: Caches) -> Tensor:
@@ -243,16 +237,8 @@ class LanguageModel(nn.Module):
 
 def build_stack(config: ModelConfig, layers: int) -> Stack:
     """Build one stage of a model."""
-    return Stack(
-        layers,
-        config.dim,
-        heads=config.heads,
-        cond_dim=config.cond_dim,
-        is_causal=config.is_causal,
-        dropout=config.dropout,
-        norm_bias=config.norm_bias,
-        attention_bias=config.attention_bias,
-    )
+    names = ("dim", "heads", "cond_dim", "is_causal", "dropout", "norm_bias", "attention_bias")
+    return Stack(layers, **{name: getattr(config, name) for name in names})
 
 
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:
@@ -329,30 +315,19 @@ def fold_stack(stack: Stack) -> dict[str, Tensor]:
 def initialize(model: LanguageModel, rng: torch.Generator) -> None:
     """Initialize as the lineage: uniform ±1/√fan_in; heads and modulations zero; a direct bridge is the identity."""
 
-    def uniform(parameter: Tensor, fan_in: int) -> None:
-        bound = 1 / math.sqrt(fan_in)
-        parameter.uniform_(-bound, bound, generator=rng)
-
     for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            uniform(module.weight, module.weight.shape[1])
-        elif isinstance(module, nn.Linear):
-            uniform(module.weight, module.in_features)
-            if module.bias is not None:
-                uniform(module.bias, module.in_features)
+        if isinstance(module, nn.Embedding | nn.Linear):
+            bound = 1 / math.sqrt(module.weight.shape[1])
+            for parameter in module.parameters():
+                parameter.uniform_(-bound, bound, generator=rng)
         elif isinstance(module, Norm):
             module.weight.fill_(1.0)
             if module.bias is not None:
                 module.bias.zero_()
-    for module in model.modules():
-        if isinstance(module, Layer | Stack) and module.modulation is not None:
-            module.modulation.weight.zero_()
-            module.modulation.bias.zero_()
-    for head in (model.anchor_head, model.head):
-        if head is not None and not (head is model.head and model.config.tied):
-            head.weight.zero_()
-            if head.bias is not None:
-                head.bias.zero_()
+    modulations = [module.modulation for module in model.modules() if isinstance(module, Layer | Stack)]
+    for linear in (*modulations, model.anchor_head, None if model.config.tied else model.head):
+        for parameter in () if linear is None else linear.parameters():
+            parameter.zero_()
     if model.bridge is not None and model.config.bridge == "direct":
         nn.init.eye_(model.bridge.weight)
         model.bridge.bias.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -191,13 +192,10 @@ class NoiseEmbedding(nn.Module):
 class Stack(nn.Module):
     """One stage: layers and the final norm, conditioned on the noise level or on the constant zero."""
 
-    def __init__(self, layers: int, dim: int, *, cond_dim: int | None, norm_bias: bool, **layer: object) -> None:
+    def __init__(self, layers: int, dim: int, *, cond_dim: int | None, norm_bias: bool, **layer: Any) -> None:
         super().__init__()
         self.condition = None if cond_dim is None else NoiseEmbedding(cond_dim)
-        self.layers = nn.ModuleList(
-            Layer(dim, cond_dim=cond_dim, norm_bias=norm_bias, **layer)  # type: ignore[arg-type]
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(Layer(dim, cond_dim=cond_dim, norm_bias=norm_bias, **layer) for _ in range(layers))
         self.norm = Norm(dim, norm_bias)
         self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 2 * dim)
 

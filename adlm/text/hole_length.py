@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from adlm.diffusion.plans import EPS
+from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor
 from adlm.text.templates import Layout, Pieces, find_holes, set_hole_lengths
 
@@ -59,7 +59,7 @@ def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number:
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in part])
         valid = torch.arange(longest) < torch.tensor([len(row) for row in part])[:, None]
         hidden = ((tokens == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
-        level, tokens = -torch.log(1 - (1 - EPS) * hidden), tokens.to(predictor.device)
+        level, tokens = mean_noise_level(hidden), tokens.to(predictor.device)
         features = predictor.predict(tokens, level, valid.to(predictor.device))
         positions = torch.tensor([position for _, position, _ in expected], device=predictor.device)
         logits = predictor.logits_at(features[torch.arange(len(part), device=predictor.device), positions])

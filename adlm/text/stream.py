@@ -13,7 +13,7 @@ from torch import Tensor
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.denoising import Frame
-from adlm.diffusion.plans import EPS
+from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor
 from adlm.text.templates import WORD, Layout, classify_tokens
 from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, TrajectoryFrame
@@ -94,8 +94,7 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
     level = None
     if model.config.time_conditioning:
-        share = frame.is_masked.sum(-1) / lengths
-        level = -torch.log(1 - (1 - EPS) * share).to(tokens.device)
+        level = mean_noise_level(frame.is_masked.sum(-1) / lengths).to(tokens.device)
     padding = None if bool(valid.all()) else valid.to(tokens.device)
     if model.anchor_head is None:
         features, head = model(tokens, level, valid=padding).final, model.head
