@@ -15,12 +15,12 @@ CONVERTED = "refs/convert/parquet"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A named data set: its Hub location, its document rule and the paper's settings for it."""
+    """A named data set: its Hub location, its document rule and the paper's settings; the defaults are plain text's."""
 
-    hub: str
-    config: str | None
-    column: str  # alternatives separated by |, columns joined with a space by +, numbers where there is no header
-    splits: Mapping[str, str]  # our split to the Hub's, which may be a slice: "train[:-100000]"
+    hub: str = ""
+    config: str | None = None
+    column: str | None = None  # alternatives separated by |, columns joined with a space by +, numbers without a header
+    splits: Mapping[str, str] = field(default_factory=dict)  # our split to the Hub's, or a slice: "train[:-100000]"
     documents: str = "auto"  # document rule for plain text files; in tables a row is a document
     detokenizer: str | None = None
     rows: str = "wrapped"  # "wrapped": one stream cut into rows; "documents": one document per row
@@ -35,88 +35,49 @@ class Corpus:
 
 HELD_OUT = {"train": "train", "valid": "validation", "test": "test"}
 TEST_ONLY = {"train": "train", "valid": "test", "test": "test"}  # the lineage validates on the test split here
+# fmt: off
 WIKITEXT2 = Corpus(
-    hub="Salesforce/wikitext",
-    config="wikitext-2-raw-v1",
-    column="text",
-    splits=HELD_OUT,
-    documents="every-line",
-    detokenizer="wikitext",
+    "Salesforce/wikitext", "wikitext-2-raw-v1", "text", HELD_OUT, documents="every-line", detokenizer="wikitext",
 )
 PUBMED = Corpus(
-    hub="armanc/scientific_papers",
-    config="pubmed",
-    revision=CONVERTED,
-    column="article|abstract",
-    splits=HELD_OUT,
+    "armanc/scientific_papers", "pubmed", "article|abstract", HELD_OUT, revision=CONVERTED,
     detokenizer="scientific_papers",
     # Columns read instead of the articles; plain text has none.
     stand_ins={
-        "abstract": "abstracts, in place of full articles",
-        "": "plain text, in place of the published articles",
+        "abstract": "abstracts, in place of full articles", "": "plain text, in place of the published articles",
     },
 )
 
 CORPORA: dict[str, Corpus] = {
     "lm1b": Corpus(
-        hub="billion-word-benchmark/lm1b",
-        config="plain_text",
-        revision=CONVERTED,
-        column="text",
-        splits=TEST_ONLY,
-        documents="line",
-        detokenizer="lm1b",
-        rows="documents",
-        tokenizer="bert-base-uncased",
-        length=128,
-        files=("news.en*",),
+        "billion-word-benchmark/lm1b", "plain_text", "text", TEST_ONLY, revision=CONVERTED, documents="line",
+        detokenizer="lm1b", rows="documents", tokenizer="bert-base-uncased", length=128, files=("news.en*",),
     ),
     "openwebtext-split": Corpus(
-        hub="Skylion007/openwebtext",
-        config="plain_text",
-        column="text",
-        splits={"train": "train[:-100000]", "valid": "train[-100000:]"},
+        "Skylion007/openwebtext", "plain_text", "text", {"train": "train[:-100000]", "valid": "train[-100000:]"},
     ),
     "wikitext2": WIKITEXT2,
     "wikitext103": replace(WIKITEXT2, config="wikitext-103-raw-v1"),
     "ptb": Corpus(  # LDC text, not to be redistributed
-        hub="ptb-text-only/ptb_text_only",
-        config="penn_treebank",
-        revision=CONVERTED,
-        column="sentence",
-        splits=HELD_OUT,
-        documents="line",
+        "ptb-text-only/ptb_text_only", "penn_treebank", "sentence", HELD_OUT, revision=CONVERTED, documents="line",
         detokenizer="ptb",
     ),
-    "lambada": Corpus(
-        hub="EleutherAI/lambada_openai",
-        config="default",
-        column="text",
-        splits={"valid": "test", "test": "test"},
-        documents="line",
+    "lambada": Corpus(  # OpenAI's test file; there is no training split
+        "EleutherAI/lambada_openai", "default", "text", {"valid": "test", "test": "test"}, documents="line",
         detokenizer="lambada",
     ),
-    "ag_news": Corpus(
-        hub="fancyzhx/ag_news",
-        config="default",
-        column="text|Title+Description|1+2",  # as in the Hub's text column
-        splits=TEST_ONLY,
-        documents="line",
+    "ag_news": Corpus(  # title and description, as in the Hub's text column
+        "fancyzhx/ag_news", "default", "text|Title+Description|1+2", TEST_ONLY, documents="line",
     ),
     "scientific_papers_pubmed": PUBMED,
     "scientific_papers_arxiv": replace(PUBMED, config="arxiv"),
     "text8": Corpus(
-        hub="afmck/text8",
-        config="default",
-        column="text",
-        splits=HELD_OUT,
-        documents="file",
-        tokenizer="characters",
-        length=256,
+        "afmck/text8", "default", "text", HELD_OUT, documents="file", tokenizer="characters", length=256,
         files=("text8", "text8.gz"),
         characters={"train": (0, 90_000_000), "valid": (90_000_000, 95_000_000), "test": (95_000_000, 100_000_000)},
     ),
 }
+# fmt: on
 
 ALIASES = {"openwebtext": "openwebtext-split", "wikitext-2": "wikitext2", "wikitext-103": "wikitext103"}
 

@@ -75,9 +75,9 @@ def prepare(
     and the last rows of the stream.
     """
     corpus = find_named_corpus(source)
-    given_tokenizer, tokenizer = tokenizer, tokenizer or (corpus.tokenizer if corpus else "gpt2")
-    length = length or (corpus.length if corpus else 1024)
-    rows = rows or (corpus.rows if corpus else "wrapped")
+    defaults = corpus or Corpus()
+    given_tokenizer, tokenizer = tokenizer, tokenizer or defaults.tokenizer
+    length, rows = length or defaults.length, rows or defaults.rows
     if rows not in ROW_LAYOUTS:
         raise ValueError(f"rows is {rows!r}: expected {' or '.join(ROW_LAYOUTS)}")
     if not 0 <= valid_share < 1:

@@ -98,9 +98,10 @@ def open_source(
         raise ValueError(f"documents {documents!r} is unknown: choose one of {', '.join(RULES)}")
     name, colon, place = str(spec).partition(":")
     corpus = CORPORA.get(ALIASES.get(name, name)) if isinstance(spec, str) else None
-    detokenizer = detokenizer or (corpus.detokenizer if corpus else None)
+    settings = corpus or Corpus()
+    detokenizer = detokenizer or settings.detokenizer
     clean = find_detokenizer(detokenizer) if detokenizer not in (None, "none") else None
-    request = SourceRequest(str(spec), split, column, documents, detokenizer if clean else None, clean, corpus)
+    request = SourceRequest(str(spec), split, column, documents, detokenizer if clean else None, clean, settings)
     if corpus is not None and not colon:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
     if corpus is not None:
@@ -111,11 +112,8 @@ def open_source(
         return _open_files(Path(spec), request)
     if hub := HUB_NAME.fullmatch(spec):
         return _open_hub(hub[1], hub[2], hub[3], request)
-    names = ", ".join([*CORPORA, *ALIASES])
-    raise FileNotFoundError(
-        f"{spec!r} is no file, no folder and no named data set ({names}): check the name; a data set of the Hub is "
-        "written owner/name or owner/name:config@revision"
-    )
+    known = ", ".join([*CORPORA, *ALIASES, "owner/name[:config][@revision] of the Hub"])
+    raise FileNotFoundError(f"{spec!r} is no file, no folder and no named data set: check the name ({known})")
 
 
 @dataclass(frozen=True)
@@ -128,16 +126,12 @@ class SourceRequest:
     documents: str
     detokenizer: str | None
     clean: Detokenizer | None
-    corpus: Corpus | None
-
-    @property
-    def column_spec(self) -> str | None:
-        return self.column or (self.corpus.column if self.corpus else None)
+    corpus: Corpus
 
     def resolve_split(self) -> Split:
         """Return the split, in the names of the Hub for a named data set."""
         split = Split.parse(self.split)
-        if self.corpus is None:
+        if not self.corpus.splits:
             return split
         name, splits = "valid" if split.base == "validation" else split.base, self.corpus.splits
         if name not in splits:
@@ -176,7 +170,7 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     split = request.resolve_split()
     files = [(root.name, root)] if root.is_file() else select_split_files(_list_files(root, corpus), split.base, root)
     kinds = sorted({suffix if (suffix := get_suffix(path)) in READABLE else "no suffix" for _, path in files})
-    if corpus and len(kinds) > 1:
+    if corpus.hub and len(kinds) > 1:
         names = ", ".join(name for name, _ in files)
         raise ValueError(f"{root} has files of several kinds ({', '.join(kinds)}): give one of {names}")
     total = sum(path.stat().st_size for _, path in files)
@@ -187,7 +181,7 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
         raise ValueError(f"column {request.column!r} is for tables ({', '.join(TABLES)}); {request.name} is plain text")
     if request.documents != "auto" and len(tables) == len(files):
         raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
-    rule = corpus.documents if corpus and request.documents == "auto" else request.documents
+    rule = corpus.documents if request.documents == "auto" else request.documents
     columns = _find_columns(tables, request) if tables else ()
     characters = _find_characters(request, files)
 
@@ -221,7 +215,7 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
         "slice": None if split.is_whole else str(split).removeprefix(split.base),
         "characters": list(characters) if characters else None,
     }
-    if corpus and (label := corpus.stand_ins.get("+".join(columns))):
+    if label := corpus.stand_ins.get("+".join(columns)):
         identity["stand_in"] = label
     return Source(request.name, identity, total, read, root if root.is_dir() else None)
 
@@ -242,14 +236,11 @@ def list_unread_files(root: Path) -> list[str]:
     return sorted(name for name, path in _list_visible(root).items() if get_suffix(path) not in READABLE)
 
 
-def _list_files(root: Path, corpus: Corpus | None) -> list[tuple[str, Path]]:
+def _list_files(root: Path, corpus: Corpus) -> list[tuple[str, Path]]:
     """List the readable files of a folder and its subfolders, in natural order."""
-    files, patterns = _list_visible(root), corpus.files if corpus else ()
-    names = [
-        name
-        for name, path in files.items()
-        if get_suffix(path) in READABLE or any(fnmatch(path.name, pattern) for pattern in patterns)
-    ]
+    files = _list_visible(root)
+    extra = {name for name, path in files.items() for pattern in corpus.files if fnmatch(path.name, pattern)}
+    names = [name for name, path in files.items() if get_suffix(path) in READABLE or name in extra]
     if not names:
         listed = ", ".join(sorted(files)[:10]) + (", ..." if len(files) > 10 else "") or "nothing"
         raise ValueError(f"{root} holds no file to read ({', '.join(READABLE)}, each also with .gz); found: {listed}")
@@ -295,7 +286,7 @@ def _fingerprint(name: str, path: Path) -> dict[str, Any]:
 
 def _find_characters(request: SourceRequest, files: list[tuple[str, Path]]) -> tuple[int, int] | None:
     """Return the character range of the split in a file that holds all splits; a file named after a split is that."""
-    characters = request.corpus.characters if request.corpus else None
+    characters = request.corpus.characters
     if not characters or len(files) > 1 or detect_split(files[0][0]) or get_suffix(files[0][1]) in TABLES:
         return None
     return characters["valid" if request.split == "validation" else request.split]
@@ -314,7 +305,10 @@ def _find_columns(tables: list[Path], request: SourceRequest) -> tuple[str, ...]
     for path in tables:
         if columns := formats.read_columns(path):
             return choose_columns(
-                columns, request.column_spec, str(path), is_numbered=get_suffix(path) in formats.NUMBERED
+                columns,
+                request.column or request.corpus.column,
+                str(path),
+                is_numbered=get_suffix(path) in formats.NUMBERED,
             )
     raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
 
@@ -353,7 +347,7 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         builder = datasets.load_dataset_builder(repo, revision=revision, **where)
         splits = builder.as_streaming_dataset()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
-        local = f"; to read local files, give {request.name}:PATH" if request.corpus else ""
+        local = f"; to read local files, give {request.name}:PATH" if request.corpus.hub else ""
         raise FileNotFoundError(
             f"{request.name} is no file, and loading {repo} from the Hub failed ({error}): check the name and the "
             f"connection{local}"
@@ -369,7 +363,7 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
     columns = {name: isinstance(value, str) for name, value in next(iter(rows), {}).items()}
     if features:
         columns = {name: getattr(kind, "dtype", "") in ("string", "large_string") for name, kind in features.items()}
-    names = choose_columns(columns, request.column_spec, request.name)
+    names = choose_columns(columns, request.column or request.corpus.column, request.name)
 
     def count() -> int:
         known = (builder.info.splits or {}).get(split.base)

@@ -43,8 +43,3 @@ def test_golden(name: str, text: str, expected: str) -> None:
 )
 def test_more_forms(name: str, text: str, expected: str) -> None:
     assert find_detokenizer(name)(text) == expected
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'moses'.*wikitext, ptb, lm1b, lambada, scientific_papers"):
-        find_detokenizer("moses")

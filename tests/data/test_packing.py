@@ -8,19 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adlm.data.packing import Framing, PackedRows, Packer, end_documents, frame_rows, wrap_rows
-from adlm.data.sources import load_excerpt
 from tests.goldens import arrays, facts
 
 GOLDEN = facts("packing")
 NONE = np.empty(0, dtype=np.int64)
 FRAMING = Framing(length=7, bos_id=90, eos_id=91, pad_id=92)
-
-
-def test_the_excerpt_is_readable_prose() -> None:
-    text = load_excerpt()
-    assert text.startswith("CHAPTER 1\n\nAlthough I am an old man, night is generally my time for walking.")
-    assert 300_000 < len(text) < 600_000
-    assert "\ufffd" not in text
 
 
 @pytest.mark.parametrize("case", GOLDEN["small_cases"], ids=range(len(GOLDEN["small_cases"])))
