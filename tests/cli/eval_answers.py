@@ -5,7 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.cli.terminal import invoke
+import pytest
+
+from tests.cli.terminal import invoke, without_escapes
 from tests.training.runs import TEXT, shelf
 
 
@@ -36,3 +38,14 @@ def evaluate(*words: object) -> dict[str, Any]:
     assert result.stdout.count("\n") == 1
     found: dict[str, Any] = json.loads(result.stdout)
     return found
+
+
+def narrow_table(monkeypatch: pytest.MonkeyPatch, columns: int, *words: object) -> list[str]:
+    """The lines of the tables that a command prints on a terminal of this width."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in without_escapes(result.stdout).splitlines() if line[:1] in tuple("┏┃┡│└")]
+    assert max(map(len, lines)) <= columns
+    return lines
