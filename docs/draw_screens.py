@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 import adlm
-from adlm.view.terminal import draw_panels
+from adlm.view.terminal import DenoisingView
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # for tests.browser
@@ -41,7 +41,7 @@ def draw_terminal(trajectories: list[adlm.Trajectory], path: Path) -> None:
     console = Console(record=True, width=110, force_terminal=True, file=StringIO(), color_system="truecolor")
     frames = [trajectory.frames[int(MOMENT * len(trajectory.frames))] for trajectory in trajectories]
     titles = [trajectory.title for trajectory in trajectories]
-    console.print(draw_panels(frames, titles, steps=[STEPS, STEPS]))
+    console.print(DenoisingView(frames, titles, [STEPS, STEPS]))
     console.save_svg(str(path), title="adlm sample --compare ancestral")
 
 

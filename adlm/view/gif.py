@@ -182,8 +182,8 @@ class GifPanel:
     """Draws the frames of one trajectory into a column of the image."""
 
     def __init__(self, trajectory: Trajectory, left: int, width: int, fonts: Sequence[Any], show_guesses: bool) -> None:
-        self.trajectory, self.left, self.width, self.fonts = trajectory, left, width, fonts
-        self.show_guesses = show_guesses
+        self.trajectory, self.left, self.width = trajectory, left, width
+        self.fonts, self.show_guesses = fonts, show_guesses
         final = trajectory.frames[-1].tokens
         texts = [(token.guesses or ((" ---", 0),))[0][0] if token.is_masked else token.text for token in final]
         # Wide enough for the final text, and in the smallest font for every text that was visible there.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
@@ -16,7 +17,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, TrajectoryFrame
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TrajectoryFrame
 from adlm.view import look
 
 Frames = list[TrajectoryFrame]
@@ -43,35 +44,25 @@ def draw_frame(frame: TrajectoryFrame, *, show_guesses: bool = True) -> Text:
     """Draw a text: hidden tokens as blocks or as their likeliest guess, the others as they read."""
     drawn = Text()
     for token in frame.tokens:
-        shown, style = _style_token(token, show_guesses=show_guesses)
-        if token.is_masked and shown == " " + BLOCKS[token.state] and (not drawn or drawn.plain[-1].isspace()):
-            shown = shown[1:]
-        body = shown.strip()
-        before, _, after = shown.partition(body) if body else (shown, "", "")
+        shown, style = token.text, look.STATE_STYLES[token.state] + (look.ANCHOR_STYLE if token.is_anchor else None)
+        guess, probability = token.guesses[0] if show_guesses and token.guesses else ("", 0.0)
+        if token.is_masked and guess.strip(" "):
+            shown = guess.replace("\n", "↵")
+            style += look.GUESS_STYLES[look.find_level(probability)] if token.state == HIDDEN else None
+        elif token.is_masked:
+            shown = " " * (bool(drawn) and not drawn.plain[-1].isspace()) + BLOCKS[token.state]
         # White space is not styled: an underline would extend into it, a reversed line end fills the row.
+        before, body, after = re.fullmatch(r"(\s*)(.*?)(\s*)", escape_controls(shown), re.DOTALL).groups()  # type: ignore[union-attr]
         drawn.append(before).append(body, style).append(after)
     return drawn
-
-
-def _style_token(token: TokenState, *, show_guesses: bool) -> tuple[str, Style]:
-    """Return the text at a position and its style."""
-    style = look.STATE_STYLES[token.state] + look.ANCHOR_STYLE if token.is_anchor else look.STATE_STYLES[token.state]
-    if not token.is_masked:
-        return escape_controls(token.text), style
-    if show_guesses and token.guesses:
-        guess, probability = token.guesses[0]
-        if guess.strip(" "):
-            colored = style + look.GUESS_STYLES[look.find_level(probability)] if token.state == HIDDEN else style
-            return escape_controls(guess.replace("\n", "↵")), colored
-    return " " + BLOCKS[token.state], style
 
 
 def _draw_legend(width: int, *, show_guesses: bool) -> Text:
     """Draw the legend in lines of this width, without breaking an entry."""
     entries = [("░░░", HIDDEN, "hidden"), ("new", REVEALED, "just revealed"), ("▒▒▒", REMASKED, "hidden again")]
-    styled = [(sample, look.STATE_STYLES[state], name) for sample, state, name in [*entries, ("text", GIVEN, "given")]]
-    styled.append(("word", look.ANCHOR_STYLE, "anchor"))
-    parts = [Text.assemble((sample, style), (f" {name}", "dim")) for sample, style, name in styled]
+    entries.append(("text", GIVEN, "given"))
+    parts = [Text.assemble((word, look.STATE_STYLES[state]), (f" {name}", "dim")) for word, state, name in entries]
+    parts.append(Text.assemble(("word", look.ANCHOR_STYLE), (" anchor", "dim")))
     if show_guesses:
         levels = [f" <{look.PROBABILITY_LEVELS[0]:.0%}", *(f" ≥{level:.0%}" for level in look.PROBABILITY_LEVELS)]
         scale = [(level, look.STATE_STYLES[HIDDEN] + style) for level, style in zip(levels, look.GUESS_STYLES)]
@@ -95,7 +86,10 @@ def _format_step(frame: TrajectoryFrame, steps: int | None) -> str:
 
 @dataclass
 class DenoisingView:
-    """Panels that a console can print; between frames they keep their height and the lines they show."""
+    """A panel for each text, in a row where the console is wide enough, and a legend.
+
+    Between frames the panels keep their height and the lines they show.
+    """
 
     frames: Sequence[TrajectoryFrame]
     titles: Sequence[str]
@@ -168,26 +162,6 @@ def _find_top(lines: Sequence[Text], top: int, room: int) -> int:
     return min(max(0, nearest - 1), last)
 
 
-def draw_panels(
-    frames: Sequence[TrajectoryFrame],
-    titles: Sequence[str],
-    *,
-    steps: Sequence[int | None],
-    show_guesses: bool = True,
-    height: int | None = None,
-) -> RenderableType:
-    """Draw a panel for each text, in a row where the terminal is wide enough, and a legend; at most `height` rows."""
-    _check_lengths(len(frames), "frame", titles, steps)
-    return DenoisingView(frames, titles, steps, show_guesses, height)
-
-
-def _check_lengths(count: int, kind: str, titles: Sequence[str], steps: Sequence[int | None]) -> None:
-    if count == 0:
-        raise ValueError(f"there are 0 {kind}s: give at least one {kind}")
-    if len(titles) != count or len(steps) != count:
-        raise ValueError(f"{kind}s: {count}, titles: {len(titles)}, steps: {len(steps)}; give as many of each")
-
-
 def watch(
     streams: Sequence[Iterator[TrajectoryFrame]],
     titles: Sequence[str],
@@ -201,7 +175,8 @@ def watch(
 
     The last drawing stays. Without a terminal, a few frames are printed as plain text.
     """
-    _check_lengths(len(streams), "stream", titles, steps)
+    if not len(streams) == len(titles) == len(steps) > 0:
+        raise ValueError(f"streams: {len(streams)}, titles: {len(titles)}, steps: {len(steps)}; give 1 or more of each")
     seen: list[Frames] = [[] for _ in streams]
     view = DenoisingView([], titles, steps, show_guesses)
     if console.is_terminal and not console.is_dumb_terminal:
@@ -242,8 +217,7 @@ def _draw_live(
                 time.sleep(pause)
     finally:
         if all(seen):
-            last = [frames[-1] for frames in seen]
-            console.print(DenoisingView(last, view.titles, view.steps, view.show_guesses))
+            console.print(DenoisingView([frames[-1] for frames in seen], view.titles, view.steps, view.show_guesses))
 
 
 def _print_some(rounds: Iterator[list[int]], seen: list[Frames], view: DenoisingView, console: Console) -> None:
@@ -260,9 +234,9 @@ def _print_some(rounds: Iterator[list[int]], seen: list[Frames], view: Denoising
     for advanced in rounds:
         for i in advanced:
             hidden, at_first = count_hidden(seen[i][-1]), count_hidden(seen[i][0])
-            reached = [share for share in due[i] if 0 < hidden <= share * at_first]
-            due[i] = [share for share in due[i] if share not in reached]
-            if reached:
+            rest = [share for share in due[i] if not 0 < hidden <= share * at_first]
+            if rest != due[i]:
                 show(i)
+            due[i] = rest
     for i in range(len(seen)):
         show(i)

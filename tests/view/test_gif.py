@@ -26,7 +26,7 @@ from adlm.view.gif import (
     write_gif,
 )
 from adlm.view.player import read_asset
-from tests.view.test_terminal import PARAGRAPH, record
+from tests.view.trajectories import PARAGRAPH, record
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -16,58 +16,9 @@ from hypothesis import strategies as st
 
 from adlm.trajectory import STATES, TokenState, Trajectory, TrajectoryFrame
 from adlm.view.player import TITLE, render_player, write_player
+from tests.view.trajectories import record
 
-PROSE = (
-    "The harbour was quiet when the surveyor came down from the lighthouse. She had counted the lamps twice, once for "
-    "the ledger and once for herself, and the two sums did not agree. “Then one of them has moved,” said the keeper, "
-    "who was mending a net.\n\nThey went out together in the small boat. Beyond the breakwater the water lay flat as "
-    "slate, and on it, far from any shore, a single lamp was burning. Nobody had lit it. Nobody, the keeper said, ever "
-    "rowed out to put it out — not in café talk, not in winter, not even 冬."
-)
 NASTY = '</script><script>window.broken=1</script><!-- <b>&amp; "quotes" \' \u2028 {{script}} \\u003c \ud800 \x00 \r\n'
-
-
-def tokens_of(text: str) -> list[str]:
-    """Words with the space before them, long ones in two pieces, punctuation and newlines apart."""
-    words = re.findall(r"\n+|\s?\w+|\s?[^\w\s]", text)
-    return [piece for word in words for piece in ((word[:6], word[6:]) if len(word) > 9 else (word,))]
-
-
-def simulated(text: str = PROSE, *, steps: int = 32, remask: float = 0.0, prompt: int = 0, seed: int = 1) -> Trajectory:
-    """A text that comes out of its masks at random, some of it put back; guesses grow surer as more is visible."""
-    rng = random.Random(seed)
-    final = tokens_of(text)
-    vocabulary = sorted({*final, " the", " of", ","})
-    tokens: list[str | None] = [token if at < prompt else None for at, token in enumerate(final)]
-
-    def look(at: int, before: list[str | None], share: float) -> TokenState:
-        token, is_anchor = tokens[at], final.count(final[at]) == 1 and len(final[at]) > 5
-        if at < prompt or token is not None:
-            state = "given" if at < prompt else "revealed" if token != before[at] else "visible"
-            return TokenState(token or "", state, (), is_anchor)
-        p = min(0.97, 0.04 + rng.random() * (0.2 + share))
-        guesses = [(final[at], p), (rng.choice(vocabulary), p * 0.4), (" the", p * 0.2)]
-        if rng.random() > 0.3 + 0.7 * share:
-            guesses = [(rng.choice(vocabulary), p), (" the", p * 0.5), (final[at], p * 0.3)]
-        scale = max(1.0, sum(p for _, p in guesses))
-        state = "remasked" if before[at] is not None else "hidden"
-        return TokenState("", state, tuple((guess, p / scale) for guess, p in guesses), is_anchor)
-
-    stills = [TrajectoryFrame(0, 0, tuple(look(at, tokens, 0.0) for at in range(len(final))))]
-    for step in range(1, steps + 1):
-        before = list(tokens)
-        for at in range(prompt, len(final)):
-            if tokens[at] is None and rng.random() < 1 / (steps - step + 1):
-                wrong = remask and step < steps and rng.random() < 0.3
-                tokens[at] = rng.choice(vocabulary) if wrong else final[at]
-            elif step == steps:
-                tokens[at] = final[at]
-            elif tokens[at] is not None and rng.random() < remask * (1 if tokens[at] == final[at] else 4):
-                tokens[at] = None
-        share = sum(token is not None for token in tokens) / len(final)
-        stills.append(TrajectoryFrame(step, step, tuple(look(at, before, share) for at in range(len(final)))))
-    told = {"sampler": "remask_cap" if remask else "ancestral", "steps": steps, "seed": seed, "top_p": 0.9}
-    return Trajectory(f"{told['sampler']}, {steps} steps", "".join(final), tuple(stills), 1.25, told)
 
 
 def data_in(page: str) -> Any:
@@ -199,7 +150,7 @@ def test_no_text_breaks_out(tmp_path: Path) -> None:
 
 
 def test_the_page_loads_nothing_and_may_run_its_own_script_only() -> None:
-    found = elements(render_player([simulated(steps=3)]))
+    found = elements(render_player([record(steps=3)]))
     for tag, attributes in found.tags:
         assert tag not in ("img", "iframe", "object", "embed", "base", "form"), tag
         for name, value in attributes.items():
@@ -218,7 +169,7 @@ def test_the_page_loads_nothing_and_may_run_its_own_script_only() -> None:
 
 
 def test_title_and_parents(tmp_path: Path) -> None:
-    recording = simulated(steps=2)
+    recording = record(steps=2)
     path = write_player([recording], tmp_path / "not" / "there" / "a.html", title="Müll & <Co>")
     assert path == tmp_path / "not" / "there" / "a.html"
     page = path.read_text("utf-8")
@@ -261,4 +212,4 @@ def test_errors_name_the_value_and_the_expectation(made: list[Trajectory], told:
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is a folder: give the name of a file, such as .*sample\.html"):
-        write_player([simulated(steps=2)], tmp_path)
+        write_player([record(steps=2)], tmp_path)

@@ -11,7 +11,8 @@ import pytest
 from adlm.trajectory import TokenState, Trajectory, TrajectoryFrame
 from adlm.view.player import write_player
 from tests.browser import console, media, open_browser, requests
-from tests.view.test_player import NASTY, nasty, simulated, units
+from tests.view.test_player import NASTY, nasty, units
+from tests.view.trajectories import record
 
 # One token that was given, one that came, went and came back, one that comes last.
 STORY = (
@@ -118,7 +119,7 @@ PLAYING = "document.body.classList.contains('playing')"
 
 def test_it_plays_by_itself_to_the_end_and_again_when_asked(page: Page) -> None:
     steps = 200  # many: a busy machine looks late, and must still find it playing
-    page.open(simulated(steps=steps), moving=True)
+    page.open(record(steps=steps), moving=True)
     page.wait(PLAYING)
     page.wait("document.getElementById('scrub').value > 2")
     assert page.find("#play").get_attribute("aria-label") == "Pause"
@@ -126,7 +127,7 @@ def test_it_plays_by_itself_to_the_end_and_again_when_asked(page: Page) -> None:
     page.wait(f"document.getElementById('scrub').value === '{steps}'", seconds=60)
     page.wait(f"!{PLAYING}")
     assert page.said(".step") == [str(steps)] and page.said(".nfe") == [str(steps)]
-    assert page.texts() == [units(simulated().text)]
+    assert page.texts() == [units(record().text)]
     page.find("#speed").send_keys("1")  # or all of it could be over before a busy machine looks
     page.find("#play").click()  # at the end: from the beginning
     page.wait(f"{PLAYING} && document.getElementById('scrub').value < {steps}")
@@ -139,7 +140,7 @@ def test_it_plays_by_itself_to_the_end_and_again_when_asked(page: Page) -> None:
 
 
 def test_it_waits_for_a_reader_who_wants_no_motion(page: Page) -> None:
-    page.open(simulated(steps=4))
+    page.open(record(steps=4))
     time.sleep(1.1)
     assert page.tick() == 0
     page.find("#play").click()
@@ -149,8 +150,8 @@ def test_it_waits_for_a_reader_who_wants_no_motion(page: Page) -> None:
 def test_every_still_reads_as_it_was_recorded(page: Page) -> None:
     rng = random.Random(3)
     both = [
-        simulated("".join(rng.choice(ODD) for _ in range(40)) + NASTY, steps=12, remask=0.1),
-        simulated(steps=12, remask=0.05, prompt=9),
+        record("".join(rng.choice(ODD) for _ in range(40)) + NASTY, steps=12, remask=0.1),
+        record(steps=12, remask=0.05, prompt=9),
     ]
     page.open(*both)
     for tick in range(13):
@@ -247,7 +248,7 @@ def shades(page: Page, selector: str) -> dict[str, str]:
 
 
 def test_states_differ_by_more_than_color(page: Page) -> None:
-    page.open(simulated(steps=24, remask=0.06, prompt=5))
+    page.open(record(steps=24, remask=0.06, prompt=5))
     page.scrub(14)
     looks = {
         state: shades(page, f".text .cell[data-state={state}] .ink")
@@ -277,11 +278,11 @@ def test_guesses_can_be_hidden(page: Page) -> None:
 
 
 def test_side_by_side_on_one_timeline(page: Page) -> None:
-    long, short = simulated(steps=30), simulated(steps=10, remask=0.05)
+    long, short = record(steps=30, title="long"), record(steps=10, title="short")
     page.open(long, short)
     tops = page.run("return [...document.querySelectorAll('.panel')].map((e) => e.getBoundingClientRect().top)")
     assert len(tops) == 2 and tops[0] == tops[1]
-    assert page.said("h2") == ["ancestral, 30 steps", "remask_cap, 10 steps"]
+    assert page.said("h2") == ["long", "short"]
     for tick, steps in [(0, ["0", "0"]), (15, ["15", "5"]), (16, ["16", "5"]), (29, ["29", "10"]), (30, ["30", "10"])]:
         page.scrub(tick)
         assert page.said(".step") == steps and page.said(".nfe") == steps
@@ -300,7 +301,7 @@ def places(page: Page) -> Sequence[Sequence[float]]:
 
 
 def test_the_page_stands_still_while_its_text_appears(page: Page) -> None:
-    page.open(simulated(steps=8))
+    page.open(record(steps=8))
     first = places(page)
     for tick in (3, 8):
         page.scrub(tick)

@@ -1,6 +1,5 @@
 """The terminal view: what stands is what is read, states differ without color, every still comes back."""
 
-import random
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -14,49 +13,12 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from rich.segment import Segment
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+from adlm.trajectory import GIVEN, HIDDEN, REMASKED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 from adlm.view.look import PROBABILITY_LEVELS
-from adlm.view.terminal import BLOCKS, DenoisingView, draw_frame, draw_panels, escape_controls, watch
+from adlm.view.terminal import BLOCKS, DenoisingView, draw_frame, escape_controls, watch
+from tests.view.trajectories import PARAGRAPH, record
 
-PARAGRAPH = (
-    "When the harbour froze, the ferrymen carried their boats up the hill and slept beneath them. By the second week "
-    "the children had learned to skate, and the baker, who had never trusted the sea, walked out over it every morning "
-    'with a basket of warm rolls. "It will hold," he said to nobody in particular; and until the first of March it did.'
-    "\n\nThen one night the lighthouse keeper heard a long, low note, like a cello being tuned in another room, and in "
-    "the morning there was a dark line across the bay."
-)
 SGR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def record(
-    paragraph: str = PARAGRAPH, *, steps: int = 64, remask: float = 0.05, seed: int = 0, title: str = "loop"
-) -> Trajectory:
-    """A made-up denoising of a paragraph: tokens appear at random, some are hidden again, guesses grow surer."""
-    rng, prompt = random.Random(seed), 5
-    words = re.findall(r"\s*[A-Za-z]{1,6}|\s*[^A-Za-z\s]|\s+", paragraph)
-    standing = [i < prompt for i in range(len(words))]
-    before, stills = list(standing), []
-
-    def cell_at(i: int, progress: float) -> TokenState:
-        is_rare = len(words[i].strip()) >= 5 and words.count(words[i]) == 1
-        if i < prompt:
-            return TokenState(words[i], GIVEN)
-        if standing[i]:
-            return TokenState(words[i], VISIBLE if before[i] else REVEALED, is_anchor=is_rare)
-        sure = min(0.99, rng.random() * (0.3 + progress))
-        guess = words[i] if rng.random() < 0.3 + progress / 2 else rng.choice(words)
-        return TokenState("", REMASKED if before[i] else HIDDEN, ((guess, sure), (" the", sure / 2)), is_rare)
-
-    for step in range(steps + 1):
-        before = list(standing)
-        hidden = [i for i, stands in enumerate(standing) if not stands]
-        for i in rng.sample(hidden, -(-len(hidden) // (steps - step + 1)) if step else 0):
-            standing[i] = True
-        for i in range(prompt, len(words)):
-            if before[i] and step < 0.8 * steps and rng.random() < remask:
-                standing[i] = False
-        stills.append(TrajectoryFrame(step, step, tuple(cell_at(i, step / steps) for i in range(len(words)))))
-    return Trajectory(title, paragraph, tuple(stills))
 
 
 def terminal(**how: Any) -> Console:
@@ -104,7 +66,7 @@ def test_no_control_reaches_the_terminal(text: str, state: str) -> None:
     is_hidden = state in (HIDDEN, REMASKED)
     cell = TokenState("", state, ((text, 0.5),)) if is_hidden else TokenState(text, state)
     console = terminal()
-    console.print(draw_panels([TrajectoryFrame(1, 1, (cell,))], [text], steps=[2]))
+    console.print(DenoisingView([TrajectoryFrame(1, 1, (cell,))], [text], [2]))
     left = SGR.sub("", written(console)).replace("\n", "")
     left.encode("utf-8")  # no lone surrogate either
     assert not [c for c in left if unicodedata.category(c) == "Cc"]
@@ -160,16 +122,16 @@ def test_only_letters_are_underlined() -> None:
 def test_counters_are_right(number: int) -> None:
     still = record().frames[number]
     hidden = sum(cell.state in (HIDDEN, REMASKED) for cell in still.tokens)
-    drawn = "\n".join(lines_of(draw_panels([still], ["loop"], steps=[64]), terminal()))
+    drawn = "\n".join(lines_of(DenoisingView([still], ["loop"], [64]), terminal()))
     assert f" step {number} of 64 " in drawn and f" NFE {number} · {hidden} of {len(still.tokens)} hidden " in drawn
     assert abs(drawn.count("━") / 80 - 1) < 0.2  # a bar, all of it
-    alone = "\n".join(lines_of(draw_panels([still], ["loop"], steps=[None]), terminal()))
+    alone = "\n".join(lines_of(DenoisingView([still], ["loop"], [None]), terminal()))
     assert f" step {number} " in alone and "of 64" not in alone and "━" not in alone
 
 
 def test_two_panels_stand_side_by_side_where_there_is_room() -> None:
     stills = [record().frames[40], record(seed=1).frames[40]]
-    drawn = draw_panels(stills, ["left", "right"], steps=[64, 64])
+    drawn = DenoisingView(stills, ["left", "right"], [64, 64])
     wide, narrow = (lines_of(drawn, terminal(width=width)) for width in (81, 80))
     assert "left" in wide[0] and "right" in wide[0]
     assert "left" in narrow[0] and "right" not in narrow[0] and any("right" in line for line in narrow)
@@ -180,10 +142,10 @@ def test_two_panels_stand_side_by_side_where_there_is_room() -> None:
 
 def test_a_legend_tears_no_entry() -> None:
     for width in (40, 60, 80, 120):
-        drawn = "\n".join(lines_of(draw_panels([only("x")], ["t"], steps=[1]), terminal(width=width)))
+        drawn = "\n".join(lines_of(DenoisingView([only("x")], ["t"], [1]), terminal(width=width)))
         for entry in ("░░░ hidden", "new just revealed", "▒▒▒ hidden again", "text given", "word anchor", "guess <25%"):
             assert entry in drawn
-    plain = draw_panels([only("x")], ["t"], steps=[1], show_guesses=False)
+    plain = DenoisingView([only("x")], ["t"], [1], show_guesses=False)
     assert "guess" not in "\n".join(lines_of(plain, terminal()))
 
 
@@ -271,11 +233,9 @@ def test_an_interrupt_is_passed_on_after_the_cursor_is_back() -> None:
 
 def test_errors_say_what_is_missing() -> None:
     still = only("x")
-    with pytest.raises(ValueError, match="at least one frame"):
-        draw_panels([], [], steps=[])
-    with pytest.raises(ValueError, match="frames: 1, titles: 2, steps: 1"):
-        draw_panels([still], ["a", "b"], steps=[1])
-    with pytest.raises(ValueError, match="at least one stream"):
+    with pytest.raises(ValueError, match="streams: 0, titles: 0, steps: 0; give 1 or more of each"):
         watch([], [], terminal(), steps=[])
+    with pytest.raises(ValueError, match="streams: 1, titles: 2, steps: 1"):
+        watch([iter([still])], ["a", "b"], terminal(), steps=[1])
     with pytest.raises(ValueError, match="stream 2 of 2 ended before its first frame"):
         watch([iter([still]), iter([])], ["a", "b"], terminal(), steps=[1, 1])
