@@ -12,13 +12,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from adlm import __version__
 from adlm.data import shards
 from adlm.data.corpora import ALIASES, CORPORA, Corpus
 from adlm.data.packing import Framing, PackedRows, Packer
@@ -333,6 +333,10 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
         totals = {"rows": sum(shard["rows"] for shard in state["shards"]), "tokens": tokens}
         totals |= {"documents": documents + (inside > 0), "bytes": text}
         splits[name] = totals | {"shards": state["shards"]}
+    try:
+        adlm_version = version("adlm")
+    except PackageNotFoundError:
+        adlm_version = "not installed"
     content = io.BytesIO()
     counts = job.open_train_rows(dtype).count_tokens(tokenizer.vocab_size)
     np.save(content, counts.astype("<i8"), allow_pickle=False)
@@ -351,7 +355,7 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": source.identity,
         "counts_sha256": shards.hash_file(job.folder / COUNTS),
-        "made_with": f"adlm {__version__}",
+        "made_with": f"adlm {adlm_version}",
     }
     shards.write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
     remove_files(job.folder, TEMPORARY)
