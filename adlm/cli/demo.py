@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,32 +16,14 @@ from adlm.cli.output import check_output_files, draw_curve, json_stdout, print_j
 
 if TYPE_CHECKING:
     from adlm.text.lm import LM
-    from adlm.trajectory import Trajectory
 
 PROMPT, TEMPLATE = "The old man ", "The ___ sat by the window, and ___{4} the rain."
 LENGTH, STEPS, TOP_P = 64, 128, 0.8
 PAUSE = 0.04  # seconds between frames on a terminal
 SENTENCE = "She opened the door and looked into the dark room."
 VOCAB_SIZE, ROW_LENGTH, RECIPE = 1024, 64, "cpu-nano"
-SETTINGS: dict[str, Any] = {  # saved and validated only at the end
-    "ema": 0.95,
-    "device": "cpu",
-    "checkpoint.every": 10**9,
-    "valid.every": 10**9,
-    "valid.draws": 4,
-    "log.every": 1,
-}
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """The results of the demo."""
-
-    text: str
-    filled: list[str]
-    losses: list[float]  # nats per token of the small model at every step
-    valid: dict[str, float]
-    page: Path
+SETTINGS: dict[str, Any] = {"ema": 0.95, "device": "cpu", "valid.draws": 4, "log.every": 1}
+SETTINGS |= {"checkpoint.every": 10**9, "valid.every": 10**9}  # saved and validated only at the end
 
 
 def demo(
@@ -51,22 +32,22 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order, noise and samples.")] = 1,
     out: Annotated[Path, typer.Option(help="Output page.")] = Path("adlm-demo.html"),
     is_json: options.Json = False,
-) -> object:
+) -> dict[str, Any]:
     """Watch the bundled model generate and infill, train a small model, and write a page of it. Runs on the CPU."""
     with report_errors():
         check_output_files({"--out": out})
         with json_stdout(is_json):
             result = run_demo(seconds=seconds, steps=steps, seed=seed, out=out)
         if is_json:
-            print_json(asdict(result))
+            print_json(result)
         return result
 
 
-def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> DemoResult:
-    """Run the demo; with `steps`, the training is the same on every machine of a kind."""
+def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> dict[str, Any]:
+    """Run the demo and return its results; with `steps`, the training is the same on every machine of a kind."""
     from adlm.text.lm import load
     from adlm.view.player import write_player
-    from adlm.view.terminal import draw_frame
+    from adlm.view.terminal import draw_frame, watch
 
     console, began = Console(highlight=False), time.perf_counter()
     lm = load(device="cpu")
@@ -76,7 +57,11 @@ def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> Demo
         "denoises all tokens of a text together, on the CPU:"
     )
     settings: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS, "top_p": TOP_P}
-    trajectories = [watch_sampling(lm, console, prompt=PROMPT, **settings)]
+    request, sampling_began = lm.build_request(PROMPT, **settings), time.perf_counter()
+    frames = (step.trajectory_frame() for step in lm.stream_request(request, guesses=3))
+    title, pause = f"{lm.name} · {request.settings['sampler']}", PAUSE if console.is_terminal else 0
+    (seen,) = watch([frames], [title], console, steps=[request.steps], pause=pause)
+    trajectories = [lm.build_trajectory(seen, request, title=title, seconds=time.perf_counter() - sampling_began)]
 
     console.print("\n[bold]2 · Infill.[/] Given text stays the same; a hole has a given length or finds its own:")
     console.print("   " + TEMPLATE, style="dim", markup=False)
@@ -104,18 +89,7 @@ def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> Demo
     console.print("\n[bold]5 · Play.[/] Two samplers with the same seed; play, step, and point at tokens:")
     console.print(f"   open {page.resolve().as_uri()}", style="bold", markup=False, soft_wrap=True)
     console.print(f"Done in {time.perf_counter() - began:.0f} s. Next: adlm sample, adlm infill, adlm train --help")
-    return DemoResult(trajectories[0].text, filled.texts, losses, valid, page)
-
-
-def watch_sampling(lm: LM, console: Console, **settings: Any) -> Trajectory:
-    """Show the sampling of one text and return its trajectory."""
-    from adlm.view.terminal import watch
-
-    request, began = lm.build_request(**settings), time.perf_counter()
-    frames = (step.trajectory_frame() for step in lm.stream_request(request, guesses=3))
-    title = f"{lm.name} · {request.settings['sampler']}"
-    (seen,) = watch([frames], [title], console, steps=[request.steps], pause=PAUSE if console.is_terminal else 0)
-    return lm.build_trajectory(seen, request, title=title, seconds=time.perf_counter() - began)
+    return {"text": trajectories[0].text, "filled": filled.texts, "losses": losses, "valid": valid, "page": page}
 
 
 def train_small_model(

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -50,9 +49,14 @@ def doctor(is_json: options.Json = False) -> None:
             try:
                 sections[title] = check()
             except Exception as error:  # with a broken torch, for example: the first section names it
-                sections[title] = {title: Finding(describe_error(error), False, "fix the problems above first")}
+                sections[title] = {title: report_problem(error, "fix the problems above first")}
             if not is_json:
-                print_section(console, title, sections[title])
+                console.print(title, style="bold")
+                width = max(map(len, sections[title]))
+                for name, finding in sections[title].items():
+                    mark = Text(*MARKS[finding.is_ok])
+                    remedy = f" → {finding.remedy}" if not finding.is_ok and finding.remedy else ""
+                    console.print("  ", mark, Text(f" {name:<{width}}  {finding.text}"), Text(remedy, "cyan"), sep="")
     problems = {name: each for found in sections.values() for name, each in found.items() if each.is_ok is False}
     if is_json:
         listed = {title: {name: asdict(each) for name, each in found.items()} for title, found in sections.items()}
@@ -62,24 +66,15 @@ def doctor(is_json: options.Json = False) -> None:
     raise typer.Exit(1 if problems else 0)
 
 
-def print_section(console: Console, title: str, findings: dict[str, Finding]) -> None:
-    """Print a line for each finding: a mark, the name, the text and the remedy."""
-    console.print(title, style="bold")
-    width = max(map(len, findings))
-    for name, finding in findings.items():
-        mark, style = MARKS[finding.is_ok]
-        remedy = f" → {finding.remedy}" if finding.is_ok is not True and finding.remedy else ""
-        console.print(Text.assemble("  ", (mark, style), f" {name:<{width}}  {finding.text}", (remedy, "cyan")))
-
-
-def describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def report_problem(error: Exception, remedy: str) -> Finding:
+    """Report what is broken; a broken package or a damaged model may raise anything."""
+    return Finding(f"{type(error).__name__}: {error}".splitlines()[0], False, remedy)
 
 
 def check_packages() -> dict[str, Finding]:
     """Check Python, adlm, its required packages, which must import, and those of its extras."""
-    findings = {"adlm": Finding(__version__)}
-    findings["python"] = Finding(f"{platform.python_version()}, {platform.system()} {platform.machine()}")
+    python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    findings = {"adlm": Finding(__version__), "python": Finding(python)}
     for line in metadata.requires("adlm") or []:
         name = re.split(r"[^\w.-]", line)[0].lower().replace("_", "-")
         module = MODULES.get(name, name.replace("-", "_"))
@@ -92,8 +87,8 @@ def check_packages() -> dict[str, Finding]:
             imported = importlib.import_module(module)
             build = f", CUDA {imported.version.cuda}" if name == "torch" and imported.version.cuda else ""
             findings[name] = Finding(metadata.version(name) + build)
-        except Exception as error:  # a broken package may raise anything
-            findings[name] = Finding(describe_error(error), False, f"pip install --force-reinstall {name}")
+        except Exception as error:
+            findings[name] = report_problem(error, f"pip install --force-reinstall {name}")
     return findings
 
 
@@ -104,7 +99,6 @@ def check_devices() -> dict[str, Finding]:
     findings = {"cpu": Finding(f"{os.cpu_count()} cores, {torch.get_num_threads()} threads")}
     if not torch.cuda.is_available():
         findings["cuda"] = Finding("no device, or no driver, or torch is built without CUDA", None)
-        return findings
     for number in range(torch.cuda.device_count()):
         device, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
         findings[f"cuda:{number}"] = Finding(f"{device.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free")
@@ -120,8 +114,8 @@ def check_models() -> dict[str, Finding]:
         try:
             load(name).generate(length=8, steps=8)
             findings[name] = Finding("loads and generates")
-        except Exception as error:  # a damaged model may raise anything
-            findings[name] = Finding(describe_error(error), False, "pip install --force-reinstall --no-deps adlm")
+        except Exception as error:
+            findings[name] = report_problem(error, "pip install --force-reinstall --no-deps adlm")
     return findings
 
 
@@ -134,9 +128,4 @@ def check_tools() -> dict[str, Finding]:
     return findings
 
 
-SECTIONS: dict[str, Callable[[], dict[str, Finding]]] = {
-    "packages": check_packages,
-    "devices": check_devices,
-    "models": check_models,
-    "tools": check_tools,
-}
+SECTIONS = {"packages": check_packages, "devices": check_devices, "models": check_models, "tools": check_tools}

@@ -16,17 +16,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from adlm.cli import options
+from adlm.cli import options, output
 from adlm.cli.errors import report_errors
-from adlm.cli.output import (
-    check_output_files,
-    join_texts,
-    json_stdout,
-    print_bytes,
-    print_json,
-    read_text_file,
-    status_console,
-)
 
 if TYPE_CHECKING:
     from adlm.text.generation import GenerationRequest
@@ -72,10 +63,8 @@ def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
     shared, hints = get_type_hints(GenerationOptions, include_extras=True), get_type_hints(command, include_extras=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = [p.replace(annotation=hints[p.name], kind=keyword) for p in inspect.signature(command).parameters.values()]
-    more = [
-        inspect.Parameter(f.name, keyword, default=f.default, annotation=shared[f.name])
-        for f in fields(GenerationOptions)
-    ]
+    defaults = {each.name: each.default for each in fields(GenerationOptions)}
+    more = [inspect.Parameter(name, keyword, default=defaults[name], annotation=shared[name]) for name in defaults]
     parameters = [*own[1:], *more]
 
     def run(**values: Any) -> None:
@@ -101,8 +90,7 @@ def sample(
     ] = None,
 ) -> None:
     """Generate texts. On a terminal, show the sampling of the first one; otherwise print only the texts."""
-    prompts = [read_text_file(each) if each == "-" else each for each in prompt or [""]]
-    run_generation(model, settings, prompt=prompts, length=length)
+    run_generation(model, settings, {"prompt": read_stdin(prompt or [""]), "length": length})
 
 
 @add_generation_options
@@ -115,8 +103,12 @@ def infill(
     model: options.ModelOption = None,
 ) -> None:
     """Fill the holes of a text, for example "The `___` sat on the `___{2}`." The rest stays the same, to the byte."""
-    templates = [read_text_file(each) if each == "-" else each for each in template]
-    run_generation(model, settings, template=templates)
+    run_generation(model, settings, {"template": read_stdin(template)})
+
+
+def read_stdin(texts: Sequence[str]) -> list[str]:
+    """Replace each `-` by the text of stdin."""
+    return [output.read_text_file(text) if text == "-" else text for text in texts]
 
 
 @dataclass
@@ -125,10 +117,13 @@ class GenerationRun:
 
     lm: LM
     request: GenerationRequest
-    title: str
+    title: str = ""  # by default the model's last name and the sampler
     rows: list[GeneratedRow] = field(default_factory=list)
     frames: list[TrajectoryFrame] = field(default_factory=list)
     seconds: float = 0.0  # of sampling, without drawing and pauses
+
+    def __post_init__(self) -> None:
+        self.title = self.title or f"{Path(self.lm.name).name} · {self.request.settings['sampler']}"
 
     def stream_first(self, guesses: int) -> Iterator[TrajectoryFrame]:
         """Sample the first text and yield its frames."""
@@ -155,35 +150,34 @@ class GenerationRun:
 
         return GenerationOutput.from_rows(self.rows, self.seconds, self.request.settings)
 
-    def as_dict(self, *, has_fills: bool) -> dict[str, Any]:
-        """Return the JSON form; `fills` are the texts of the holes, in their order."""
-        fills = [[text for text, is_given in row.pieces if not is_given] for row in self.rows]
-        return self.output.as_dict() | ({"fills": fills} if has_fills else {})
+    @property
+    def fills(self) -> list[list[str]]:
+        """The texts of the holes of each row, in their order."""
+        return [[text for text, is_given in row.pieces if not is_given] for row in self.rows]
 
-    def describe(self) -> str:
-        output, steps = self.output, self.request.steps
+    def __str__(self) -> str:
+        steps = "" if self.request.steps is None else f", {self.request.steps} steps"
         count = f"{len(self.rows)} text" + "s" * (len(self.rows) > 1)
-        shown = "" if steps is None else f", {steps} steps"
-        return f"{self.title}{shown}: {count}, NFE {output.nfe}, {output.seconds:.1f} s, seed {self.request.seed}"
+        return f"{self.title}{steps}: {count}, NFE {self.output.nfe}, {self.seconds:.1f} s, seed {self.request.seed}"
 
 
-def run_generation(model: str | None, settings: GenerationOptions, **texts: Any) -> None:
+def run_generation(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> None:
     """Generate texts (`texts`: prompt and length, or template), then show and write them."""
     files = {"--out": settings.out, "--html": settings.html, "--gif": settings.gif}
-    check_output_files(files)
+    output.check_output_files(files)
     if settings.gif is not None and settings.gif.suffix.lower() != ".gif":
         raise ValueError(f"--gif {settings.gif} does not end in .gif: call it {settings.gif.with_suffix('.gif')}")
     if settings.gif is not None and find_spec("PIL") is None:
         raise ImportError("--gif needs Pillow: pip install 'adlm[view]'; --html needs nothing")
-    with json_stdout(settings.is_json):
+    with output.json_stdout(settings.is_json):
         runs = build_runs(model, settings, texts)
-        trajectories = sample_runs(runs, settings)
-        write_outputs(runs, trajectories, settings)
+        write_outputs(runs, sample_runs(runs, settings), settings)
     if settings.is_json:
-        first, *second = (run.as_dict(has_fills="template" in texts) for run in runs)
-        inputs = {key: texts[key] for key in ("prompt", "template") if key in texts}
-        written = {name.removeprefix("--"): path for name, path in files.items() if path is not None}
-        print_json(first | inputs | ({"compare": second[0]} if second else {}) | written)
+        is_infill = "template" in texts
+        result, *second = (run.output.as_dict() | ({"fills": run.fills} if is_infill else {}) for run in runs)
+        result |= {key: texts[key] for key in ("prompt", "template") if key in texts}
+        result |= {"compare": second[0]} if second else {}
+        output.print_json(result | {name[2:]: path for name, path in files.items() if path is not None})
 
 
 def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> list[GenerationRun]:
@@ -192,7 +186,7 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
     from adlm.text.lm import load
 
     lm = load(model or DEFAULT, device=settings.device, deterministic=settings.deterministic)
-    sampler: dict[str, Any] = {"sampler": settings.sampler, "steps": settings.steps, "block": settings.block}
+    sampler = {name: getattr(settings, name) for name in ("sampler", "steps", "block")}
     sampler |= parse_sampler_options(settings.option or [])
     pairs = [(lm, sampler)]
     if settings.compare is not None:
@@ -201,14 +195,11 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
         pairs = [(lm, first), find_compared(settings.compare, settings, lm, sampler)]
     shared = {name: getattr(settings, name) for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")}
     requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
-    names = [Path(each.name).name for each, _ in pairs]
-    samplers = [request.settings["sampler"] for request in requests]
-    if len({*zip(names, samplers)}) < len(pairs):  # two runs in folders of one name
-        names = [each.name for each, _ in pairs]
-    return [
-        GenerationRun(each, request, f"{name} · {request.settings['sampler']}")
-        for (each, _), request, name in zip(pairs, requests, names, strict=True)
-    ]
+    runs = [GenerationRun(each, request) for (each, _), request in zip(pairs, requests)]
+    if len({run.title for run in runs}) < len(runs):  # two runs in folders of one name
+        for run in runs:
+            run.title = f"{run.lm.name} · {run.request.settings['sampler']}"
+    return runs
 
 
 def find_compared(name: str, settings: GenerationOptions, lm: LM, own: dict[str, Any]) -> tuple[LM, dict[str, Any]]:
@@ -232,9 +223,9 @@ def find_compared(name: str, settings: GenerationOptions, lm: LM, own: dict[str,
 
 def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
     """Parse `--option name=value`: numbers, true and false."""
-    from adlm.text.lm import LM
+    from adlm.text.generation import GenerationConfig
 
-    known, parsed = inspect.signature(LM.build_request).parameters, {}
+    known, parsed = {each.name for each in fields(GenerationConfig)}, {}
     for each in values:
         name, sign, value = each.partition("=")
         if not sign or not name.isidentifier():
@@ -259,7 +250,7 @@ def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions) -> l
         steps, titles = [run.request.steps for run in runs], [run.title for run in runs]
         console = Console(highlight=False)
         watch(streams, titles, console, steps=steps, pause=settings.pause, show_guesses=show_guesses)
-    with status_console().status("sampling …"):
+    with output.status_console().status("sampling …"):
         if is_recorded and not settings.is_watched:
             for stream in streams:
                 deque(stream, maxlen=0)  # the run keeps its frames
@@ -272,31 +263,30 @@ def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions) -> l
     return trajectories
 
 
-def write_outputs(
-    runs: Sequence[GenerationRun], trajectories: Sequence[Trajectory], settings: GenerationOptions
-) -> None:
+def write_outputs(runs: list[GenerationRun], trajectories: list[Trajectory], settings: GenerationOptions) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
-    texts = join_texts([row.text for run in runs for row in run.rows])
+    texts = output.join_texts([row.text for run in runs for row in run.rows])
     if settings.is_watched:
         print_texts(runs, Console(highlight=False))
     elif not settings.is_json:
-        print_bytes(texts)
-    written = []
+        output.print_bytes(texts)
+    lines: list[object] = [*runs]
     if settings.out is not None:
         settings.out.parent.mkdir(parents=True, exist_ok=True)
         settings.out.write_bytes(texts)
-        written.append(settings.out)
+        lines.append(f"wrote {settings.out}")
     if settings.html is not None:
         from adlm.view.player import write_player
 
-        written.append(write_player(trajectories, settings.html))
+        lines.append(f"wrote {write_player(trajectories, settings.html)}")
     if settings.gif is not None:
         from adlm.view.gif import write_gif
 
         width = GIF_WIDTHS[len(trajectories)]
-        written.append(write_gif(trajectories, settings.gif, width=width, show_guesses=settings.guesses))
-    for line in (*(run.describe() for run in runs), *(f"wrote {path}" for path in written)):
-        status_console().print(line, style="dim", markup=False)
+        write_gif(trajectories, settings.gif, width=width, show_guesses=settings.guesses)
+        lines.append(f"wrote {settings.gif}")
+    for line in lines:
+        output.status_console().print(str(line), style="dim", markup=False)
 
 
 def print_texts(runs: Sequence[GenerationRun], console: Console) -> None:
@@ -317,8 +307,7 @@ def style_row(row: GeneratedRow) -> Text:
     from adlm.view.look import STATE_STYLES
     from adlm.view.terminal import escape_controls
 
-    styled = Text()
-    is_plain = not any(is_given and text for text, is_given in row.pieces)
-    for text, is_given in row.pieces:
-        styled.append(escape_controls(text), None if is_plain else STATE_STYLES[GIVEN if is_given else REVEALED])
-    return styled
+    if not any(is_given and text for text, is_given in row.pieces):
+        return Text(escape_controls(row.text))
+    styles = {True: STATE_STYLES[GIVEN], False: STATE_STYLES[REVEALED]}
+    return Text.assemble(*((escape_controls(text), styles[is_given]) for text, is_given in row.pieces))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ import typer
 
 from adlm.bundled import DEFAULT, MODELS
 
-SAMPLING, OUTPUT = "Sampling", "Output"  # panels of the help
+# Options in panels of the help.
+sampling_option = partial(typer.Option, rich_help_panel="Sampling")
+output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -49,61 +52,28 @@ Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 Count = Annotated[int, typer.Option("--n", "--rows", min=1, help="Number of texts for each prompt or template.")]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Sampling steps. [default: 128; confidence and margin: one token per step]",
-        rich_help_panel=SAMPLING,
-    ),
-]
-Sampler = Annotated[
-    str | None,
-    typer.Option(
-        help="Sampler: remask_loop, ancestral, confidence, … [default: remask_loop; for infill: confidence]",
-        autocompletion=complete_sampler,
-        rich_help_panel=SAMPLING,
-    ),
-]
-Temperature = Annotated[float, typer.Option(help="Softmax temperature; 0 is greedy.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float, typer.Option(help="Nucleus: total probability of the tokens kept.", rich_help_panel=SAMPLING)]
-TopK = Annotated[
-    int | None, typer.Option(min=1, help="Number of likeliest tokens kept. [default: all]", rich_help_panel=SAMPLING)
-]
+STEPS_HELP = "Sampling steps. [default: 128; confidence and margin: one token per step]"
+Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
+SAMPLER_HELP = "Sampler: remask_loop, ancestral, confidence, … [default: remask_loop; for infill: confidence]"
+Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP, autocompletion=complete_sampler)]
+Temperature = Annotated[float, sampling_option(help="Softmax temperature; 0 is greedy.")]
+TopP = Annotated[float, sampling_option(help="Nucleus: total probability of the tokens kept.")]
+TopK = Annotated[int | None, sampling_option(min=1, help="Number of likeliest tokens kept. [default: all]")]
 Block = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens per block, sampled left to right. [default: one block]", rich_help_panel=SAMPLING),
+    int | None, sampling_option(min=1, help="Tokens per block, sampled left to right. [default: one block]")
 ]
 SamplerOptions = Annotated[
-    list[str] | None,
-    typer.Option("--option", help="name=value: an option of the sampler, such as eta=0.04.", rich_help_panel=SAMPLING),
+    list[str] | None, sampling_option("--option", help="name=value: an option of the sampler, such as eta=0.04.")
 ]
-Batch = Annotated[
-    int, typer.Option(min=1, help="Texts per batch; does not change the texts.", rich_help_panel=SAMPLING)
-]
+Batch = Annotated[int, sampling_option(min=1, help="Texts per batch; does not change the texts.")]
 Deterministic = Annotated[
-    bool,
-    typer.Option("--deterministic", help="Make texts independent of --batch on a GPU, too.", rich_help_panel=SAMPLING),
+    bool, sampling_option("--deterministic", help="Make texts independent of --batch on a GPU, too.")
 ]
 
-Out = Annotated[
-    Path | None, typer.Option(help="Write the texts to this file, separated by <|endoftext|>.", rich_help_panel=OUTPUT)
-]
-Html = Annotated[
-    Path | None, typer.Option(help="Write a page that plays the sampling of the first text.", rich_help_panel=OUTPUT)
-]
-Gif = Annotated[
-    Path | None, typer.Option(help="Write the sampling of the first text as a GIF.", rich_help_panel=OUTPUT)
-]
-Compare = Annotated[
-    str | None,
-    typer.Option(
-        help="Second sampler or second model, run with the same seed.",
-        autocompletion=complete_compare,
-        rich_help_panel=OUTPUT,
-    ),
-]
-Guesses = Annotated[
-    bool, typer.Option("--guesses/--no-guesses", help="Show the likeliest hidden tokens.", rich_help_panel=OUTPUT)
-]
-Pause = Annotated[float, typer.Option(min=0, help="Seconds between steps on a terminal.", rich_help_panel=OUTPUT)]
+Out = Annotated[Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")]
+Html = Annotated[Path | None, output_option(help="Write a page that plays the sampling of the first text.")]
+Gif = Annotated[Path | None, output_option(help="Write the sampling of the first text as a GIF.")]
+COMPARE_HELP = "Second sampler or second model, run with the same seed."
+Compare = Annotated[str | None, output_option(help=COMPARE_HELP, autocompletion=complete_compare)]
+Guesses = Annotated[bool, output_option("--guesses/--no-guesses", help="Show the likeliest hidden tokens.")]
+Pause = Annotated[float, output_option(min=0, help="Seconds between steps on a terminal.")]

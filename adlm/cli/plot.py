@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-X_AXES = ("step", "tokens")
 DASHED = (0, (5, 3))
 SMOOTHING = 50  # the window of the bold curves is this fraction of a run
 MIN_STALL_TOP = 0.05  # of the stall axis, so that a negligible stall looks negligible
@@ -31,35 +30,38 @@ class RunCurves:
     """The metrics of a run by name; NaN where a record lacks one."""
 
     name: str
-    train: dict[str, np.ndarray] = field(repr=False)  # step, tokens, train/nll, lr, …, time/…
-    valid: dict[str, np.ndarray] = field(repr=False)  # step, tokens, val/nll, val/stderr, …
-
-    @property
-    def last_step(self) -> int:
-        return int(max(part["step"][-1] for part in (self.train, self.valid) if len(part["step"])))
+    train: dict[str, np.ndarray]  # step, tokens, train/nll, lr, …, time/…
+    valid: dict[str, np.ndarray]  # step, tokens, val/nll, val/stderr, …
 
     @property
     def unigram_ppl(self) -> float | None:
         level = self.valid["unigram/ppl"]
         return float(level[-1]) if len(level) and math.isfinite(level[-1]) else None
 
+    def summarize(self) -> dict[str, Any]:
+        """Return the last and the best validation."""
+        last_step = int(max(part["step"][-1] for part in (self.train, self.valid) if len(part["step"])))
+        summary: dict[str, Any] = {"last_step": last_step, "unigram/ppl": self.unigram_ppl}
+        if np.isfinite(self.valid["val/nll"]).any():
+            best = int(np.nanargmin(self.valid["val/nll"]))
+            summary |= {name: float(self.valid[name][-1]) for name in ("val/nll", "val/ppl", "val/stderr")}
+            summary |= {"best/ppl": float(self.valid["val/ppl"][best]), "best/step": int(self.valid["step"][best])}
+        return summary
+
 
 def read_run(folder: Path) -> RunCurves:
     """Read the curves from RUN/metrics.jsonl."""
     path = folder / "metrics.jsonl"
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder}: give the folder of a run")
     if not path.is_file():
-        raise ValueError(f"{folder} has no metrics.jsonl: give the folder of a run that has logged a step")
+        problem = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {problem}: give the folder of a run that has logged a step")
     records = read_metrics(path)
-    train = [record for record in records if "train/nll" in record]
-    valid = [record for record in records if "val/nll" in record]
+    train, valid = ([record for record in records if name in record] for name in ("train/nll", "val/nll"))
     if not train and not valid:
         raise ValueError(f"{path} has no step yet: plot it when the run has logged its first loss")
 
     def read_column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
-        values = [record.get(name) for record in records]
-        return np.array([math.nan if value is None else float(value) for value in values], dtype=float)
+        return np.array([record.get(name) for record in records], dtype=float)  # None becomes NaN
 
     columns = {name: read_column(train, name) for name in ("step", "train/nll", "lr", "anchor_weight", "tokens")}
     times = [record.get("time", {}) for record in train]
@@ -67,11 +69,9 @@ def read_run(folder: Path) -> RunCurves:
     held_out = {name: read_column(valid, name) for name in ("step", "val/nll", "val/ppl", "val/stderr", "unigram/ppl")}
     # Validations have steps; the training records around them have the tokens.
     known = np.isfinite(columns["tokens"])
-    held_out["tokens"] = (
-        np.interp(held_out["step"], columns["step"][known], columns["tokens"][known])
-        if known.any()
-        else np.full(len(valid), math.nan)
-    )
+    held_out["tokens"] = np.full(len(valid), math.nan)
+    if known.any():
+        held_out["tokens"] = np.interp(held_out["step"], columns["step"][known], columns["tokens"][known])
     return RunCurves(folder.resolve().name, columns, held_out)
 
 
@@ -91,8 +91,8 @@ def plot_runs(folders: Sequence[Path], out: Path | None = None, *, x: str = "ste
     """Draw the runs into one figure and return its path; by default plots/run.png of the first run."""
     if not folders:
         raise ValueError("there are 0 runs: give at least one folder")
-    if x not in X_AXES:
-        raise ValueError(f"x is {x!r}: expected one of {', '.join(X_AXES)}")
+    if x not in ("step", "tokens"):
+        raise ValueError(f"x is {x!r}: expected one of step, tokens")
     out = out or folders[0] / "plots" / "run.png"
     if out.suffix.lower() not in FORMATS:
         raise ValueError(f"{out.name} is not a figure: give a name that ends in one of {', '.join(FORMATS)}")
@@ -129,9 +129,8 @@ def draw_runs(figure: Figure, runs: Sequence[RunCurves], x: str) -> None:
     colors = [COLORS[i % len(COLORS)] for i in range(len(runs))]
     draw_likelihood(top, runs, colors, x)
     anchor_axes = draw_pair(left, runs, colors, x, {"lr": "learning rate", "anchor_weight": "γ (dashed)"})
-    for axes in (left, anchor_axes):
-        if axes is not None:
-            axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    for axes in filter(None, (left, anchor_axes)):
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
     labels = {"time/tokens_per_second": "tokens/s", "time/stall": "stall (dashed)"}
     stall_axes = draw_pair(right, runs, colors, x, labels, is_smooth=True)
     right.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -183,12 +182,7 @@ def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str]
 
 
 def draw_pair(
-    axes: Axes,
-    runs: Sequence[RunCurves],
-    colors: Sequence[str],
-    x: str,
-    labels: dict[str, str],
-    is_smooth: bool = False,
+    axes: Axes, runs: Sequence[RunCurves], colors: list[str], x: str, labels: dict[str, str], is_smooth: bool = False
 ) -> Axes | None:
     """Draw the first metric solid and the second, where a run has it, dashed on the right axis, which is returned."""
     from matplotlib.ticker import MaxNLocator
@@ -214,27 +208,16 @@ def draw_pair(
     return right
 
 
-def summarize_run(run: RunCurves) -> dict[str, Any]:
-    """Return the last and the best validation of a run."""
-    nll = run.valid["val/nll"]
-    summary: dict[str, Any] = {"last_step": run.last_step, "unigram/ppl": run.unigram_ppl}
-    if any(map(math.isfinite, nll)):
-        best = min((value, i) for i, value in enumerate(nll) if math.isfinite(value))[1]
-        summary |= {name: float(run.valid[name][-1]) for name in ("val/nll", "val/ppl", "val/stderr")}
-        summary |= {"best/ppl": float(run.valid["val/ppl"][best]), "best/step": int(run.valid["step"][best])}
-    return summary
-
-
 def build_runs_table(runs: Sequence[RunCurves]) -> Table:
     """Build a table of the summaries; the error of the perplexity is that of its logarithm, to first order."""
     table = Table(box=None, pad_edge=False)
     for name in ("run", "last step", "val/ppl", "± 2 s.e.", "best", "at step", "unigram/ppl"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for run, label in zip(runs, list_labels(runs)):
-        summary, cells = summarize_run(run), ["–"] * 4
+        summary, cells = run.summarize(), ["–"] * 4
         if "val/ppl" in summary:
             ppl, best = summary["val/ppl"], summary["best/ppl"]
             cells = [f"{ppl:.2f}", f"{2 * ppl * summary['val/stderr']:.2f}", f"{best:.2f}", f"{summary['best/step']:,}"]
         unigram = "–" if run.unigram_ppl is None else f"{run.unigram_ppl:.2f}"
-        table.add_row(label, f"{run.last_step:,}", *cells, unigram)
+        table.add_row(label, f"{summary['last_step']:,}", *cells, unigram)
     return table

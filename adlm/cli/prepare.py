@@ -20,22 +20,14 @@ if TYPE_CHECKING:
     from adlm.data.prepare import PrepareProgress
 
 LOG_SECONDS = 10.0  # between lines where there is no terminal
+SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
+TOKENIZER_HELP = "gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [default: gpt2]"
 
 
 def prepare(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            help="File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
-        ),
-    ] = None,
+    source: Annotated[str | None, typer.Argument(help=SOURCE_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [required]")] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [default: gpt2]"
-        ),
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None,
     length: Annotated[int | None, typer.Option(min=3, help="Tokens in a row. [default: 1024]")] = None,
     train_tokenizer: Annotated[
         int | None, typer.Option(min=258, help="Train a byte-level BPE with this vocabulary size, mask included.")
@@ -107,13 +99,8 @@ def show_progress(console: Console) -> Iterator[Callable[[PrepareProgress], None
     """Context manager: a progress bar on a terminal, elsewhere a line every few seconds."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
     tasks: dict[str, Any] = {}
     last = time.perf_counter()
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,26 +13,20 @@ from rich.text import Text
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
+from adlm.cli.generate import read_stdin
 from adlm.cli.output import json_stdout, print_json, read_text_file, status_console
 
 MAX_TEXT_WIDTH = 60  # characters of a text in the table
 
 
 def score(
-    texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; - reads one from stdin.")
-    ] = None,
+    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; - reads stdin.")] = None,
     model: options.ModelOption = None,
-    file: Annotated[
-        list[Path] | None, typer.Option(help="File with one text (without its last line end); repeatable.")
-    ] = None,
+    file: Annotated[list[str] | None, typer.Option(help="File with one text, - for stdin; repeatable.")] = None,
     lines: Annotated[
         list[str] | None, typer.Option(help="File with one text per line, - for stdin; repeatable.")
     ] = None,
-    draws: Annotated[
-        int,
-        typer.Option(min=2, help="Noise samples per text; 4 times as many halve the error; causal models use none."),
-    ] = 64,
+    draws: Annotated[int, typer.Option(min=2, help="Noise samples per text; 4 times as many halve the error.")] = 64,
     seed: options.Seed = 0,
     batch: Annotated[int, typer.Option(min=1, help="Rows per batch; does not change the result.")] = 64,
     device: options.Device = "auto",
@@ -45,8 +37,12 @@ def score(
     Masked models give an upper bound (≤), causal ones the exact value.
     """
     with report_errors():
-        inputs, skipped = collect_texts(texts or [], file or [], lines or [])
-        if skipped:
+        inputs = read_stdin(texts or []) + [read_text_file(name) for name in file or []]
+        every_line = [line.removesuffix("\r") for name in lines or [] for line in read_text_file(name).split("\n")]
+        inputs += [line for line in every_line if line.strip()]
+        if not inputs:
+            raise ValueError("there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin")
+        if skipped := sum(not line.strip() for line in every_line):
             status_console().print(f"empty lines skipped: {skipped}", style="dim", markup=False)
         with json_stdout(is_json):
             from adlm.bundled import DEFAULT
@@ -76,14 +72,3 @@ def score(
         Console(highlight=False).print(table)
         kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text"
         status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)
-
-
-def collect_texts(texts: Sequence[str], files: Sequence[Path], lines: Sequence[str]) -> tuple[list[str], int]:
-    """Read the texts in the order of the options; return them and the number of empty lines skipped."""
-    inputs = [read_text_file(text) if text == "-" else text for text in texts]
-    inputs += [read_text_file(str(path)) for path in files]
-    every_line = [line.removesuffix("\r") for name in lines for line in read_text_file(name).split("\n")]
-    kept = [line for line in every_line if line.strip()]
-    if not inputs and not kept:
-        raise ValueError("there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin")
-    return inputs + kept, len(every_line) - len(kept)

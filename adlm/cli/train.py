@@ -56,13 +56,13 @@ def plot(
 ) -> Path:
     """Plot runs: likelihood, learning rate and γ, throughput."""
     with report_errors():
-        from adlm.cli.plot import build_runs_table, plot_runs, read_run, summarize_run
+        from adlm.cli.plot import build_runs_table, plot_runs, read_run
 
         with json_stdout(is_json):
             path = plot_runs(runs, out, x=x)
             curves = [read_run(folder) for folder in runs]
         if is_json:
-            print_json({"figure": path, "runs": [{"run": f} | summarize_run(run) for f, run in zip(runs, curves)]})
+            print_json({"figure": path, "runs": [{"run": f} | run.summarize() for f, run in zip(runs, curves)]})
         else:
             console = Console(highlight=False, soft_wrap=True)
             console.print(build_runs_table(curves))

@@ -10,20 +10,10 @@ from torch import Tensor
 from adlm.models.language_model import LanguageModel, ModelConfig
 
 # Names in transformers -> ours. Conv1D stores the linear maps of a layer transposed.
-NAMES = {
-    "wte.weight": "embed.weight",
-    "wpe.weight": "positions.weight",
-    "ln_f.weight": "denoiser.norm.weight",
-    "ln_f.bias": "denoiser.norm.bias",
-}
-LAYER_NAMES = {
-    "ln_1": "norm1",
-    "attn.c_attn": "qkv",
-    "attn.c_proj": "out",
-    "ln_2": "norm2",
-    "mlp.c_fc": "up",
-    "mlp.c_proj": "down",
-}
+NAMES = {"wte.weight": "embed.weight", "wpe.weight": "positions.weight"}
+NAMES |= {"ln_f.weight": "denoiser.norm.weight", "ln_f.bias": "denoiser.norm.bias"}
+LAYER_NAMES = {"ln_1": "norm1", "attn.c_attn": "qkv", "attn.c_proj": "out"}
+LAYER_NAMES |= {"ln_2": "norm2", "mlp.c_fc": "up", "mlp.c_proj": "down"}
 IGNORED = ("attn.bias", "attn.masked_bias")  # constants of older versions: the causal mask
 
 

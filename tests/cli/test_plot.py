@@ -108,7 +108,7 @@ def test_errors_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
     empty.mkdir()
     (empty / "metrics.jsonl").touch()
     wrong: list[tuple[str, list[Path], dict[str, Any]]] = [
-        (r"no folder .*nowhere", [tmp_path / "nowhere"], {}),
+        (r"nowhere is no folder", [tmp_path / "nowhere"], {}),
         (r"no metrics\.jsonl", [tmp_path], {}),
         (r"metrics\.jsonl has no step yet", [empty], {}),
         (r"run\.jpg.*\.png, \.svg, \.pdf", [run], {"out": tmp_path / "run.jpg"}),

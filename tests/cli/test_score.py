@@ -67,12 +67,10 @@ def test_texts_come_from_everywhere(tmp_path: Path) -> None:
         (("word " * 50,), "make it shorter"),
         (("a", "--draws", "1"), "--draws"),
         (("--file", "nowhere.txt"), "nowhere.txt cannot be read (No such file or directory): give a file of text"),
-        (("a", "--device", "abacus"), "device 'abacus'"),
     ],
 )
 def test_mistakes_are_told_in_a_line(words: tuple[str, ...], said: str) -> None:
     assert_told(invoke("score", *words, "--model", trained(), "--json"), said)
-    assert_told(invoke("score", *words, "--model", trained()), said)
 
 
 def test_a_model_that_is_none() -> None:
