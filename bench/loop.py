@@ -17,7 +17,7 @@ from adlm.models.language_model import LanguageModel
 from adlm.training.logging import read_metrics
 from adlm.training.loop import train
 from adlm.training.setup import build_model_config
-from bench.setting import compute_spread, get_commit, get_device_name, get_peak_gib, print_report, time_steps
+from bench.setting import compute_spread, describe_machine, get_device_name, get_peak_gib, print_report, time_steps
 from bench.train_step import GAMMA, build_step, prefetch_batches
 
 WARM_UP = 20  # steps that are not timed: torch compiles
@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
         ["with its validation", f"{loop_speed:,.0f}", f"{loop_speed / bare_speed:.3f}", f"{checks[0]:.2f} s each"],
     ]
     record = {
-        "bench": "loop",
+        **describe_machine("loop", device),
         "ratio": round(without / bare_speed, 4),
         "ratio_with_validation": round(loop_speed / bare_speed, 4),
         "tokens_per_s": {"step": round(bare_speed), "loop": round(without), "with_validation": round(loop_speed)},
@@ -100,14 +100,10 @@ def main(args: argparse.Namespace) -> None:
         "validation_s": checks,
         "validation_rows": args.valid_rows,
         "validation_every": args.valid_every,
-        "device": get_device_name(device),
         "peak_gib": get_peak_gib(device),
         "batch": args.batch,
         "length": length,
         "steps": args.steps,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "commit": get_commit(),
     }
     title = f"A run of {args.steps} steps, batch {args.batch} × {length}, {get_device_name(device)}"
     print_report(title, ["", "tokens/s", "of the step", ""], rows, record)

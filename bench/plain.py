@@ -38,7 +38,7 @@ def subs(logits: Tensor, xt: Tensor, mask_id: int) -> Tensor:
 def plain_loss(
     model: LanguageModel, batch: NoisyBatch, weight: Tensor, is_anchor: Tensor, anchor_weight: float | Tensor
 ) -> Tensor:
-    """Compute the ANELBO (Eq. 6)."""
+    """Compute the ANELBO, with every logit."""
     mask_id = model.config.mask_id
     assert mask_id is not None
     anchor_logits, logits = plain_logits(model, batch.xt)

@@ -20,7 +20,7 @@ from pathlib import Path
 from adlm.data.prepare import count_cores, prepare
 from adlm.data.sources import load_excerpt, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
-from bench.setting import get_commit, get_device_name, print_report
+from bench.setting import describe_machine, print_report
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
     ]
     title = f"{args.tokenizer}, {size / 1e6:.1f} MB in {len(documents):,} documents, {args.workers} workers"
     record: dict[str, object] = {
-        "bench": "prepare",
+        **describe_machine("prepare", "cpu"),
         "ratio": round(wall["bare"] / wall["ours"], 3),
         "cpu_ratio": round(cpu["bare"] / cpu["ours"], 3),
         "mb_per_s": round(size / wall["ours"] / 1e6, 2),
@@ -68,8 +68,6 @@ def main() -> None:
         "documents": len(documents),
         "tokenizer": args.tokenizer,
         "workers": args.workers,
-        "device": get_device_name("cpu"),
-        "commit": get_commit(),
     }
     print_report(title, ["", "seconds", "CPU seconds", "MB/s", "tokens/s"], table, record)
 

@@ -19,8 +19,8 @@ from bench.setting import (
     build_parser,
     choose_size,
     compute_spread,
+    describe_machine,
     draw_zipf_tokens,
-    get_commit,
     get_device_name,
     get_peak_gib,
     print_report,
@@ -95,17 +95,13 @@ def main(args: argparse.Namespace) -> None:
         )
     first = records[0]
     record = {
-        "bench": "sample_step",
+        **describe_machine("sample_step", device),
         "ratio": first["ratio"],
-        "device": get_device_name(device),
         "ms_per_step": first["ms_per_step"],
         "batches": records,
         "size": size,
         "length": length,
         "bridge": args.bridge,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "commit": get_commit(),
     }
     title = f"Sampling step, {size}, length {length}, {get_device_name(device)}"
     print_report(title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record)

@@ -11,16 +11,23 @@ import torch
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.plans import remask_loop
 from adlm.generate import compile_for_sampling, stream_tokens
-from bench.setting import MASK, SIZES, build_model, build_parser, choose_size, get_commit, get_device_name, print_report
+from bench.setting import (
+    MASK,
+    SIZES,
+    build_model,
+    build_parser,
+    choose_size,
+    describe_machine,
+    get_device_name,
+    print_report,
+)
 
 
 def main(args: argparse.Namespace) -> None:
     size, device = choose_size(args), args.device
     length = SIZES[size][1]
-    predictor, sampling = (
-        compile_for_sampling(build_model(size, args.bridge, dropout=0.0), device),
-        SamplingParams(top_p=0.9),
-    )
+    predictor = compile_for_sampling(build_model(size, args.bridge, dropout=0.0), device)
+    sampling = SamplingParams(top_p=0.9)
     xt = torch.full((args.batch, length), MASK)
     for _ in stream_tokens(predictor, xt, remask_loop(64), seed=0, sampling=sampling):
         pass  # warm-up: compiles for the batch sizes that occur
@@ -31,8 +38,7 @@ def main(args: argparse.Namespace) -> None:
     assert not (tokens == MASK).any()
     evaluated = float(last.nfe.float().mean()) / args.steps
     record = {
-        "bench": "samples",
-        "device": get_device_name(device),
+        **describe_machine("samples", device),
         "samples_per_s": round(args.batch / seconds, 4),
         "ms_per_step": round(1e3 * seconds / args.steps, 3),
         "rows_evaluated": round(evaluated, 4),
@@ -41,8 +47,6 @@ def main(args: argparse.Namespace) -> None:
         "batch": args.batch,
         "size": size,
         "length": length,
-        "torch": torch.__version__,
-        "commit": get_commit(),
     }
     row = [
         str(args.steps), str(args.batch), f"{seconds:.1f}", f"{1e3 * seconds / args.steps:.2f}",

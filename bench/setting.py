@@ -39,9 +39,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 def choose_size(args: argparse.Namespace) -> str:
     if args.threads or args.device.startswith("cuda"):
-        torch.set_num_threads(
-            args.threads or 2
-        )  # with a GPU, the host runs many small operations, which more threads slow down
+        # With a GPU, the host runs many small operations, which more threads slow down.
+        torch.set_num_threads(args.threads or 2)
     return args.size or ("small" if args.device.startswith("cuda") else "laptop")
 
 
@@ -91,6 +90,12 @@ def time_steps(step: Callable[[], object], warm_up: int, repeats: int, device: s
         event.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def describe_machine(name: str, device: str) -> dict[str, object]:
+    """Return what every record says about its run."""
+    about = {"bench": name, "device": get_device_name(device), "torch": torch.__version__}
+    return {**about, "threads": torch.get_num_threads(), "commit": get_commit()}
 
 
 def get_peak_gib(device: str) -> float | None:

@@ -24,8 +24,8 @@ from bench.setting import (
     build_parser,
     choose_size,
     compute_spread,
+    describe_machine,
     draw_zipf_tokens,
-    get_commit,
     get_device_name,
     get_peak_gib,
     print_report,
@@ -118,9 +118,8 @@ def main(args: argparse.Namespace) -> None:
         for name, (mid, half) in middle.items()
     ]
     record = {
-        "bench": "train_step",
+        **describe_machine("train_step", device),
         "ratio": round(middle["plain"][0] / middle["ours"][0], 3) if "plain" in middle else None,
-        "device": get_device_name(device),
         "tokens_per_s": round(tokens / middle["ours"][0]),
         "ms_per_step": {name: round(1e3 * mid, 3) for name, (mid, _) in middle.items()},
         "spread_ms": {name: round(1e3 * half, 3) for name, (_, half) in middle.items()},
@@ -129,9 +128,6 @@ def main(args: argparse.Namespace) -> None:
         "batch": batch_size,
         "length": x0.shape[1],
         "bridge": args.bridge,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "commit": get_commit(),
     }
     title = f"Training step, {size}, batch {batch_size} × {x0.shape[1]}, {get_device_name(device)}"
     print_report(title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record)

@@ -8,7 +8,7 @@ import statistics
 import torch
 
 from adlm.text.lm import load
-from bench.setting import compute_spread, get_commit, get_device_name, print_report
+from bench.setting import compute_spread, describe_machine, print_report
 
 SAMPLERS = ("remask_loop", "ancestral", "confidence", "entropy_bounded", "first_hitting")
 
@@ -29,16 +29,12 @@ def main(args: argparse.Namespace) -> None:
         samplers[name] = {"seconds": round(seconds, 3), "nfe": round(nfe, 1), "ms_per_nfe": round(each, 2)}
         rows.append([name, f"{seconds:.2f} ± {spread:.2f}", f"{nfe:.0f}", f"{each:.1f}"])
     record = {
-        "bench": "writing",
+        **describe_machine("writing", str(lm.device)),
         "model": lm.name,
-        "device": get_device_name(str(lm.device)),
-        "threads": torch.get_num_threads(),
         "length": length,
         "steps": args.steps,
         "repeats": args.repeats,
         "samplers": samplers,
-        "torch": torch.__version__,
-        "commit": get_commit(),
     }
     title = f"One text of {length} tokens, {lm.name}, {torch.get_num_threads()} threads, {record['device']}"
     print_report(title, ["sampler", "seconds", "evaluations", "ms per evaluation"], rows, record)
