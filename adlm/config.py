@@ -29,7 +29,7 @@ steps batch micro_batch log.every valid.every valid.batch valid.draws samples.ev
 checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr optimizer.clip
 objective.discrete_steps guard.spike guard.window parallel.shard
 """
-NON_NEGATIVE_KEYS = ("objective.anchor_weight", "data.workers", "optimizer.warmup")
+NON_NEGATIVE_KEYS = "objective.anchor_weight data.workers optimizer.warmup"
 CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.decay": ("constant", "cosine", "wsd"),
@@ -39,7 +39,7 @@ CHOICES = {
 # Which values of a key are allowed, and how an error says it; null is always allowed.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{key: (lambda value: value > 0, "above 0") for key in POSITIVE_KEYS.split()},
-    **{key: (lambda value: value >= 0, "at least 0") for key in NON_NEGATIVE_KEYS},
+    **{key: (lambda value: value >= 0, "at least 0") for key in NON_NEGATIVE_KEYS.split()},
     **{key: (values.__contains__, f"one of {', '.join(values)}") for key, values in CHOICES.items()},
     "valid.rows": (lambda value: value > 1, "at least 2 for a standard error"),
     "seed": (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1"),
@@ -265,12 +265,10 @@ def list_recipes() -> dict[str, Path]:
 
 
 def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
-    if recipe is None:
-        return {}
+    if recipe is None or isinstance(recipe, Mapping):
+        return dict(recipe or {})
     if isinstance(recipe, Config):
         return asdict(recipe)
-    if isinstance(recipe, Mapping):
-        return dict(recipe)
     path, recipes = Path(recipe), list_recipes()
     if not path.is_file():
         # `recipes/x.yaml` works from any folder: the recipes are also in the package.

@@ -64,10 +64,8 @@ def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:
     """Write the batch at which a run diverged to the run's folder."""
     path, batch = folder / "failures" / f"step-{error.step:08d}-process-{rank}", error.batch
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {"tokens": batch.tokens, "number": batch.number, "place": batch.place}
-    if batch.lengths is not None:
-        tensors["lengths"] = batch.lengths
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "batch.safetensors")
+    tensors = {name: getattr(batch, name) for name in ("tokens", "number", "place", "lengths")}
+    save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, path / "batch.safetensors")
     about = {"step": error.step, "why": str(error), "state": batch.state, "total": batch.total}
     (path / "why.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
     return path

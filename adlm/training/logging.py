@@ -169,8 +169,7 @@ def open_tensorboard(folder: Path, run: str, config: Record, resumed_after: int 
 
     purge = None if resumed_after is None else resumed_after + 1
     with SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge) as writer:
-        text = json.dumps(config, indent=2)
-        writer.add_text("config", f"**{run}**\n\n" + "\n".join("    " + line for line in text.splitlines()))
+        writer.add_text("config", f"**{run}**\n\n```\n{json.dumps(config, indent=2)}\n```")
 
         def write(record: Record) -> None:
             for name, value in flatten_record(record).items():
@@ -224,8 +223,7 @@ class RunLogger:
         self.config, self.context, self.seconds_before, step = config, context, state["seconds"], state["step"]
         self.tokens_per_step = config.batch * shape.length
         self.flops_per_token = flops_per_token(shape, length=shape.length)
-        is_gpu = context.device.type == "cuda"
-        self.peak_flops = peak_flops(torch.cuda.get_device_name(context.device)) if is_gpu else None
+        self.peak_flops = peak_flops(get_device_name(context.device))
         self.start = self.last_log = time.perf_counter()
         self.first_step = self.last_step = step  # the last logged step
         self.paused = 0.0  # seconds not spent training since then
@@ -280,7 +278,9 @@ class RunLogger:
         seconds = max(now - self.last_log - self.paused, 1e-9)
         speed = (metrics.step - self.last_step) * self.tokens_per_step / seconds
         self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
-        peak = None if self.peak_flops is None else self.peak_flops * self.context.world_size
+        mfu = None
+        if self.peak_flops is not None:
+            mfu = speed * self.flops_per_token / (self.peak_flops * self.context.world_size)
         record = {
             "step": metrics.step,
             **means,
@@ -288,15 +288,10 @@ class RunLogger:
             "anchor_weight": metrics.anchor_weight,
             "tokens": metrics.step * self.tokens_per_step,
             "epoch": metrics.batch.state["epoch"],
-            "time": {
-                "seconds": self.seconds,
-                "tokens_per_second": speed,
-                "mfu": None if peak is None else speed * self.flops_per_token / peak,
-                "stall": stall / seconds,
-            },
+            "time": {"seconds": self.seconds, "tokens_per_second": speed, "mfu": mfu, "stall": stall / seconds},
         }
         self.log(record)
-        self._show_progress(record, speed, record["time"]["mfu"])
+        self._show_progress(record, speed, mfu)
 
     def _show_progress(self, record: Record, speed: float, mfu: float | None) -> None:
         """Show the latest means in the bar or, without a terminal, on a line every few seconds."""
@@ -314,21 +309,26 @@ class RunLogger:
             fsync_path(self.path)
 
 
+def get_device_name(device: torch.device) -> str:
+    """Return a device's name for people."""
+    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
 def describe_run(
     config: Config, shape: ModelConfig, data: PreparedData, context: DistributedContext, kind: str, source: Path | None
 ) -> str:
     """Describe the model, the device, the data and the checkpoint that a run starts from."""
-    rows = len(data.rows("train"))
-    text = f"{config.data.stream}, streamed, rows" if config.data.stream else f"{rows:,} rows"
-    device = "CPU" if context.device.type == "cpu" else torch.cuda.get_device_name(context.device)
+    rows, epochs = f"{config.data.stream}, streamed, rows", ""
+    if not config.data.stream:
+        count = len(data.rows("train"))
+        rows, epochs = f"{count:,} rows", f" = {config.steps * config.batch / count:.3g} epochs"
     processes = "" if context.world_size == 1 else f" × {context.world_size} processes ({kind})"
-    lines = [
-        f"{config.method}, {count_parameters(shape) / 1e6:.1f}M parameters, on {device}{processes}",
-        f"{text} of {shape.length} tokens, vocabulary {shape.vocab_size:,}; "
-        f"{config.steps:,} steps of {config.batch} rows"
-        + ("" if config.data.stream else f" = {config.steps * config.batch / rows:.3g} epochs"),
-    ]
-    return "\n".join(lines if source is None else [*lines, f"resuming from {source}"])
+    return (
+        f"{config.method}, {count_parameters(shape) / 1e6:.1f}M parameters, on "
+        f"{get_device_name(context.device)}{processes}\n{rows} of {shape.length} tokens, vocabulary "
+        f"{shape.vocab_size:,}; {config.steps:,} steps of {config.batch} rows{epochs}"
+        + ("" if source is None else f"\nresuming from {source}")
+    )
 
 
 def format_validation(metrics: Mapping[str, float], *, is_causal: bool) -> str:

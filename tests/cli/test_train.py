@@ -32,7 +32,7 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(app, list(words))
 
 
-def assert_told(result: Result, code: int, *said: str) -> None:
+def assert_error(result: Result, code: int, *said: str) -> None:
     """One message, no traceback."""
     assert result.exit_code == code, result.output
     assert isinstance(result.exception, SystemExit)
@@ -83,7 +83,7 @@ def test_damaged_data_are_refused(tmp_path: Path, damage: str) -> None:
     else:
         train_bpe([TEXT[:5000]], 280).save(tmp_path / "data")
         said = ["tokenizer.json", "checksum", "adlm prepare"]
-    assert_told(invoke(*nano(tmp_path / "run", source=tmp_path / "data")), 2, *said)
+    assert_error(invoke(*nano(tmp_path / "run", source=tmp_path / "data")), 2, *said)
     assert not (tmp_path / "run").exists()
 
 
@@ -102,13 +102,13 @@ def test_damaged_data_are_refused(tmp_path: Path, damage: str) -> None:
 )
 def test_a_wrong_setting_is_one_message(tmp_path: Path, change: str, said: str) -> None:
     result = invoke(*nano(tmp_path / "run", change))
-    assert_told(result, 2, said)
+    assert_error(result, 2, said)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine", "utf-8")
-    assert_told(invoke(*nano(tmp_path / "run")), 2, "is a file")
+    assert_error(invoke(*nano(tmp_path / "run")), 2, "is a file")
     assert (tmp_path / "run").read_text("utf-8") == "mine"
 
 
@@ -119,7 +119,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 )
 def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple[str, ...]) -> None:
     result = invoke("train", *arguments(tmp_path, "optimizer.lr=1e30", "checkpoint.every=100", *changes))
-    assert_told(result, 1, "step", "failures", "optimizer.lr")
+    assert_error(result, 1, "step", "failures", "optimizer.lr")
     kept = list((tmp_path / "failures").glob("step-*-process-0"))
     assert len(kept) == 1
     assert load_file(kept[0] / "batch.safetensors")["tokens"].shape == (8, 32)
@@ -129,7 +129,7 @@ def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple
 def test_a_spike_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     spike = ("guard.window=5", "guard.spike=0.01", "optimizer.lr=1e-6", "steps=60", "log.every=1")
     result = invoke("train", *arguments(tmp_path, *spike))
-    assert_told(result, 1, "guard.spike=0.01", "failures")
+    assert_error(result, 1, "guard.spike=0.01", "failures")
     path = verify_checkpoint(tmp_path / "checkpoints" / "latest")
     failed = int(next((tmp_path / "failures").iterdir()).name.split("-")[1])
     assert 5 <= load_model(path).step < failed
@@ -144,8 +144,8 @@ def test_sample_writes_what_the_run_learned(tmp_path: Path) -> None:
     assert len((tmp_path / "texts.txt").read_text("utf-8").split("<|endoftext|>")) == 2
     other = invoke(*words, "--seed", "1", "--sampler", "ancestral", "--length", "16")
     assert other.exit_code == 0 and other.stdout != first.stdout
-    assert_told(invoke("sample", str(tmp_path)), 2, "neither a run folder nor a model folder")
-    assert_told(invoke("sample", str(tmp_path / "run"), "--sampler", "best"), 2, "unknown sampler 'best'; known:")
+    assert_error(invoke("sample", str(tmp_path)), 2, "neither a run folder nor a model folder")
+    assert_error(invoke("sample", str(tmp_path / "run"), "--sampler", "best"), 2, "unknown sampler 'best'; known:")
 
 
 def test_a_run_answers_in_json_alone(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from adlm.config import OptimizerSettings, ParallelSettings
@@ -17,7 +16,6 @@ from adlm.diffusion.masking import ForwardProcess
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.training.distributed import DistributedContext, LossModule, parallelize
-from adlm.training.ema import EMA
 from adlm.training.guard import Diverged, LossGuard
 from adlm.training.logging import MetricWindow, StepMetrics
 from adlm.training.loop import train_steps
@@ -145,16 +143,6 @@ def test_the_anchor_weight_ramps() -> None:
     for is_ramp, expected in ((True, [0.25, 0.5, 0.6, 0.6]), (False, [0.6] * 4)):
         objective = build_objective(tiny(), peak_anchor_weight=0.6, anchor_ramp=is_ramp)
         assert [objective.anchor_weight(step, 4) for step in (1, 2, 3, 4)] == expected
-
-
-def test_the_average_follows_the_weights() -> None:
-    model = tiny()
-    ema = EMA(model)
-    start: Tensor = ema.shadow["head.bias"].clone()
-    take_steps(model, steps=5, ema=ema)
-    end = model.head.bias.detach()
-    assert ema.updates == 5
-    assert 0 < float((ema.shadow["head.bias"] - start).norm()) < float((end - start).norm())
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
