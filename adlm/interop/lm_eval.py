@@ -82,49 +82,23 @@ def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
     return rows
 
 
-def estimate_nats(lm: LM, rows: Sequence[ScoredRow], *, draws: int, seed: int, batch: int) -> list[float]:
-    """Nats of the scored tokens of each row: exact, or the bound's mean over `draws` noises."""
-    # Rows of similar length together; the noise of a row does not depend on the order.
-    order = sorted(range(len(rows)), key=lambda i: (len(rows[i].ids), i))
-    nats = estimate_token_nats(
-        lm.model.to(lm.device),
-        [rows[i].ids for i in order],
-        [rows[i].is_scored for i in order],
-        draws=draws,
-        seed=seed,
-        batch=batch,
-        score_entropy=METHODS[lm.method].score_entropy,
-    )
-    means = dict(zip(order, (math.fsum(each) / len(each) for each in nats.tolist()), strict=True))
-    return [means[i] for i in range(len(rows))]
-
-
 def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
     """Whether greedy decoding generates the scored tokens of each row.
 
     A causal model decodes from left to right, a masked one a token a step, the most confident first.
     """
-    mask = lm.tokenizer.mask_id
+    mask, is_greedy = lm.tokenizer.mask_id, list[bool]()
     sampler = None if lm.row_format.is_causal else replace(confidence(1), steps=None)
-    is_greedy = []
-    for start in range(0, len(rows), batch):
-        part = rows[start : start + batch]
-        layouts = [
-            Layout(
-                lm.tokenizer,
-                (),
-                tuple(mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True)),
-                tuple(not scored for scored in row.is_scored),
-                (TEXT,) * len(row.ids),
-                may_end=False,
-            )
-            for row in part
-        ]
+    for part in _split(list(rows), batch):
+        layouts = []
+        for row in part:
+            ids = tuple(mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True))
+            is_given = tuple(not scored for scored in row.is_scored)
+            layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
         request = GenerationRequest(layouts, 1, sampler, SamplingParams(temperature=0), 0, None, batch, {})
         *_, frame = denoise_rows(lm.predictor, request, request.rows)
-        is_greedy += [
-            tuple(ids[: len(row.ids)]) == row.ids for row, ids in zip(part, frame.tokens.tolist(), strict=True)
-        ]
+        written = zip(part, frame.tokens.tolist(), strict=True)
+        is_greedy += [tuple(ids[: len(row.ids)]) == row.ids for row, ids in written]
     return is_greedy
 
 
@@ -200,7 +174,7 @@ class HarnessModel:
         """The log-likelihood of each continuation after its context, and whether greedy decoding generates it."""
         every = [build_rows(self.lm, *request.args) for request in requests]
         results = []
-        for part in _track_batches(every, self.batch, "log-likelihoods", disable_tqdm):
+        for part in _track(_split(every, self.batch), "log-likelihoods", disable_tqdm):
             is_greedy = iter(check_greedy(self.lm, [row for rows in part for row in rows], self.batch))
             nats = self._sum_nats(part)
             results += [(-value, all(list(islice(is_greedy, len(rows))))) for value, rows in zip(nats, part)]
@@ -209,7 +183,7 @@ class HarnessModel:
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, window by window where it is longer than the model's rows."""
         every = [build_rows(self.lm, "", request.args[0]) for request in requests]
-        parts = _track_batches(every, self.batch, "whole texts", disable_tqdm)
+        parts = _track(_split(every, self.batch), "whole texts", disable_tqdm)
         return [-value for part in parts for value in self._sum_nats(part)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -221,7 +195,7 @@ class HarnessModel:
         for each, repeats in places.items():
             groups[each.length, each.tokens, each.temperature, each.top_p, each.top_k, len(repeats)].append(each)
         texts = [""] * len(requests)
-        parts = [group[i : i + self.batch] for group in groups.values() for i in range(0, len(group), self.batch)]
+        parts = [part for group in groups.values() for part in _split(group, self.batch)]
         for part in _track(parts, "texts", disable_tqdm):
             generated = iter(self._generate(part, n=len(places[part[0]])))
             for each in part:
@@ -230,10 +204,22 @@ class HarnessModel:
         return texts
 
     def _sum_nats(self, part: Sequence[Sequence[ScoredRow]]) -> list[float]:
-        """Nats of each request, over its rows."""
-        rows, batch = [row for each in part for row in each], self.batch * self.draws
-        nats = iter(estimate_nats(self.lm, rows, draws=self.draws, seed=self.seed, batch=batch))
-        return [math.fsum(next(nats) for _ in each) for each in part]
+        """Nats of each request, over its rows: exact, or the bound's mean over the draws."""
+        rows = [(number, row) for number, each in enumerate(part) for row in each]
+        rows.sort(key=lambda each: len(each[1].ids))  # less padding; the noise of a row does not depend on the order
+        nats = estimate_token_nats(
+            self.lm.model.to(self.lm.device),
+            [row.ids for _, row in rows],
+            [row.is_scored for _, row in rows],
+            draws=self.draws,
+            seed=self.seed,
+            batch=self.batch * self.draws,
+            score_entropy=METHODS[self.lm.method].score_entropy,
+        )
+        sums = [0.0] * len(part)
+        for (number, _), each in zip(rows, nats.tolist(), strict=True):
+            sums[number] += math.fsum(each) / len(each)
+        return sums
 
     def _parse_request(self, context: str, kwargs: dict[str, Any]) -> ContinuationRequest:
         if unknown := [name for name in kwargs if name not in GENERATION_KWARGS]:
@@ -298,8 +284,8 @@ def truncate_at(text: str, until: Sequence[str]) -> str:
     return text[: min(ends)] if ends else text
 
 
-def _track_batches(items: list[Any], size: int, title: str, is_quiet: bool) -> Iterator[list[Any]]:
-    return _track([items[i : i + size] for i in range(0, len(items), size)], title, is_quiet)
+def _split(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def _track(parts: list[Any], title: str, is_quiet: bool) -> Iterator[Any]:

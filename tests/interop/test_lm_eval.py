@@ -1,4 +1,4 @@
-"""The harness's questions: answers that are exact or on the safe side, and depend on nothing but the question."""
+"""Requests of lm-eval: log-likelihoods that are exact or lower bounds and depend on the request alone."""
 
 import json
 import math
@@ -15,7 +15,7 @@ import torch
 
 from adlm import LM
 from adlm.interop import lm_eval as ours
-from adlm.interop.lm_eval import build_rows, truncate_at, split_windows
+from adlm.interop.lm_eval import build_rows, split_windows, truncate_at
 from tests.cli.terminal import env_of, trained
 from tests.text.models import lm, rigged
 from tests.text.test_scoring import exact_nelbo
@@ -33,41 +33,22 @@ PAIRS = [
     ("it rained " * 9, "all day"),  # longer than a row of 64
 ]
 TEXTS = ["the cat sat", "on the mat " * 20, "x"]
-TASKS = {
-    "choices": """
-task: choices
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{question}}"
-doc_to_target: "{{answer}}"
-doc_to_choice: "{{choices}}"
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "rolling": """
-task: rolling
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: "{{question}}"
-metric_list: [{metric: bits_per_byte}]
-""",
-    "writing": """
-task: writing
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{question}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["."], max_gen_toks: 6, do_sample: false}
-metric_list: [{metric: exact_match}]
-""",
-}
-DOCUMENTS = [
+COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+TASKS: dict[str, dict[str, Any]] = {
+    "choices": {
+        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "writing": {
+        "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 6, "do_sample": False},
+    },
+}  # fmt: skip
+DOCUMENTS: list[dict[str, Any]] = [
     {"question": "The cat sat on the", "choices": ["mat", "of and the"], "answer": 0},
     {"question": "It rained all", "choices": ["night long", "xq"], "answer": 0},
     {"question": "A man of the", "choices": ["zzz", "world"], "answer": 1},
@@ -81,21 +62,29 @@ class Request:
         self.args = args
 
 
-def answers(model: LM | str, **how: Any) -> Any:
-    """The harness's class around a model of the tests."""
+def wrap(model: LM | str, **options: Any) -> Any:
+    """The harness's class with a model of the tests."""
     if isinstance(model, str):
-        return ours.load_harness_class()(pretrained=model, device="cpu", **how)
+        return ours.load_harness_class()(pretrained=model, device="cpu", **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours, "load", lambda name, device: model)
-        return ours.load_harness_class()(**how)
+        return ours.load_harness_class()(**options)
 
 
-def asked(pairs: Any = PAIRS) -> list[Request]:
-    return [Request(*pair) for pair in pairs]
+def score(model: Any, pairs: Any = PAIRS) -> tuple[list[float], list[bool]]:
+    """The log-likelihoods of pairs, and whether they are greedy."""
+    results = model.loglikelihood([Request(*pair) for pair in pairs], disable_tqdm=True)
+    return [value for value, _ in results], [is_greedy for _, is_greedy in results]
 
 
-def values(found: list[tuple[float, bool]]) -> list[float]:
-    return [value for value, _ in found]
+def roll(model: Any, *texts: str) -> list[float]:
+    found: list[float] = model.loglikelihood_rolling([Request(text) for text in texts], disable_tqdm=True)
+    return found
+
+
+def write(model: Any, *requests: tuple[str, dict[str, Any]]) -> list[str]:
+    found: list[str] = model.generate_until([Request(*each) for each in requests], disable_tqdm=True)
+    return found
 
 
 @pytest.mark.parametrize("total", [1, 5, 8, 9, 30])
@@ -111,65 +100,56 @@ def test_every_token_is_asked_for_once_with_what_went_before(total: int, room: i
         assert end == total and (end - begin == min(total, room) or begin == 0)
 
 
-def test_rows_without_room_are_refused() -> None:
+def test_windows_of_one_token_are_refused() -> None:
     with pytest.raises(ValueError, match="rows are too short"):
         list(split_windows(3, 0, 1))
 
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 @pytest.mark.parametrize("words", ["bytes", "bare"])
-def test_a_causal_models_answer_is_the_sum_of_its_log_probabilities(method: str, words: str) -> None:
+def test_a_causal_log_likelihood_is_the_sum_of_log_probabilities(method: str, words: str) -> None:
     model = lm(method, words)
-    found = answers(model).loglikelihood(asked(PAIRS[:5]), disable_tqdm=True)
     first = [] if model.tokenizer.bos_id is None else [model.tokenizer.bos_id]
-    for (context, continuation), (value, _) in zip(PAIRS, found):
+    for (context, continuation), value in zip(PAIRS, score(wrap(model), PAIRS[:5])[0]):
         both, given = model.tokenizer.encode(context + continuation), len(model.tokenizer.encode(context.rstrip()))
         row = torch.tensor([first + both])
         with torch.no_grad():
             log_probs = model.model.log_probs(row[:, :-1])[1][0].double()
         each = log_probs.gather(-1, row[0, 1:, None])[:, 0]
         assert value == pytest.approx(float(each[-(len(both) - given) :].sum()), rel=1e-5)
-
-
-@pytest.mark.parametrize("method", ["ar", "a2r"])
-def test_a_text_piece_by_piece_is_the_whole_text(method: str) -> None:
-    """The chain rule, with rolling split_windows as the whole; the text is cut where tokens end."""
-    model = answers(lm(method))
-    pieces = ["the", " cat", " sat", " on the", " mat"]
-    chain = [("".join(pieces[:i]), piece) for i, piece in enumerate(pieces)]
-    parts = values(model.loglikelihood(asked(chain), disable_tqdm=True))
-    (whole,) = model.loglikelihood_rolling([Request("".join(pieces))], disable_tqdm=True)
-    assert math.fsum(parts) == pytest.approx(whole, rel=1e-5)
+    if words == "bytes":  # the chain rule
+        pieces = ["the", " cat", " sat", " on the", " mat"]
+        chain = [("".join(pieces[:i]), piece) for i, piece in enumerate(pieces)]
+        (whole,) = roll(wrap(model), "".join(pieces))
+        assert math.fsum(score(wrap(model), chain)[0]) == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
-def test_a_masked_models_answer_is_minus_its_bound(rows: str) -> None:
+def test_a_masked_log_likelihood_is_minus_the_bound(rows: str) -> None:
     """Of a whole text it is the text's score; the mean over many noises is the sum over all sets of hidden tokens."""
-    model = lm("adlm", rows=rows)
-    text = "cat"
-    (whole,) = answers(model).loglikelihood_rolling([Request(text)], disable_tqdm=True)
-    (score,) = model.score(text)
-    assert whole == pytest.approx(-score.nll * score.tokens, rel=1e-5)
-    many = answers(model, draws=16384)
-    (value,) = many.loglikelihood_rolling([Request(text)], disable_tqdm=True)
-    error = model.score(text, draws=16384)[0].stderr * score.tokens
+    model, text = lm("adlm", rows=rows), "cat"
+    (result,) = model.score(text)
+    assert roll(wrap(model), text) == pytest.approx([-result.nll * result.tokens], rel=1e-5)
+    (value,) = roll(wrap(model, draws=16384), text)
+    error = model.score(text, draws=16384)[0].stderr * result.tokens
     assert abs(value + exact_nelbo(model, text)) < 3 * error < 0.1 * -value
 
 
 def test_a_bound_is_below_the_likelihood_it_bounds() -> None:
-    """The model writes hidden tokens in a random order: the likelihood is a mean over orders of products, the bound
-    the mean of their logarithms. Of one token both are the same, of two the bound is below."""
+    """Over random orders the likelihood is a mean of products, the bound the mean of their logarithms.
+
+    Of one token both are the same, of two the bound is below.
+    """
     model = lm("adlm", rows="wrapped")
     for context, continuation in [("the ca", "t"), ("the c", "at")]:
-        ((value, _),) = answers(model, draws=8192).loglikelihood([Request(context, continuation)], disable_tqdm=True)
+        ((value,), _) = score(wrap(model, draws=8192), [(context, continuation)])
         (row,) = build_rows(model, context, continuation)
         places = [i for i, each in enumerate(row.is_scored) if each]
         assert len(places) == len(continuation)
         each = [log_probability(model, row.ids, order) for order in (places, places[::-1])]
-        truth = math.log(sum(math.exp(value) for value in each) / 2)
-        assert value == pytest.approx(sum(each) / 2, rel=0.02)
-        assert sum(each) / 2 <= truth + 1e-9
-        assert len(places) == 1 or sum(each) / 2 < truth - 1e-4  # and strictly, where orders differ
+        truth, bound = math.log(sum(map(math.exp, each)) / 2), sum(each) / 2
+        assert value == pytest.approx(bound, rel=0.02) and bound <= truth + 1e-9
+        assert len(places) == 1 or bound < truth - 1e-4  # and strictly, where orders differ
 
 
 def log_probability(model: LM, ids: tuple[int, ...], order: list[int]) -> float:
@@ -184,68 +164,55 @@ def log_probability(model: LM, ids: tuple[int, ...], order: list[int]) -> float:
 
 
 @pytest.mark.parametrize("method", ["adlm", "mdlm", "ar", "sedd"])
-def test_neither_batch_nor_order_nor_neighbours_change_an_answer(method: str) -> None:
-    model = lm(method)
-    how = {"draws": 4} if method != "ar" else {}
-    whole = answers(model, batch_size=3, **how).loglikelihood(asked(), disable_tqdm=True)
-    back = answers(model, batch_size=1, **how).loglikelihood(asked(PAIRS[::-1]), disable_tqdm=True)[::-1]
-    auto = answers(model, batch_size="auto", **how).loglikelihood(asked(), disable_tqdm=True)
-    for found in (back, auto):
-        assert values(found) == pytest.approx(values(whole), rel=1e-5)
-        assert [greedy for _, greedy in found] == [greedy for _, greedy in whole]
-    texts = [Request(text) for text in TEXTS]
-    rolled = answers(model, batch_size=2, **how).loglikelihood_rolling(texts, disable_tqdm=True)
-    alone = [answers(model, **how).loglikelihood_rolling([text], disable_tqdm=True)[0] for text in texts]
-    assert rolled == pytest.approx(alone, rel=1e-5)
+def test_batch_order_and_neighbors_change_nothing(method: str) -> None:
+    model, options = lm(method), {} if method == "ar" else {"draws": 4}
+    whole = score(wrap(model, batch_size=3, **options))
+    back = score(wrap(model, batch_size=1, **options), PAIRS[::-1])
+    auto = score(wrap(model, batch_size="auto", **options))
+    for values, is_greedy in ((back[0][::-1], back[1][::-1]), auto):
+        assert values == pytest.approx(whole[0], rel=1e-5) and is_greedy == whole[1]
+    alone = [roll(wrap(model, **options), text)[0] for text in TEXTS]
+    assert roll(wrap(model, batch_size=2, **options), *TEXTS) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])
 def test_greedy_is_what_greedy_decoding_writes(method: str) -> None:
-    model = answers(lm(method), draws=2) if method == "adlm" else answers(lm(method))
-    context, how = "the cat", {"until": [], "max_gen_toks": 4, "do_sample": False}
-    (written,) = model.generate_until([Request(context, how)], disable_tqdm=True)
-    # Written bytes may be no text; as text they are cut into tokens again, perhaps into others.
-    rig = rigged(method, {lm(method).tokenizer.encode("a")[0]: 50.0})
-    sure = answers(rig, draws=2) if method == "adlm" else answers(rig)
-    assert sure.generate_until([Request(context, how)], disable_tqdm=True) == ["aaaa"]
-    found = sure.loglikelihood(asked([(context, "aaaa"), (context, "aaba"), (context, "aaab")]), disable_tqdm=True)
-    assert [greedy for _, greedy in found] == [True, False, False]
-    assert isinstance(written, str)
+    model = wrap(
+        rigged(method, {lm(method).tokenizer.encode("a")[0]: 50.0}), **({} if method == "ar" else {"draws": 2})
+    )
+    context = "the cat"
+    assert write(model, (context, {"until": [], "max_gen_toks": 4, "do_sample": False})) == ["aaaa"]
+    assert score(model, [(context, "aaaa"), (context, "aaba"), (context, "aaab")])[1] == [True, False, False]
+    assert score(model, [(context, "")]) == ([0.0], [True])  # nothing is certain
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])
 def test_texts_end_before_the_first_stop_and_depend_on_their_request_alone(method: str) -> None:
-    model = lm(method)
-    how = {"until": ["e", "\n"], "max_gen_toks": 24, "do_sample": True, "temperature": 1.0, "top_p": 0.9}
-    requests = [Request("the cat", how), Request("it", how), Request("it", how), Request("the cat", {"until": "q"})]
-    settings = {} if method == "ar" else {"steps": 8}
-    found = answers(model, batch_size=4, **settings).generate_until(requests, disable_tqdm=True)
-    back = answers(model, batch_size=1, **settings).generate_until(requests[::-1], disable_tqdm=True)[::-1]
+    options: dict[str, Any] = {
+        "until": ["e", "\n"],
+        "max_gen_toks": 24,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 0.9,
+    }
+    requests = [("the cat", options), ("it", options), ("it", options), ("the cat", {"until": "q"})]
+    model, settings = lm(method), {} if method == "ar" else {"steps": 8}
+    found = write(wrap(model, batch_size=4, **settings), *requests)
+    back = write(wrap(model, batch_size=1, **settings), *requests[::-1])[::-1]
     assert found[0] == back[0] and found[3] == back[3]
     assert sorted(found[1:3]) == sorted(back[1:3]) and found[1] != found[2]  # repeats are new texts
     assert all("e" not in text and "\n" not in text for text in found[:3]) and "q" not in found[3]
-    other = answers(model, seed=1, **settings).generate_until(requests, disable_tqdm=True)
-    assert other[:2] != found[:2]
-
-
-def test_a_text_stops_where_a_stop_begins() -> None:
+    assert write(wrap(model, seed=1, **settings), *requests)[:2] != found[:2]
     assert truncate_at("one. two; three", [";", ". "]) == "one" and truncate_at("one", [".", ""]) == "one"
 
 
 def test_a_context_that_does_not_fit_keeps_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    model = answers(lm("mdlm"), draws=2, steps=2)
-    how = {"until": [], "max_gen_toks": 500}
-    (text,) = model.generate_until([Request("word " * 40, how)], disable_tqdm=True)
+    (text,) = write(wrap(lm("mdlm"), draws=2, steps=2), ("word " * 40, {"until": [], "max_gen_toks": 500}))
     assert text and "do not fit into a row of" in caplog.text
-    assert model.generate_until([Request("word " * 40, how)], disable_tqdm=True) == [text]
-
-
-def test_nothing_asked_for_is_certain() -> None:
-    assert answers(lm("mdlm"), draws=2).loglikelihood([Request("the cat", "")], disable_tqdm=True) == [(0.0, True)]
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("options", "message"),
     [
         ({"draws": 0}, "draws must be a whole number from 1"),
         ({"sampler": "oracle"}, "oracle"),
@@ -254,41 +221,35 @@ def test_nothing_asked_for_is_certain() -> None:
         ({"pretrained": "novel"}, "there is no model 'novel'"),
     ],
 )
-def test_mistakes_in_model_args_are_told(how: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, FileNotFoundError), match=said):
-        answers(how.pop("pretrained", lm("adlm")), **how)
+def test_errors_in_model_args(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        wrap(options.pop("pretrained", lm("adlm")), **options)
+    with pytest.raises(ValueError, match=r"num_beams: an adlm model takes until, max_gen_toks"):
+        write(wrap(lm("mdlm"), draws=2), ("a", {"num_beams": 4}))
 
 
-def test_what_model_args_say_goes_before_the_command_lines_default() -> None:
+def test_model_args_override_the_command_line() -> None:
     made = ours.load_harness_class()
     from_text = made.create_from_arg_string(f"pretrained={trained()},draws=2,device=cpu", {"device": "cuda:0"})
     assert from_text.draws == 2 and str(from_text.lm.device) == "cpu"
-    if not torch.cuda.is_available():  # cuda:0 is what lm-eval says where nobody said anything
+    if not torch.cuda.is_available():  # cuda:0 is the default of lm-eval
         assert str(made.create_from_arg_obj({"pretrained": trained()}, {"device": "cuda:0"}).lm.device) == "cpu"
         with pytest.raises(ValueError, match="sees no CUDA device"):
             made.create_from_arg_obj({"pretrained": trained(), "device": "cuda:0"}, {})
 
 
-def test_generation_settings_that_mean_nothing_here_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_beams: an adlm model takes until, max_gen_toks"):
-        answers(lm("mdlm"), draws=2).generate_until([Request("a", {"num_beams": 4})], disable_tqdm=True)
-
-
-def written_tasks(folder: Path) -> Path:
-    """Tasks of local files, as a user writes them."""
-    data = folder / "documents.jsonl"
-    data.write_text("".join(json.dumps(each) + "\n" for each in DOCUMENTS), "utf-8")
-    for name, text in TASKS.items():
-        (folder / f"{name}.yaml").write_text(text.replace("FILE", json.dumps(str(data))), "utf-8")
-    return folder
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with tasks of local files, as a user writes them."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return written_tasks(tmp_path)
+    data = tmp_path / "documents.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in DOCUMENTS), "utf-8")
+    for name, task in TASKS.items():
+        whole = COMMON | {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}} | task
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(whole), "utf-8")
+    return tmp_path
 
 
 def test_the_entry_point_is_this_class() -> None:
@@ -304,18 +265,17 @@ def test_simple_evaluate_runs_tasks_of_local_files(offline: Path) -> None:
 
     ours.register()
     manager = TaskManager(include_path=str(offline), include_defaults=False)
-    how = {"pretrained": trained(), "draws": 4, "device": "cpu", "steps": 4}
+    options = {"pretrained": trained(), "draws": 4, "device": "cpu", "steps": 4}
     found = harness.simple_evaluate(
-        model="adlm", model_args=how, tasks=list(TASKS), task_manager=manager, batch_size=2, bootstrap_iters=10
+        model="adlm", model_args=options, tasks=list(TASKS), task_manager=manager, batch_size=2, bootstrap_iters=10
     )
-    model = answers(trained(), draws=4, steps=4)
-    scores = [
-        values(model.loglikelihood(asked([(each["question"], " " + choice) for choice in each["choices"]]), True))
-        for each in DOCUMENTS
-    ]
-    right = [score.index(max(score)) == each["answer"] for score, each in zip(scores, DOCUMENTS)]
+    model = wrap(trained(), draws=4, steps=4)
+    right = []
+    for each in DOCUMENTS:
+        values, _ = score(model, [(each["question"], f" {choice}") for choice in each["choices"]])
+        right.append(values.index(max(values)) == each["answer"])
     assert found["results"]["choices"]["acc,none"] == pytest.approx(sum(right) / len(right))
-    rolled = model.loglikelihood_rolling([Request(each["question"]) for each in DOCUMENTS], True)
+    rolled = roll(model, *(each["question"] for each in DOCUMENTS))
     size = sum(len(each["question"].encode()) for each in DOCUMENTS)
     bits = found["results"]["rolling"]["bits_per_byte,none"]
     assert bits == pytest.approx(-sum(rolled) / size / math.log(2), rel=1e-5)
