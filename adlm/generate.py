@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,12 +27,9 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """Return the device of a name; `auto` is this process's GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from error
-    if device.type not in ("cpu", "cuda"):  # others, such as mps, are not supported
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):  # others, such as mps, are not supported
         raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
+    device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {name!r}: this torch sees no CUDA device; use device=cpu, or auto")
@@ -74,6 +72,7 @@ class CudaGraph:
 class Predictor:
     """A model as the samplers see it: folded, on its device, on a GPU compiled into graphs of few batch sizes.
 
+    By default in bfloat16 on a GPU. Compiling takes a while and pays when many texts are sampled.
     With `fixed_batch` every evaluation has exactly that many rows (more are split, fewer padded), so that even on a
     GPU, whose kernels round differently at different sizes, a row's text does not depend on its batch.
     """
@@ -143,19 +142,7 @@ class Predictor:
         return F.linear(features, *self.head)
 
 
-def compile_for_sampling(
-    model: LanguageModel,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    *,
-    fixed_batch: int | None = None,
-    is_compiled: bool = True,
-) -> Predictor:
-    """Prepare a model for sampling, by default in bfloat16 on a GPU: make it once, use it for many calls.
-
-    On a GPU it is compiled, which takes a while and pays when many texts are sampled.
-    """
-    return Predictor(model, device, dtype, fixed_batch=fixed_batch, is_compiled=is_compiled)
+compile_for_sampling = Predictor  # the public name: make it once, use it for many calls
 
 
 def stream_tokens(

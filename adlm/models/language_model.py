@@ -170,7 +170,11 @@ class LanguageModel(nn.Module):
         if self.positions is None:
             cos, sin = self.rotary(x.device)
             rotary = cos[start:length], sin[start:length]
-        level = check_noise_level(noise_level, x.shape[0]) if config.time_conditioning else None
+        if config.time_conditioning and (noise_level is None or noise_level.shape != x.shape[:1]):
+            got = "none" if noise_level is None else f"shape {tuple(noise_level.shape)}"
+            expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
+            raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
+        level = noise_level if config.time_conditioning else None
         mask = None if valid is None else attention_mask(valid, config.is_causal, cache is not None)
         return level, rotary, mask
 
@@ -244,14 +248,6 @@ def build_stack(config: ModelConfig, layers: int) -> Stack:
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:
     """Make an uninitialized embedding: torch's own initialization on the meta device would load the compiler."""
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
-
-
-def check_noise_level(noise_level: Tensor | None, rows: int) -> Tensor:
-    """Return the noise level if it has one value per row, else raise: zero instead would be another model."""
-    if noise_level is None or noise_level.shape != (rows,):
-        got = "none" if noise_level is None else f"shape {tuple(noise_level.shape)}"
-        raise ValueError(f"a time-conditioned model needs a noise_level of shape ({rows},), one per row; got {got}")
-    return noise_level
 
 
 def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:

@@ -6,6 +6,7 @@ other prompts, on the batch, or on whether it is streamed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
+from adlm.likelihood import estimate_token_nats
+from adlm.methods import METHODS
 from adlm.models.costs import count_parameters
 from adlm.text.generation import (
     DEFAULT_BATCH,
@@ -40,7 +43,6 @@ from adlm.text.generation import (
     choose_sampler,
 )
 from adlm.text.hole_length import choose_hole_lengths
-from adlm.text.scoring import Score, score_rows
 from adlm.text.stream import StreamStep, predict_guesses
 from adlm.text.templates import Layout, Template, classify_tokens, find_banned_tokens
 from adlm.trajectory import Trajectory, TrajectoryFrame
@@ -100,6 +102,21 @@ class GenerationOutput(Sequence[str]):
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Nats per token of a text, its standard error over the noise, and bits per byte. A bound unless `is_exact`."""
+
+    nll: float
+    stderr: float
+    tokens: int
+    bits_per_byte: float
+    is_exact: bool
+
+    @property
+    def ppl(self) -> float:
+        return math.exp(self.nll) if self.nll < 700 else math.inf
 
 
 class PlayableTrajectory(Trajectory):
@@ -299,15 +316,27 @@ class LM(LMEngine):
         return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)
 
     def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
-        """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte."""
+        """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte.
+
+        The draws are counted as if they were independent, so the standard error is on the safe side.
+        """
         check_whole_numbers(1, draws=draws, batch=batch)
         check_whole_numbers(0, seed=seed)
-        layouts = [self.row_format.layout_text(text) for text in as_texts(texts)]
+        layouts, is_exact = [self.row_format.layout_text(text) for text in as_texts(texts)], self.row_format.is_causal
         if not layouts:
             raise ValueError("there is no text to score: give one, or a list of them")
-        sizes = [self.row_format.count_scored(layout) for layout in layouts]
-        model = self.model.to(self.device)
-        return score_rows(model, layouts, sizes, method=self.method, draws=draws, seed=seed, batch=batch)
+        if draws < 2 and not is_exact:
+            raise ValueError(f"draws must be at least 2, or there is no standard error; got {draws}: 64 is usual")
+        is_scored = [[any(x.start <= i < x.end for x in row.spans) for i in range(len(row))] for row in layouts]
+        settings: dict[str, Any] = {"score_entropy": METHODS[self.method].score_entropy, "draws": draws, "seed": seed}
+        rows, model = [row.ids for row in layouts], self.model.to(self.device)
+        nats = estimate_token_nats(model, rows, is_scored, batch=batch, **settings)
+        scores = []
+        for layout, values in zip(layouts, nats, strict=True):
+            tokens, size = self.row_format.count_scored(layout)
+            mean, error = float(values.mean()), 0.0 if is_exact else float(values.std() / math.sqrt(draws))
+            scores.append(Score(mean / tokens, error / tokens, tokens, mean / math.log(2) / size, is_exact))
+        return scores
 
     def save(self, folder: str | Path) -> Path:
         """Write config.json, model.safetensors and tokenizer.json, from which `adlm.load` makes an equal model."""
