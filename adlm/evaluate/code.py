@@ -15,7 +15,7 @@ import textwrap
 import tokenize
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from adlm.data.shards import hash_file
 from adlm.evaluate.cache import Cache, hash_settings, open_cache
@@ -138,7 +137,7 @@ def code(
         raise ValueError(f"pass@{max(k)} needs at least {max(k)} candidates for each problem, n is {n}: raise n")
     if problems is not None and not unsafe and (reason := find_sandbox_problem()):
         raise ValueError(reason)
-    device = lms[0].device if lms else torch.device("cpu")
+    limits, device = Limits(seconds, memory * 2**20), lms[0].device if lms else torch.device("cpu")
     store = open_cache(None if out is None else Path(out), DistributedContext(device))
     shared: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
     extent: dict[str, Any] = {"texts": texts, "infills": infills, "prompt": PROMPT, "length": length}
@@ -160,7 +159,7 @@ def code(
     if problems is not None:
         for found in measured:
             found.settings |= {"problems": len(tasks), "problems_sha256": hash_file(Path(problems)), **isolation}
-            measure_passing(found, tasks, k, workers)
+            measure_passing(found, tasks, k, limits, workers)
     rows, differences = compare_models(measured)
     notes = [PARSE_NOTE if problems is None else PASS_NOTE, *(note for found in measured for note in found.notes)]
     columns = [Column("metric", is_text=True), Column("model", is_text=True), Column("share"), Column("of")]
@@ -183,14 +182,16 @@ def compare_models(measured: Sequence[CodeMetrics]) -> tuple[list[list[Cell]], l
             rows.append([metric, each.name, estimate_share(each.values[metric]), len(each.values[metric])])
         for each in others:
             if each.items[metric] and each.items[metric] == first.items[metric]:
-                change = estimate_share(np.subtract(each.values[metric], first.values[metric], dtype=np.float64))
-                rows.append([metric, f"{each.name} − {first.name}", replace(change, interval=None), rows[-1][-1]])
-                pair = {"metric": metric, "model": each.name, "baseline": first.name, "count": rows[-1][-1]}
+                pairs = zip(each.values[metric], first.values[metric], strict=True)
+                change = estimate_share([float(value) - float(other) for value, other in pairs])
+                count = len(each.values[metric])
+                rows.append([metric, f"{each.name} − {first.name}", replace(change, interval=None), count])
+                pair = {"metric": metric, "model": each.name, "baseline": first.name, "count": count}
                 differences.append(pair | {"difference": change.value, "se": change.stderr})
     return rows, differences
 
 
-def estimate_share(values: Sequence[float] | NDArray[np.float64]) -> Estimate:
+def estimate_share(values: Sequence[float]) -> Estimate:
     """The mean of values between 0 and 1: Wilson's 95% interval of zeros and ones, else the bootstrap's."""
     sample, count = np.asarray(values, dtype=np.float64), len(values)
     stderr = float(sample.std(ddof=1) / math.sqrt(count)) if count > 1 else None
@@ -241,7 +242,7 @@ def read_json_lines(path: Path | str, fields: Sequence[str]) -> list[Row]:
                 rows.append({name: str(row[name]) for name in fields})
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number} is not a JSON object with {', '.join(fields)} ({error!r}): add what is missing"
+                f"{path}, line {number} is not a JSON object with {', '.join(fields)}: {error!r}"
             ) from error
     if not rows:
         raise ValueError(f"{path} is empty: give one JSON object a line, with {', '.join(fields)}")
@@ -268,17 +269,18 @@ def cut_function_body(text: str) -> str:
     return "".join(lines[: next(ends, None)])
 
 
-def measure_passing(found: CodeMetrics, problems: Mapping[str, Row], ks: Sequence[int], workers: int) -> None:
+def measure_passing(
+    found: CodeMetrics, problems: Mapping[str, Row], ks: Sequence[int], limits: Limits, workers: int
+) -> None:
     """Run the candidates, and add pass@k as the mean over problems."""
-    isolation = {name: found.settings[name] for name in ("seconds", "memory_mib", "isolation")}
-    limits, unsafe = Limits(isolation["seconds"], isolation["memory_mib"] * 2**20), isolation["isolation"] == "none"
+    unsafe = found.settings["isolation"] == "none"
     candidates, ran, outcomes = found.entry["candidates"], [], {task: list[bool]() for task in problems}
 
     def run(candidate: Row) -> tuple[str, dict[str, Any]]:
         problem = problems[candidate["task_id"]]
         job = {"program": problem["prompt"] + candidate["completion"], "test": problem["test"]}
         job |= {"reference": problem["prompt"] + problem["canonical_solution"], "entry_point": problem["entry_point"]}
-        key = hash_settings([job, isolation])
+        key = hash_settings([job, asdict(limits), unsafe])
         return key, found.cache.get(key) or asdict(run_program(**job, limits=limits, unsafe=unsafe))
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -322,10 +324,9 @@ def measure_parsing(found: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -> 
     if infills and lm.row_format.is_causal:
         found.warnings.append(f"{lm.name} is causal, sees only what is before a gap, and fills none")
     elif infills:
-        sources = load_standard_library()
-        found.settings["sources_sha256"], found.entry["filled_in"] = hash_sources(sources), {}
+        found.settings["sources_sha256"], found.entry["filled_in"] = hash_sources(load_standard_library()), {}
         for kind in ("lines", "expression"):
-            gaps = choose_gaps(sources, lm, infills, kind, sampling["seed"])
+            gaps = choose_gaps(lm, infills, kind, sampling["seed"])
             items = [list(asdict(gap).values()) for gap in gaps]
             request = lm.build_request(template=[build_template(lm, gap) for gap in gaps], **sampling)
             filled = found.generate(lm, kind, request, items)
@@ -403,27 +404,32 @@ def write_standard_library(path: Path) -> list[dict[str, Any]]:
     return written
 
 
-def list_functions(name: str, source: str) -> Iterator[tuple[str, str]]:
-    """The functions and methods of a file, each as a program of its own."""
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            text = textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
-            if can_parse(text):  # a dedent may break a string that spans lines
-                yield f"{name}:{node.lineno}:{node.name}", text
+@cache
+def list_held_out_functions() -> dict[str, str]:
+    """The functions and methods of held-out files by file, line and name, each as a program of its own."""
+    functions = {}
+    for name, source in load_standard_library().items():
+        lines = source.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(source)) if is_held_out(name) else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                text = textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
+                if can_parse(text):  # a dedent may break a string that spans lines
+                    functions[f"{name}:{node.lineno}:{node.name}"] = text
+    return functions
 
 
-def choose_gaps(sources: Sources, lm: LM, count: int, kind: str, seed: int = 0) -> list[Gap]:
+def choose_gaps(lm: LM, count: int, kind: str, seed: int) -> list[Gap]:
     """Choose `count` functions of held-out files that fit the model, each with a gap."""
-    rng, longest, gaps = np.random.default_rng(seed), lm.row_format.longest, list[Gap]()
-    held_out = {name: text for name, text in sources.items() if is_held_out(name)}
-    functions = [each for source in held_out.items() for each in list_functions(*source)]
-    for number in rng.permutation(len(functions)):
-        name, text = functions[number]
-        if len(text) > 8 * longest:  # too long to be worth tokenizing
-            continue
-        if spans := list_spans(text, kind):
+    rng, longest, functions = (
+        np.random.default_rng(seed),
+        lm.row_format.longest,
+        list(list_held_out_functions().items()),
+    )
+    gaps: list[Gap] = []
+    for name, text in (functions[number] for number in rng.permutation(len(functions))):
+        # A function with more characters is too long to be worth tokenizing.
+        if len(text) <= 8 * longest and (spans := list_spans(text, kind)):
             begin, end = spans[int(rng.integers(len(spans)))]
             gap = Gap(name, text[:begin], text[begin:end], text[end:], kind)
             sizes = [len(tokenize_piece(lm.tokenizer, piece)[0]) for piece in (gap.before, gap.removed, gap.after)]
@@ -432,7 +438,7 @@ def choose_gaps(sources: Sources, lm: LM, count: int, kind: str, seed: int = 0) 
         if len(gaps) == count:
             return gaps
     raise ValueError(
-        f"only {len(gaps)} of {count} functions of {len(held_out)} held-out files fit into {longest} tokens: lower "
+        f"only {len(gaps)} of {len(functions)} held-out functions fit into {longest} tokens, not {count}: lower "
         "infills, or use a model with longer rows"
     )
 

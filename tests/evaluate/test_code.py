@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adlm.checkpoint import LoadedModel, export_model
 from adlm.data.sources import open_source
 from adlm.evaluate.code import (
     Gap,
@@ -28,6 +27,7 @@ from adlm.evaluate.code import (
     read_problems,
     share_parsing_lines,
 )
+from adlm.text.lm import LM
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.test_sandbox import require_sandbox
 from tests.text.models import lm, rigged, tokenizer
@@ -72,21 +72,9 @@ def test_the_standard_library_as_data(tmp_path: Path) -> None:
 # Parsing
 
 
-@pytest.mark.parametrize(
-    ("text", "parses"),
-    [
-        ("x = 1\n", True),
-        ("", False),
-        ("# only a remark\n", False),
-        ("def f(:\n", False),
-        ("\x00", False),
-        ("(" * 500 + ")" * 500, False),
-        ("'\\d'\n", True),
-        ("It was the best of times.", False),
-    ],
-)
-def test_a_program_is_what_the_parser_accepts(text: str, parses: bool) -> None:
-    assert can_parse(text) is parses
+@pytest.mark.parametrize("text", ["", "# only a remark\n", "def f(:\n", "\x00", "(" * 500 + ")" * 500, "It was so."])
+def test_a_program_is_what_the_parser_accepts(text: str) -> None:
+    assert not can_parse(text) and can_parse("x = 1\n") and can_parse("'\\d'\n")
 
 
 def test_lines_up_to_where_it_breaks_off() -> None:
@@ -97,8 +85,8 @@ def test_lines_up_to_where_it_breaks_off() -> None:
 
 @pytest.mark.parametrize("kind", ["lines", "expression"])
 def test_a_gap_and_what_was_taken_out_are_the_function(kind: str) -> None:
-    model, some = lm("mdlm", length=200), dict(list(SOURCES.items())[:300])
-    gaps, again, others = (choose_gaps(some, model, 6, kind, seed) for seed in (3, 3, 4))
+    model = lm("mdlm", length=200)
+    gaps, again, others = (choose_gaps(model, 6, kind, seed) for seed in (3, 3, 4))
     assert gaps == again != others
     for gap in gaps:
         assert can_parse(gap.whole) and gap.removed.strip() and is_held_out(gap.name.partition(":")[0])
@@ -108,11 +96,6 @@ def test_a_gap_and_what_was_taken_out_are_the_function(kind: str) -> None:
         else:
             assert gap.after[:1] in ("\n", "")
         assert model.build_request(template=build_template(model, gap)).settings["length"] <= 200
-
-
-def test_gaps_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"only \d+ of 5 functions of \d+ held-out files fit into 23 tokens"):
-        choose_gaps(dict(list(SOURCES.items())[:60]), lm("mdlm", length=24), 5, "lines")
 
 
 def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,34 +111,30 @@ def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["examples"][2]["written"] == "def f(a):\n    return xaa\n"
 
 
-def test_generated_and_filled_in_functions(tmp_path: Path) -> None:
-    """The command: its table, its JSON, batches that change nothing, and two models on the same gaps."""
-    models = []
-    for method in ("mdlm", "adlm"):
-        model = lm(method, length=128)
-        loaded = LoadedModel(model.model, model.tokenizer, method, 0, "wrapped")
-        models.append(export_model(loaded, tmp_path / method))
-    words = ("--texts", 4, "--infills", 2, "--steps", 4, "--device", "cpu", "--seed", 5)
-    result = invoke("eval", "code", models[0], *words, "--json", "--out", tmp_path / "out")
-    assert result.exit_code == 0 and result.stdout.count("\n") == 1, result.output
-    found = json.loads(result.stdout)
+def test_generated_and_filled_in_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results, the cache, batches that change nothing, and two models on the same gaps."""
+    models = [lm(method, length=128) for method in ("mdlm", "adlm")]
+    settings: dict[str, Any] = {"texts": 4, "infills": 2, "steps": 2, "seed": 5}
+    found = code(models[0], **settings, out=str(tmp_path / "out"))
     assert found["written"]["parses"]["count"] == len(found["texts"]) == 4
     assert all(text.startswith("def ") for text in found["texts"])
-    assert found["settings"]["seed"] == 5 and len(found["settings"]["sources_sha256"]) == 64
+    assert found.settings["seed"] == 5 and len(found.settings["sources_sha256"]) == 64
     for each in found["filled_in"].values():
         assert set(each["shares"]) == {"parses", "equal", "same_tree", "parses_if_left_empty"}
         assert len(each["examples"]) == 2
-    assert json.loads((tmp_path / "out/code.json").read_text("utf-8")) == found
-    again = invoke("eval", "code", models[0], *words, "--out", tmp_path / "out")  # from the cache
-    assert (
-        f"{found['written']['parsing_lines']['value']:.3f}" in again.stdout and "parses_if_left_empty" in again.stdout
-    )
-    both = json.loads(invoke("eval", "code", *models, *words, "--batch", 1, "--json").stdout)
-    assert both["models"][0]["texts"] == found["texts"] and len(both["models"]) == 2
-    assert both["models"][0]["filled_in"] == found["filled_in"]
+    assert "parses_if_left_empty" in str(found)
+    monkeypatch.setattr(LM, "run_request", None)  # everything is in the cache
+    assert code(models[0], **settings, out=tmp_path / "out").as_dict() == found.as_dict()
+    monkeypatch.undo()
+    for model, name in zip(models, "ab", strict=True):
+        model.name = name
+    both = code(models, **settings, batch=1)
+    assert [each["model"] for each in both["models"]] == ["a", "b"]
+    for key in ("texts", "written", "filled_in"):
+        assert both["models"][0][key] == found[key]
     metrics = [each["metric"] for each in both["differences"]]
     assert "filled in, lines: parses" in metrics and not [each for each in metrics if each.startswith("written")]
-    assert all((each["baseline"], each["model"]) == tuple(map(str, models)) for each in both["differences"])
+    assert {(each["baseline"], each["model"]) for each in both["differences"]} == {("a", "b")}
 
 
 def test_a_causal_model_fills_no_gap() -> None:
@@ -196,9 +175,6 @@ def test_a_model_completes_problems(tmp_path: Path, method: str) -> None:
     assert len(completions) == 2 and not completions[0].startswith("def f")
     assert [each["completion"] for each in code(lm(method), **settings, batch=1)["candidates"]] == completions
     assert found.settings["isolation"] == "none" and "protects nothing" in found.warnings[0]
-    file = write_lines(tmp_path / "long.jsonl", [SHORT | {"prompt": "def f(a): # " + "a" * 99}])
-    with pytest.raises(ValueError, match=r"the prompt .* has \d+ tokens"):
-        code(lm(method), problems=file, unsafe=True)
 
 
 def test_without_a_sandbox_nothing_runs_unless_unsafe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,12 +250,11 @@ def test_every_problem_needs_candidates(tmp_path: Path, tasks: list[str], k: int
     [
         (("--candidates", FILE), "give problems too"),
         (("--problems", FILE, "--k", "2"), "pass@2 needs at least 2 candidates for each problem, n is 1"),
-        (("--problems", FILE, "--k", "one"), "--k 'one': 'one' is not a whole number"),
         (("--problems", FILE, "--k", "0"), "must be whole numbers from 1"),
         (("--problems", "nowhere.jsonl", "--unsafe"), "nowhere.jsonl"),
         (("--problems", FILE, "--candidates", FILE, "--unsafe"), "completion"),
-        (("--problems", FILE, "--n", "2", "--unsafe"), "make the prompt shorter"),
-        (("--infills", "2000", "--texts", "0"), "held-out files fit into"),
+        (("--problems", FILE, "--unsafe"), "make the prompt shorter"),
+        (("--infills", "2000", "--texts", "0"), "held-out functions fit into"),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[object, ...], message: str) -> None:
