@@ -10,9 +10,8 @@ from adlm.bundled import DEFAULT
 from adlm.cli.output import SEPARATOR
 from adlm.evaluate import scoring
 from adlm.evaluate.sampling import cut_passages, read_texts
-from tests.cli.terminal import assert_told, invoke, process
-from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs
-from tests.training.runs import torchrun
+from tests.cli.terminal import assert_told, invoke
+from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs, numbers
 
 FEW = ("--count", 12, "--length", 24, "--steps", 4, "--seed", 3, "--device", "cpu", "--reference", PROSE)
 
@@ -26,32 +25,18 @@ def words(*more: object) -> tuple[object, ...]:
     return ("eval", "samples", *more, "--judge", causal_folder(positions=256))
 
 
-def evaluate(*more: object, last: tuple[object, ...] = ()) -> dict[str, Any]:
-    result = invoke(*words(*more), "--mauve-seeds", 2, "--json", *last)
+def evaluate(*more: object, last: tuple[object, ...] = (), given: str | None = None) -> dict[str, Any]:
+    result = invoke(*words(*more), "--mauve-seeds", 2, "--json", *last, given=given)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") == 1
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return json.loads(result.stdout)
 
 
 def write_texts(path: Path, texts: list[str]) -> tuple[object, ...]:
     """Texts in a file, and the options that measure it."""
-    lines = SEPARATOR.join(texts) + "\n" if path.suffix == ".txt" else "".join(
-        json.dumps({"text": text}) + "\n" for text in texts
-    )  # fmt: skip
-    path.write_text(lines, "utf-8", newline="")
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    path.write_text(SEPARATOR.join(texts) + "\n" if path.suffix == ".txt" else "".join(lines), "utf-8", newline="")
     return ("--texts", path, "--reference", PROSE, "--device", "cpu", "--seed", 3)
-
-
-def numbers(found: dict[str, Any]) -> dict[str, float]:
-    """Every number of every metric, of samples and of real text."""
-    return {
-        f"{side} {name} {key}": value
-        for side in ("samples", "reference")
-        for name, metric in found[side].items()
-        for key, value in (metric.items() if isinstance(metric, dict) else [("", metric)])
-        if isinstance(value, int | float)
-    }
 
 
 def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
@@ -72,14 +57,9 @@ def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
     texts = read_texts(tmp_path / "samples.jsonl")
     assert len(texts) == 12
     for name in ("texts.jsonl", "texts.txt"):
-        given = evaluate(*write_texts(tmp_path / name, texts))
-        assert numbers(given) == numbers(found), name
-    stdin = invoke(*words("--texts", "-", *given_options()), "--mauve-seeds", 2, "--json", given=SEPARATOR.join(texts))
-    assert numbers(json.loads(stdin.stdout)) == numbers(found)
-
-
-def given_options() -> tuple[object, ...]:
-    return ("--reference", PROSE, "--device", "cpu", "--seed", 3)
+        given = write_texts(tmp_path / name, texts)
+        assert numbers(evaluate(*given)) == numbers(found), name
+    assert numbers(evaluate("--texts", "-", *given[2:], given=SEPARATOR.join(texts))) == numbers(found)
 
 
 def test_texts_of_sample_are_read_back(tmp_path: Path) -> None:
@@ -103,12 +83,6 @@ def test_the_table_has_the_values_of_the_json(tmp_path: Path) -> None:
     assert f"wrote {tmp_path / 'samples.json'}" in result.stderr.replace("\n", "")
 
 
-def test_an_encoder_gives_the_features(tmp_path: Path) -> None:
-    given = write_texts(tmp_path / "texts.txt", [text[:80] for text in cut_passages(documents(), 10, 240, seed=9)])
-    settings = evaluate(*given, "--features", encoder_folder())["settings"]
-    assert settings["features"]["kind"] == "encoder" and settings["judge"]["kind"] == "causal LM"
-
-
 def test_scores_are_kept_and_only_missing_ones_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored, run_scorer = list[int](), scoring.run_scorer
     monkeypatch.setattr(scoring, "run_scorer", lambda *given: scored.append(len(given[1])) or run_scorer(*given))
@@ -122,86 +96,56 @@ def test_scores_are_kept_and_only_missing_ones_computed(tmp_path: Path, monkeypa
     assert changed["samples"]["gen_ppl"]["nll"] != first["samples"]["gen_ppl"]["nll"]
 
 
-@pytest.mark.slow
-def test_two_processes_need_a_folder_and_print_once(tmp_path: Path) -> None:
-    command = [str(word) for word in words(DEFAULT, *FEW, "--mauve-seeds", 2, "--json")]
-    done = torchrun(2, "-m", "adlm", *command, "--out", str(tmp_path / "two"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert numbers(json.loads(done.stdout)) == pytest.approx(numbers(evaluate(DEFAULT, *FEW)), abs=1e-5, rel=1e-6)
-    done = torchrun(2, "-m", "adlm", *command)
-    assert done.returncode != 0 and "in a folder that all of them see: give out" in done.stderr
-
-
-@pytest.mark.slow
-def test_stdout_is_json_alone() -> None:
-    done = process(*words(DEFAULT, *FEW), "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"\n") == 1 and json.loads(done.stdout)["settings"]
-
-
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
-        (("--n", 1), "n=1: metrics of a set need at least 2 texts"),
+        (("--n", 1), "metrics of a set need at least 2 texts, got 1"),
         (("--texts", "x.txt"), "--texts x.txt needs no MODEL"),
         (("--reference", "nowhere.txt"), "no file or folder 'nowhere.txt'"),
         (("--judge", "nowhere.gguf"), "nowhere.gguf does not exist: give a folder"),
-        (("--judge", "numpy"), "package numpy holds no model"),
+        (("--judge", "numpy"), "numpy holds no model"),
         (("--option", "eta=much"), "not a number"),
         (("--sampler", "nosuch"), "nosuch"),
         (("--out", __file__), "is a file: give the name of a folder"),
     ],
 )
-def test_wrong_options_are_errors_of_one_line(more: tuple[object, ...], said: str) -> None:
-    assert_told(invoke(*words(DEFAULT, *FEW), *more), said)
+def test_wrong_options_are_errors_of_one_line(more: tuple[object, ...], message: str) -> None:
+    assert_told(invoke(*words(DEFAULT, *FEW), *more), message)
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "more", "message"),
     [
-        (["one text of some length"], "at least 2 texts, got 1: in a file, <|endoftext|>"),
-        (["one text of some length", ""], "1 of 2 samples are empty (number 1 first)"),
-        (["one text of some length", "a"], "1 of 2 samples have fewer than 4 tokens"),
-        (["long " * 400] * 2, "2 of 2 texts are longer than the 255 tokens of this model's context"),
+        (["one text of some length"], (), "at least 2 texts, got 1: in a file, <|endoftext|>"),
+        (["one text of some length", ""], (), "1 of 2 samples are empty or have fewer than 4 tokens"),
+        (["long " * 400] * 2, (), "2 of 2 texts are longer than the 255 tokens of this model's context"),
+        (["a text", "another"], ("--length", 5), "length set how to generate: leave them out"),
+        (["a text", "another"], ("--top-p", 0.5), "top_p set how to generate"),
+        (["a text", "another"], ("--option", "eta=1"), "sampler_options set how to generate"),
+        (["a text", "another"], ("--deterministic",), "leave them out"),
+        (["a text", "another"], ("--features", "nowhere.gguf"), "nowhere.gguf does not exist"),
     ],
 )
-def test_texts_that_cannot_be_measured(texts: list[str], said: str, tmp_path: Path) -> None:
-    given = write_texts(tmp_path / "texts.jsonl", texts)
-    assert_told(invoke(*words(*given)), said)
-    if "long" in texts[0]:
-        assert evaluate(*given, "--window", 100)["settings"]["stride"] == 50
+def test_texts_that_cannot_be_measured(texts: list[str], more: Any, message: str, tmp_path: Path) -> None:
+    assert_told(invoke(*words(*write_texts(tmp_path / "texts.jsonl", texts), *more)), message)
 
 
-def test_a_reference_that_is_too_small(tmp_path: Path) -> None:
-    (tmp_path / "small.txt").write_text(documents()[0][:3000], "utf-8")
-    assert_told(invoke(*words(DEFAULT, *FEW, "--reference", tmp_path / "small.txt")), "passages", "24 are needed")
-
-
-def test_sampling_options_are_refused_with_texts(tmp_path: Path) -> None:
-    given = write_texts(tmp_path / "texts.jsonl", cut_passages(documents(), 12, 90, seed=9))
-    for more in (
-        ("--length", 5),
-        ("--sampler", "nosuch"),
-        ("--top-p", 0.5),
-        ("--option", "eta=1"),
-        ("--deterministic",),
-    ):
-        assert_told(invoke(*words(*given, *more)), "leave them out")
-
-
-def test_the_lengths_of_passages_are_in_the_settings(tmp_path: Path) -> None:
+def test_settings_name_windows_passages_and_features(tmp_path: Path) -> None:
     """For short texts the shortest passage is shorter than usual."""
+    long = evaluate(*write_texts(tmp_path / "texts.jsonl", ["long " * 400] * 2), "--window", 100)
+    assert long["settings"]["stride"] == 50
     found = []
     for size in (30, 90):
         given = write_texts(tmp_path / "texts.jsonl", [text[:size] for text in documents()[:4]])
-        about = evaluate(*given)["settings"]["reference"]
-        found.append([int(about[name].removesuffix(" characters")) for name in ("shortest", "longest")])
-    (least, most), (usual, more) = found
-    assert least == most // 4 < 32 == usual and most < more
+        settings = evaluate(*given, "--features", encoder_folder())["settings"]
+        assert settings["features"]["kind"] == "encoder" and settings["judge"]["kind"] == "causal LM"
+        found += [int(settings["reference"][name].removesuffix(" characters")) for name in ("shortest", "longest")]
+    assert found[0] == found[1] // 4 < 32 == found[2] and found[1] < found[3]
 
 
-def test_judge_and_reference_are_required() -> None:
+def test_judge_and_reference_are_required(tmp_path: Path) -> None:
     assert_told(invoke("eval", "samples", DEFAULT), "--judge is required: a causal LM that computes Gen-PPL")
     assert_told(invoke("eval", "samples", DEFAULT, "--judge", "x"), "--reference is required")
-    encoder = ("eval", "samples", DEFAULT, *FEW, "--judge", encoder_folder())
-    assert_told(invoke(*encoder), "is an encoder")
+    assert_told(invoke("eval", "samples", DEFAULT, *FEW, "--judge", encoder_folder()), "is an encoder")
+    (tmp_path / "small.txt").write_text(documents()[0][:3000], "utf-8")
+    assert_told(invoke(*words(DEFAULT, *FEW, "--reference", tmp_path / "small.txt")), "passages", "24 are needed")

@@ -6,6 +6,7 @@ import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,3 +104,14 @@ def real(name: str) -> ScoringModel:
     """A scoring model that is installed by name."""
     needs("transformers", "gguf", "accelerate", name)
     return load_scorer(name)
+
+
+def numbers(result: Any) -> dict[str, float]:
+    """Every number of every metric of a result of `samples`, of samples and of real text."""
+    return {
+        f"{side} {name} {key}": value
+        for side in ("samples", "reference")
+        for name, metric in result[side].items()
+        for key, value in (metric.items() if isinstance(metric, dict) else [("", metric)])
+        if isinstance(value, int | float)
+    }
