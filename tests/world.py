@@ -21,19 +21,11 @@ from adlm.models.language_model import LanguageModel
 
 # Every sampler with few steps and, where it can, much remasking.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ancestral": {"steps": 6},
-    "forward_backward": {"steps": 6},
-    "remask_cap": {"steps": 6, "eta": 0.3},
-    "remask_rescale": {"steps": 6, "eta": 0.3},
-    "remask_conf": {"steps": 6},
-    "remask_loop": {"steps": 8, "eta": 0.3},
-    "ddpm": {"steps": 6},
-    "dfm": {"steps": 4},
-    "first_hitting": {},
-    "confidence": {"steps": 5},
-    "margin": {"steps": 5},
-    "entropy_bounded": {"bound": 2.0},
-}
+    "ancestral": {"steps": 6}, "forward_backward": {"steps": 6}, "remask_cap": {"steps": 6, "eta": 0.3},
+    "remask_rescale": {"steps": 6, "eta": 0.3}, "remask_conf": {"steps": 6}, "remask_loop": {"steps": 8, "eta": 0.3},
+    "ddpm": {"steps": 6}, "dfm": {"steps": 4}, "first_hitting": {}, "confidence": {"steps": 5},
+    "margin": {"steps": 5}, "entropy_bounded": {"bound": 2.0},
+}  # fmt: skip
 
 
 def random_model(method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **changes: object) -> LanguageModel:
@@ -85,6 +77,12 @@ class TinyWorld:
         """A row to be filled, None where hidden; by default everywhere."""
         given = tokens or (None,) * self.length
         return torch.tensor([self.mask if token is None else token for token in given])
+
+    def point(self, start: Tensor | None = None) -> Tensor:
+        """The law (S,) that is certain of one state, by default of the one with everything hidden."""
+        reach = torch.zeros(len(self.states), dtype=torch.float64)
+        reach[self.number(self.start() if start is None else start)] = 1
+        return reach
 
     def log_probs(self, level: float | Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """(anchor log-softmax, SUBS log-probabilities) of all states, (S, L, V) each."""
@@ -152,8 +150,7 @@ def plan_law(
         how = SamplingParams(temperature=how.temperature)
     eye = torch.eye(world.vocab, dtype=torch.float64)
     stay, mask, is_hidden = eye[world.states], eye[world.mask], (world.states == world.mask)[..., None]
-    reach = torch.zeros(len(world.states), dtype=torch.float64)
-    reach[world.number(start)] = 1
+    reach = world.point(start)
 
     def move(reach: Tensor, window: Tensor, reveal: float, remask: float, level: Tensor, how: SamplingParams) -> Tensor:
         hidden = reveal * world.probs(level, how) + (1 - reveal) * mask
@@ -201,10 +198,7 @@ def conf_law(world: TinyWorld, plan: Plan, how: SamplingParams, start: Tensor, i
                 if chance > 0:
                     after[tuple(c[0] for c in combination), tuple(c[1] for c in combination)] += chance
         here = after
-    reach = torch.zeros(len(world.states), dtype=torch.float64)
-    for (tokens, _), mass in here.items():
-        reach[world.number(torch.tensor(tokens))] += mass
-    return reach
+    return sum((mass * world.point(torch.tensor(tokens)) for (tokens, _), mass in here.items()), 0 * world.point())
 
 
 def chosen_by(order: Order, probs: list[list[float]], hidden: list[int], step: int) -> list[int]:
@@ -256,10 +250,7 @@ def order_law(
                                 new[i] = v
                             after[tuple(new)] += mass * chance / len(sets)
             here, step = after, step + 1
-    reach = torch.zeros(len(world.states), dtype=torch.float64)
-    for state, mass in here.items():
-        reach[world.number(torch.tensor(state))] += mass
-    return reach
+    return sum((mass * world.point(torch.tensor(state)) for state, mass in here.items()), 0 * world.point())
 
 
 def law_of(

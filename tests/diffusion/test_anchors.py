@@ -87,18 +87,14 @@ def test_tf_idf_picks_its_share_of_the_highest_scores(fraction):
         for row, ok, chosen in zip(tokens.tolist(), valid.tolist(), found.tolist(), strict=True):
             length = sum(ok)
             seen = Counter(row[:length])
-            scores = [
-                seen[token] * (math.log((1 + documents) / (1 + int(document_counts[token]))) + 1)
-                for token in row[:length]
-            ]
+            idf = [math.log((1 + documents) / (1 + count)) + 1 for count in document_counts.tolist()]
+            scores = [seen[token] * idf[token] for token in row[:length]]
             best = sorted(range(length), key=lambda i, scores=scores: (-round(scores[i], 9), i))
             share = round(fraction * length)
             assert sum(chosen) == share
             assert {i for i, is_chosen in enumerate(chosen) if is_chosen} == set(best[:share])
-    assert torch.equal(
-        tf_idf(document_counts, documents, fraction)(tokens, None),
-        tf_idf(document_counts, documents, fraction)(tokens, torch.ones_like(tokens, dtype=torch.bool)),
-    )
+    rule = tf_idf(document_counts, documents, fraction)
+    assert torch.equal(rule(tokens, None), rule(tokens, torch.ones_like(tokens, dtype=torch.bool)))
 
 
 def test_listed_tokens():
@@ -139,14 +135,10 @@ def test_random_anchors_belong_to_the_row():
 def test_texts_that_differ_rarely_share_their_random_anchors():
     """Swapping or shifting tokens makes another text: its anchors are drawn anew."""
     rule = random_positions(0.5, seed=3)
-    base = torch.zeros(1, 24, dtype=torch.long)
     # 3·x[0] + 1·x[1] and the like: rows that a linear hash of tokens and positions cannot tell apart
-    rows = []
-    for token, position in ((15, 0), (5, 1), (3, 2)):
-        row = base.clone()
-        row[0, position] = token
-        rows.append(row)
-    found = rule(torch.cat(rows), None)
+    rows = torch.zeros(3, 24, dtype=torch.long)
+    rows[range(3), range(3)] = torch.tensor([15, 5, 3])
+    found = rule(rows, None)
     assert len({tuple(row) for row in found.tolist()}) == 3
 
 

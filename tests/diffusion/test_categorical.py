@@ -19,19 +19,11 @@ def numbers(rows, seed=1):
     return torch.rand(rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=0.0),
-        SamplingParams(top_k=1),
-        SamplingParams(top_p=1e-6),
-        SamplingParams(temperature=1e-6),
-    ],
-)
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}])
 @pytest.mark.parametrize("nucleus", ["usual", "lineage"])
-def test_no_choice_is_argmax(sampling, nucleus):
+def test_no_choice_is_argmax(settings, nucleus):
     logits = logits_of(500, 30, 2.0)
-    drawn = draw(logits, numbers(500), SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, nucleus))
+    drawn = draw(logits, numbers(500), SamplingParams(**settings, nucleus=nucleus))
     assert torch.equal(drawn.tokens, logits.argmax(-1))
     assert torch.equal(drawn.probs, torch.ones(500, dtype=torch.float64))
 
@@ -120,21 +112,13 @@ def test_a_draw_inverts_its_distribution(sampling):
     torch.testing.assert_close(drawn.probs, law[drawn.tokens], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=1 + 1e-9),
-        SamplingParams(top_k=3),
-        SamplingParams(top_k=3, nucleus="lineage"),
-    ],
-)
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1 + 1e-9}, {"top_k": 3}, {"top_k": 3, "nucleus": "lineage"}])
 @pytest.mark.parametrize("shift", [0.0, 30.0, 300.0])
-def test_rare_tokens_are_reachable(sampling, shift):
+def test_rare_tokens_are_reachable(settings, shift):
     """Draws are float64: a token of probability 1e-9 has its share of the numbers, however large the logits are."""
     logits = torch.tensor([[math.log(0.5), math.log(0.5), math.log(1e-9), -torch.inf]]) + shift
     u = torch.tensor([1 - 2**-53, 1 - 4e-10, 1 - 3e-9], dtype=torch.float64)
-    tokens = draw(logits.expand(3, -1), u, sampling).tokens
+    tokens = draw(logits.expand(3, -1), u, SamplingParams(**settings)).tokens
     assert tokens[:2].tolist() == [2, 2]
     assert tokens[2] != 2
 

@@ -235,9 +235,8 @@ def test_fixed_positions_are_neither_hidden_nor_counted():
 def test_a_nan_is_raised_and_its_row_named():
     model, x0 = build(), text(4)
     xt = torch.full_like(x0, MASK)
-    batch = collect_batch(
-        x0, xt, torch.ones(4), torch.ones(4), torch.zeros(4), ForwardProcess(MASK, anchor_rule=rare_in_sequence(1))
-    )
+    process, ones = ForwardProcess(MASK, anchor_rule=rare_in_sequence(1)), torch.ones(4)
+    batch = collect_batch(x0, xt, ones, ones, 0 * ones, process)
     features = model(xt)
     final = features.final.detach().clone()
     final[2, 5] = torch.nan
@@ -248,16 +247,9 @@ def test_a_nan_is_raised_and_its_row_named():
         loss.check(rows=torch.arange(100, 104))
     anchor = features.anchor.detach().clone()
     anchor[1] = torch.nan
+    anchors = {"anchor": anchor, "anchor_head": model.anchor_head, "anchor_weight": 0.1}
     with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
-        diffusion_loss(
-            features.final,
-            model.head,
-            batch,
-            mask_id=MASK,
-            anchor=anchor,
-            anchor_head=model.anchor_head,
-            anchor_weight=0.1,
-        )
+        diffusion_loss(features.final, model.head, batch, mask_id=MASK, **anchors)
 
 
 def test_text_that_holds_the_mask_is_refused():

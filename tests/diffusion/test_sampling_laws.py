@@ -87,16 +87,6 @@ def test_the_network_runs_only_where_something_is_revealed(name):
         assert torch.equal(frames[-1].nfe, (xt == MASK).sum(-1).clamp(max=5))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_given_text_needs_no_network(name):
-    def never(*_):
-        raise AssertionError("the network ran")
-
-    xt = templates(2)[1:2]
-    frames = list(denoise(xt, sampler_of(name), never, never, mask_id=MASK, rng=CounterRng.from_seed(0, 1)))
-    assert all(torch.equal(frame.tokens, xt) and not frame.changed.any() and frame.nfe[0] == 0 for frame in frames)
-
-
 PLACES = ([[i] for i in range(ROWS)], [[0, 1, 2], [3, 4, 5], [6, 7]], [[6, 2, 0, 7, 1, 5, 3, 4]])
 
 
@@ -106,17 +96,13 @@ def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
     """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
     for seed, predictor in ((0, LEARNED), (1, TOLD)):
         xt, numbers = templates(seed), torch.arange(ROWS) * 1000 + 7
-        whole = frames_of(predictor, xt, name, rows=numbers, block=block, sampling=SamplingParams(top_p=0.95))[-1]
+        same = {"block": block, "sampling": SamplingParams(top_p=0.95)}
+        whole = frames_of(predictor, xt, name, rows=numbers, **same)[-1]
         for place in PLACES:
             for rows in place:
-                frames = frames_of(
-                    predictor, xt[rows], name, rows=numbers[rows], block=block, sampling=SamplingParams(top_p=0.95)
-                )  # fmt: skip
-                if not frames:  # nothing to do in this block of rows
-                    assert torch.equal(whole.tokens[rows], xt[rows])
-                    continue
-                assert torch.equal(frames[-1].tokens, whole.tokens[rows]), f"rows {rows}"
-                assert torch.equal(frames[-1].nfe, whole.nfe[rows])
+                last = frames_of(predictor, xt[rows], name, rows=numbers[rows], **same)[-1]
+                assert torch.equal(last.tokens, whole.tokens[rows]), f"rows {rows}"
+                assert torch.equal(last.nfe, whole.nfe[rows])
         other = last_tokens(predictor, xt, name, rows=numbers + 1, block=block)
         assert not torch.equal(other, whole.tokens)
 
@@ -145,17 +131,6 @@ def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
-def test_causal_padding_is_kept_and_changes_nothing(method):
-    predictor = compile_for_sampling(model_of(method))
-    xt = torch.tensor([[0, 1, 2, 2, 2, 7, 7]])
-    is_fixed, valid = torch.tensor([[1, 1, 0, 0, 0, 0, 0]]).bool(), torch.tensor([[1, 1, 1, 1, 1, 0, 0]]).bool()
-    *_, padded = stream_tokens(predictor, xt, seed=2, is_fixed=is_fixed, valid=valid)
-    *_, plain = stream_tokens(predictor, xt[:, :5], seed=2, is_fixed=is_fixed[:, :5])
-    assert torch.equal(padded.tokens[:, :5], plain.tokens)
-    assert padded.tokens[0, 5:].tolist() == [7, 7]
-
-
-@pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_causal_rows_do_not_depend_on_their_neighbours(method):
     predictor = compile_for_sampling(model_of(method))
     xt, rng = templates(0), torch.Generator().manual_seed(0)
@@ -163,29 +138,20 @@ def test_causal_rows_do_not_depend_on_their_neighbours(method):
     is_fixed, numbers = xt != MASK, torch.arange(ROWS) + 50
 
     def run(rows):
-        frames = list(
-            stream_tokens(
-                predictor,
-                xt[rows],
-                seed=9,
-                rows=numbers[rows],
-                is_fixed=is_fixed[rows],
-                sampling=SamplingParams(top_k=6),
-            )
-        )
-        for frame in frames:
+        same = {"seed": 9, "sampling": SamplingParams(top_k=6)}
+        for frame in stream_tokens(predictor, xt[rows], rows=numbers[rows], is_fixed=is_fixed[rows], **same):
             assert torch.equal(frame.tokens[is_fixed[rows]], xt[rows][is_fixed[rows]])
-        return frames[-1].tokens if frames else xt[rows]
+        return frame.tokens
 
     whole = run(torch.arange(ROWS))
     assert not (whole == MASK).any()
     for place in PLACES:
         for rows in place:
             assert torch.equal(run(torch.tensor(rows)), whole[rows]), f"rows {rows}"
-    wide = torch.nn.functional.pad(xt, (0, 4), value=2)
-    padded = torch.nn.functional.pad(is_fixed, (0, 4), value=True)
-    *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, is_fixed=padded, sampling=SamplingParams(top_k=6))
-    assert torch.equal(last.tokens[:, :LENGTH], whole) and (last.tokens[:, LENGTH:] == 2).all()
+    wide, valid = torch.nn.functional.pad(xt, (0, 4), value=2), torch.arange(LENGTH + 4).expand(ROWS, -1) < LENGTH
+    for where in ({"is_fixed": wide != MASK}, {"is_fixed": (wide != MASK) & valid, "valid": valid}):
+        *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, sampling=SamplingParams(top_k=6), **where)
+        assert torch.equal(last.tokens[:, :LENGTH], whole) and (last.tokens[:, LENGTH:] == 2).all()
 
 
 @pytest.mark.parametrize("value", [0, 9])
@@ -206,10 +172,8 @@ def test_padding_changes_no_text(name, is_told, value):
 def test_no_remasking_is_ancestral(name):
     """η = 0: the same table, and the same tokens from the same seed."""
     for compat in (False, True):
-        plan, plain = (
-            build_sampler(name, steps=7, eta=0.0, compat=compat),
-            build_sampler("ancestral", steps=7, compat=compat),
-        )
+        plan = build_sampler(name, steps=7, eta=0.0, compat=compat)
+        plain = build_sampler("ancestral", steps=7, compat=compat)
         for field in ("t", "alpha_t", "alpha_s", "remask_prob", "noise_level"):
             assert torch.equal(getattr(plan, field), getattr(plain, field)), field
         xt = templates(5)
@@ -324,17 +288,6 @@ def test_without_chance_the_seed_does_not_matter(name, sampling):
     assert torch.equal(first.tokens[first.changed], best[first.changed])
 
 
-def test_fixed_masks_and_empty_blocks_are_refused():
-    xt = templates(0)
-    is_fixed = torch.ones_like(xt, dtype=torch.bool)
-    with pytest.raises(ValueError, match="row 0, position 0 is fixed but holds the mask"):
-        frames_of(LEARNED, xt, "ancestral", is_fixed=is_fixed)
-    with pytest.raises(ValueError, match="block must be at least 1"):
-        frames_of(LEARNED, xt, "ancestral", block=0)
-    with pytest.raises(ValueError, match="a masked model needs one"):
-        list(stream_tokens(LEARNED, xt, seed=0))
-
-
 def test_tokens_of_any_layout_and_type_are_taken():
     xt = templates(4)
     expected = last_tokens(LEARNED, xt, "ancestral")
@@ -359,18 +312,10 @@ def test_rows_may_be_at_different_times():
     columns = [torch.stack([plan[2].__dict__[k], plan[4].__dict__[k]])[:, None] for k in plan[2].__dict__]
 
     def stepped(rows, transition):
-        part = xt[rows]
-        rng = CounterRng.from_seed(7, torch.tensor(rows))
-        is_hidden = part == MASK
+        is_hidden, rng = xt[rows] == MASK, CounterRng.from_seed(7, torch.tensor(rows))
+        network = TOLD.predict, TOLD.logits_at, MASK
         state = denoise_module.SamplerState(
-            part.clone(),
-            is_hidden,
-            torch.ones_like(is_hidden),
-            TOLD.predict,
-            TOLD.logits_at,
-            MASK,
-            rng,
-            SamplingParams(),
+            xt[rows].clone(), is_hidden, torch.ones_like(is_hidden), *network, rng, SamplingParams()
         )
         with torch.no_grad():
             return denoise_module.reverse_step(state, transition, SamplingParams()).tokens
@@ -380,16 +325,28 @@ def test_rows_may_be_at_different_times():
         assert torch.equal(stepped([row], plan[step])[0], together[row])
 
 
-def test_what_cannot_be_asked_is_refused():
-    xt = templates(6)
-    with pytest.raises(ValueError, match="longer than this model's length of 20"):
-        next(stream_tokens(LEARNED, torch.full((1, 21), MASK), sampler_of("ancestral"), seed=0))
-    with pytest.raises(ValueError, match="one number for each of the 8 rows"):
-        next(stream_tokens(LEARNED, xt, sampler_of("ancestral"), seed=0, rows=torch.arange(3)))
-    with pytest.raises(ValueError, match="build_sampler"):
-        next(stream_tokens(LEARNED, xt, "ancestral", seed=0))
-    with pytest.raises(ValueError, match=r"is_fixed has shape \(14,\)"):
-        next(stream_tokens(LEARNED, xt, sampler_of("ancestral"), seed=0, is_fixed=torch.zeros(LENGTH).bool()))
+XT = templates(0)
+ALL_FIXED = torch.ones_like(XT, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("xt", "changes", "message"),
+    [
+        (XT, {"is_fixed": ALL_FIXED}, "row 0, position 0 is fixed but holds the mask"),
+        (XT, {"is_fixed": ALL_FIXED[0]}, r"is_fixed has shape \(14,\)"),
+        (XT, {"block": 0}, "block must be at least 1"),
+        (XT, {"sampler": None}, "a masked model needs one"),
+        (XT, {"sampler": "ancestral"}, "build_sampler"),
+        (XT, {"rows": torch.arange(3)}, "one number for each of the 8 rows"),
+        (torch.full((1, 21), MASK), {}, "longer than this model's length of 20"),
+    ],
+)
+def test_wrong_arguments_are_refused(xt, changes, message):
+    with pytest.raises(ValueError, match=message):
+        next(stream_tokens(LEARNED, xt, **({"sampler": sampler_of("ancestral"), "seed": 0} | changes)))
+
+
+def test_models_that_cannot_be_sampled_are_refused():
     broken = model_of()
     with torch.no_grad():
         broken.head.bias[0] = torch.nan

@@ -48,33 +48,21 @@ def p_value(world, sampler, *, seed=5, sampling=None, start=None, is_free=None, 
     return chi_square_p(counts, law)
 
 
+LOOP = {"steps": 8, "eta": 0.3, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.6}
 PLANS = [
-    ("ancestral", "two", {"steps": 1}),
-    ("ancestral", "rotary", {"steps": 3}),
-    ("ancestral", "learned", {"steps": 8}),
-    ("ancestral", "told", {"steps": 4}),
-    ("ancestral", "inside", {"steps": 4}),
-    ("ancestral", "direct", {"steps": 4}),
-    ("forward_backward", "two", {"steps": 4}),
-    ("forward_backward", "learned", {"steps": 5}),
-    ("forward_backward", "told", {"steps": 3}),
-    ("remask_cap", "two", {"steps": 5, "eta": 0.008}),
-    ("remask_cap", "learned", {"steps": 4, "eta": 0.4}),
-    ("remask_cap", "inside", {"steps": 6, "eta": 1.0}),
-    ("remask_rescale", "two", {"steps": 5, "eta": 0.5}),
-    ("remask_rescale", "learned", {"steps": 4, "eta": 1.0}),
-    ("remask_rescale", "told", {"steps": 4, "eta": 0.3}),
-    ("remask_conf", "two", {"steps": 6}),
-    ("remask_conf", "learned", {"steps": 3}),
-    ("remask_conf", "mdlm", {"steps": 4}),
-    ("remask_loop", "two", {"steps": 8, "eta": 0.3, "t_on": 0.7, "t_off": 0.2, "alpha_on": 0.6}),
-    ("remask_loop", "learned", {"steps": 10}),
+    ("ancestral", "two", {"steps": 1}), ("ancestral", "rotary", {"steps": 3}), ("ancestral", "learned", {"steps": 8}),
+    ("ancestral", "told", {"steps": 4}), ("ancestral", "inside", {"steps": 4}), ("ancestral", "direct", {"steps": 4}),
+    ("forward_backward", "two", {"steps": 4}), ("forward_backward", "learned", {"steps": 5}),
+    ("forward_backward", "told", {"steps": 3}), ("remask_cap", "two", {"steps": 5, "eta": 0.008}),
+    ("remask_cap", "learned", {"steps": 4, "eta": 0.4}), ("remask_cap", "inside", {"steps": 6, "eta": 1.0}),
+    ("remask_rescale", "two", {"steps": 5, "eta": 0.5}), ("remask_rescale", "learned", {"steps": 4, "eta": 1.0}),
+    ("remask_rescale", "told", {"steps": 4, "eta": 0.3}), ("remask_conf", "two", {"steps": 6}),
+    ("remask_conf", "learned", {"steps": 3}), ("remask_conf", "mdlm", {"steps": 4}),
+    ("remask_loop", "two", LOOP), ("remask_loop", "learned", {"steps": 10}),
     ("remask_loop", "told", {"steps": 6, "eta": 0.5, "t_on": 0.6, "t_off": 0.3, "alpha_on": 0.5}),
-    ("ddpm", "two", {"steps": 2}),
-    ("ddpm", "learned", {"steps": 5}),
-    ("dfm", "two", {"steps": 3}),
-    ("dfm", "learned", {"steps": 5}),
-]
+    ("ddpm", "two", {"steps": 2}), ("ddpm", "learned", {"steps": 5}),
+    ("dfm", "two", {"steps": 3}), ("dfm", "learned", {"steps": 5}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -87,18 +75,12 @@ def test_plans_have_their_law(name, world, options, compat):
 
 
 ORDERS = [
-    ("first_hitting", "two", {}),
-    ("first_hitting", "rotary", {}),
-    ("first_hitting", "mdlm", {}),
-    ("confidence", "learned", {"steps": 1}),
-    ("confidence", "learned", {"steps": 2}),
-    ("confidence", "mdlm", {"steps": 3}),
-    ("margin", "learned", {"steps": 2}),
-    ("margin", "mdlm", {"steps": 5}),
-    ("entropy_bounded", "learned", {"bound": 0.0}),
-    ("entropy_bounded", "learned", {"bound": 0.9}),
+    ("first_hitting", "two", {}), ("first_hitting", "rotary", {}), ("first_hitting", "mdlm", {}),
+    ("confidence", "learned", {"steps": 1}), ("confidence", "learned", {"steps": 2}),
+    ("confidence", "mdlm", {"steps": 3}), ("margin", "learned", {"steps": 2}), ("margin", "mdlm", {"steps": 5}),
+    ("entropy_bounded", "learned", {"bound": 0.0}), ("entropy_bounded", "learned", {"bound": 0.9}),
     ("entropy_bounded", "mdlm", {"bound": 0.7}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "world", "options"), ORDERS)
@@ -120,32 +102,18 @@ DRAWS = {
 }
 
 
+CAP, ORDERED = ("remask_cap", {"steps": 3, "eta": 0.3}), [("first_hitting", {}), ("confidence", {"steps": 2})]
+
+
 @pytest.mark.parametrize("sampling", DRAWS)
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("remask_cap", {"steps": 3, "eta": 0.3}),
-        ("remask_conf", {"steps": 3}),
-        ("ddpm", {"steps": 3}),
-        ("first_hitting", {}),
-        ("confidence", {"steps": 2}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), [CAP, ("remask_conf", {"steps": 3}), ("ddpm", {"steps": 3}), *ORDERED])
 def test_draws_shape_the_law(name, options, sampling):
     """Temperature, top-k and top-p act on every draw; ddpm heeds the temperature alone."""
     assert p_value(WORLDS["learned"], build_sampler(name, **options), sampling=DRAWS[sampling]) > 1e-3
 
 
 @pytest.mark.parametrize("block", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("remask_cap", {"steps": 3, "eta": 0.3}),
-        ("ddpm", {"steps": 2, "compat": True}),
-        ("first_hitting", {}),
-        ("confidence", {"steps": 2}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), [CAP, ("ddpm", {"steps": 2, "compat": True}), *ORDERED])
 def test_blocks_go_from_left_to_right(name, options, block):
     assert p_value(WORLDS["learned"], build_sampler(name, **options), block=block) > 1e-3
 
@@ -154,14 +122,10 @@ def test_blocks_go_from_left_to_right(name, options, block):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("ancestral", {"steps": 3}),
-        ("remask_rescale", {"steps": 4, "eta": 0.6}),
-        ("remask_conf", {"steps": 4}),
-        ("first_hitting", {}),
-        ("margin", {"steps": 2}),
-        ("entropy_bounded", {"bound": 0.5}),
+        ("ancestral", {"steps": 3}), ("remask_rescale", {"steps": 4, "eta": 0.6}), ("remask_conf", {"steps": 4}),
+        ("first_hitting", {}), ("margin", {"steps": 2}), ("entropy_bounded", {"bound": 0.5}),
     ],
-)
+)  # fmt: skip
 def test_infilling_has_its_law(name, options, tokens):
     """What is given is conditioned on and never drawn."""
     world = WORLDS["learned"]
@@ -204,8 +168,7 @@ def test_ancestral_tends_to_first_hitting():
     limit, probs = law_of(world, first_hitting()), world.probs()
     distances = []
     for steps in (1, 4, 16, 64, 256):
-        reach = torch.zeros(len(world.states), dtype=torch.float64)
-        reach[world.number(world.start())] = 1
+        reach = world.point()
         for step in ancestral(steps):
             reach = reach @ joint(world, reverse_distribution(world.states, probs, step, world.mask))
         distances.append(float((reach - limit).abs().sum() / 2))

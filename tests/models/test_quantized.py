@@ -116,11 +116,8 @@ def test_a_file_has_about_a_byte_a_parameter(tied: bool, tmp_path: Path) -> None
 
 def test_an_exported_model_writes(tmp_path: Path) -> None:
     model = random_model("adlm", vocab_size=258, mask_id=257, dim=32, length=32)
-    folder = checkpoint.export_model(
-        checkpoint.LoadedModel(model, tokenizer("bytes"), "adlm", 0, "documents"), tmp_path
-    )
-    found = adlm.load(folder, device="cpu")
+    loaded = checkpoint.LoadedModel(model, tokenizer("bytes"), "adlm", 0, "documents")
+    found = adlm.load(checkpoint.export_model(loaded, tmp_path), device="cpu")
     assert found.row_format.is_framed and found.infill("a ___{3} b").texts[0].startswith("a ")
-    card = folder / "README.md"
-    card.write_text("a card", "utf-8")
-    assert adlm.load(folder, device="cpu", verify=True).generate(length=5, seed=1).texts
+    (tmp_path / "README.md").write_text("a card", "utf-8")
+    assert adlm.load(tmp_path, device="cpu", verify=True).generate(length=5, seed=1).texts

@@ -1,6 +1,7 @@
 """Small models with random weights, or rigged ones, as `adlm.load` would give them; and random text."""
 
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from adlm.bundled import DEFAULT, find_bundled_model
 from adlm.checkpoint import LoadedModel
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
 from adlm.methods import METHODS
+from adlm.text.templates import parse_template
 from tests.world import random_model
 
 TOKENIZERS = ("gpt2", "bert-base-uncased", "bytes", "prose")
@@ -82,25 +84,10 @@ def any_template(rng: random.Random, most_tokens: int = 3) -> list[str | adlm.Ho
 
 
 def given_in(template: list[str | adlm.Hole]) -> list[str]:
-    """The given pieces, neighbours joined."""
-    joined, fresh = [], True
-    for piece in template:
-        if isinstance(piece, adlm.Hole):
-            fresh = True
-        elif fresh:
-            joined.append(piece)
-            fresh = False
-        else:
-            joined[-1] += piece
-    return [piece for piece in joined if piece]
+    """The given pieces, neighbors joined."""
+    return [piece for piece in parse_template(template) if isinstance(piece, str)]
 
 
 def holds_in_order(text: str, pieces: list[str]) -> bool:
     """Whether the pieces stand in the text one after the other."""
-    at = 0
-    for piece in pieces:
-        found = text.find(piece, at)
-        if found < 0:
-            return False
-        at = found + len(piece)
-    return True
+    return re.search(".*?".join(map(re.escape, pieces)), text, re.DOTALL) is not None

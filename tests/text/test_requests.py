@@ -33,51 +33,35 @@ def refused(call: Any, *said: str) -> None:
     ("how", "said"),
     [
         ({"length": 63}, ("between 1 and 62", "got 63", "64 tokens, 2 of which begin or end")),
-        ({"length": 0}, ("between 1 and 62", "got 0")),
         ({"length": 9.5}, ("whole number", "got 9.5")),
         ({"prompt": "x" * 70}, ("'xxx", "has 70 tokens", "62 in all", "make the prompt shorter")),
         ({"prompt": "hello", "length": 5}, ("'hello'", "5 tokens", "make length larger (at most 62)")),
         ({"prompt": []}, ("nothing to generate", "give a prompt")),
         ({"prompt": 5}, ("a text is a string", "got 5")),
-        ({"prompt": ["a", None]}, ("a prompt is a string", "got None")),
         ({"prompt": "a\ud800b"}, ("character 1", "\\ud800", "surrogate", "errors='replace'")),
         ({"sampler": "magic"}, ("unknown sampler 'magic'", ALL)),
         ({"sampler": adlm.build_sampler("ancestral", steps=3)}, ("must be a name", "ancestral", "got a Plan")),
         ({"temperature": -0.5}, ("temperature", "0 (take the likeliest token) or above", "-0.5")),
-        ({"top_p": 0.0}, ("top_p", "above 0 and at most 1", "0.0")),
-        ({"top_p": 1.5}, ("top_p", "1.5")),
         ({"top_p": None}, ("top_p must be a number (1 changes nothing)", "None")),
-        ({"temperature": "hot"}, ("temperature must be a number", "'hot'")),
-        ({"top_k": 0}, ("top_k", "from 1", "0")),
         ({"n": 0}, ("n must be a whole number from 1", "got 0")),
-        ({"n": 1.5}, ("n must be a whole number", "got 1.5")),
-        ({"batch": 0}, ("batch must be a whole number from 1", "got 0")),
         ({"steps": 0}, ("steps must be a whole number from 1", "got 0")),
-        ({"steps": "many"}, ("steps must be a whole number", "'many'")),
         ({"steps": 2.0}, ("steps must be a whole number", "2.0")),
         ({"block": 0}, ("block must be a whole number from 1", "got 0")),
         ({"seed": -1}, ("seed must be a whole number from 0", "got -1")),
-        ({"seed": 0.5}, ("seed must be a whole number", "0.5")),
         ({"sampler": "ancestral", "eta": 0.1}, ("no setting eta", "ancestral", "steps", "temperature, top_p")),
         ({"temprature": 0.1}, ("no setting temprature", "remask_loop", "eta", "temperature")),
         ({"sampler": "first_hitting", "steps": 5}, ("first_hitting", "no option steps")),
-        ({"sampler": "remask_cap", "eta": 1.5}, ("eta", "between 0 and 1", "1.5")),
         ({"template": "a ___", "prompt": "a"}, ("leave prompt, length and max_new_tokens out",)),
-        ({"template": "a ___", "max_new_tokens": 9}, ("leave prompt, length and max_new_tokens out",)),
         ({"prompt": "hello", "length": 9, "max_new_tokens": 4}, ("length=9", "max_new_tokens=4", "give one")),
         ({"prompt": "hello", "max_new_tokens": 58}, ("max_new_tokens is 58", "at most 62", "up to 57")),
         ({"max_new_tokens": 0}, ("max_new_tokens must be a whole number from 1", "got 0")),
         ({"max_new_tokens": 4, "gen_length": 5}, ("max_new_tokens=4 and gen_length=5", "give max_new_tokens alone")),
-        ({"n": 2, "num_return_sequences": 2}, ("n=2 and num_return_sequences=2", "give n alone")),
         ({"temperature": 0.7, "do_sample": False}, ("do_sample=False contradicts temperature=0.7",)),
-        ({"temperature": 0.0, "do_sample": True}, ("do_sample=True contradicts temperature=0.0",)),
-        ({"template": "a ___", "length": 9}, ("leave prompt, length and max_new_tokens out",)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> None:
     refused(lambda: FRAMED.build_request(**how), *said)
-    if "batch" not in how:
-        refused(lambda: FRAMED.stream(**how), *said)  # at the call, not with the first step
+    refused(lambda: FRAMED.stream(**how), *said)  # at the call, not with the first step
     if "template" not in how:
         refused(lambda: FRAMED.generate(**how), *said)
 
@@ -86,19 +70,14 @@ def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> N
     ("template", "said"),
     [
         ("The cat sat.", ("'The cat sat.'", "no hole", "___{5}", "___{2,8}", "adlm.Hole")),
-        ("", ("no hole", "write ___")),
         (["a", "b"], ("'a'", "no hole")),
         ([], ("nothing to generate",)),
         (7, ("a template is a string", "got 7")),
         ([Hole(), 7], ("it holds 7", "strings and Holes")),
-        (["a ___", 3], ("a template is a string", "3")),
         ("a ___{0} b", ("at least 1 token", "___{0}", "leave it out")),
         ("a ___{5,2} b", ("___{5,2}", "write ___{2,5}")),
         ("x" * 60 + "___{3}", ("takes 65 tokens", "rows have 64", "shortest holes", "make it shorter")),
-        ("___{70}", ("takes 72 tokens", "rows have 64")),
-        ("___{30}" * 3, ("takes 92 tokens",)),
         ("a ___{1000000000000}", ("takes 1000000000004 tokens", "rows have 64")),  # said, not tried
-        ("___{99999999999999999999} b", ("takes 100000000000000000003 tokens",)),
         ("a \udfff ___", ("character 2", "surrogate")),
     ],
 )
@@ -165,9 +144,8 @@ def test_names_of_other_libraries_are_accepted() -> None:
     )
     assert ours.texts == theirs.texts and ours.settings == theirs.settings
     assert ours.texts == FRAMED.generate("hello", length=13, n=2, steps=4, block=4, temperature=0.0, seed=1).texts
-    assert (
-        FRAMED.generate("a", length=9, steps=2, do_sample=True).texts == FRAMED.generate("a", length=9, steps=2).texts
-    )
+    sampled = FRAMED.generate("a", length=9, steps=2, do_sample=True)
+    assert sampled.texts == FRAMED.generate("a", length=9, steps=2).texts
 
 
 def test_the_output_is_a_sequence_of_texts() -> None:
@@ -254,9 +232,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     refused(lambda: adlm.load(damaged("config.json", cut)), "config.json is not JSON", "damaged")
     refused(lambda: adlm.load(damaged("tokenizer.json", cut)), "tokenizer.json")
     refused(lambda: adlm.load(damaged("config.json", other_width)), "does not fit model.safetensors", "size mismatch")
-    refused(
-        lambda: adlm.load(damaged("model.safetensors", flip), verify=True),
-        "model.safetensors is missing or was changed",
-    )
+    changed = damaged("model.safetensors", flip)
+    refused(lambda: adlm.load(changed, verify=True), "model.safetensors is missing or was changed")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         adlm.load(damaged("model.safetensors", Path.unlink))

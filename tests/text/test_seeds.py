@@ -16,10 +16,6 @@ TEMPLATES: list[Any] = ["The ___{3} sat on ___{4}.", "___{1}", ["a", Hole.of_len
 CAUSAL = ("ar", "a2r")
 
 
-def test_every_sampler_is_here() -> None:
-    assert set(OPTIONS) == set(SAMPLERS)
-
-
 def assert_one_text(model: LM, asked: str, given: list[Any], **sampling: Any) -> list[str]:
     """The same texts in every batch, for fewer of them, one by one, as a stream and as a recording."""
     call = model.generate if asked == "prompt" else model.infill

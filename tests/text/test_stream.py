@@ -15,6 +15,7 @@ from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
 from tests.world import OPTIONS
 
+STATES = {(True, True): HIDDEN, (False, True): REMASKED, (True, False): REVEALED, (False, False): VISIBLE}
 TEMPLATES = ["The ___{4} sat on\n___{9}.", "___{3}", " ___{2} ___{1}x"]
 KINDS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("adlm", "bytes", "documents", {}),
@@ -51,13 +52,7 @@ def test_stills_say_what_frames_say(name: str) -> None:
             assert [cell.is_masked for cell in still.tokens] == is_masked
             for place, cell, before, now in zip(places, still.tokens, was_masked or is_masked, is_masked, strict=True):
                 is_given = place is None or layout.is_fixed[place]
-                expected = {
-                    (False, True, True): HIDDEN,
-                    (False, False, True): REMASKED,
-                    (False, True, False): REVEALED,
-                    (False, False, False): VISIBLE,
-                }.get((is_given, before, now), GIVEN)
-                assert cell.state == expected
+                assert cell.state == (GIVEN if is_given else STATES[before, now])
                 assert not (cell.is_masked and cell.text)
                 seen.add(cell.state)
             blocks = "".join(BLOCK if cell.is_masked else cell.text for cell in still.tokens)

@@ -127,14 +127,8 @@ def test_a_text_without_anything_given_is_what_its_tokens_say(words: str) -> Non
 
 
 def test_the_parser_finds_holes_and_leaves_lists_alone() -> None:
-    assert parse_template("The ___ sat on ___{2}, ____{2,8}") == (
-        "The ",
-        Hole(),
-        " sat on ",
-        Hole.of_length(2),
-        ", ",
-        Hole(2, 8),
-    )
+    expected = ("The ", Hole(), " sat on ", Hole.of_length(2), ", ", Hole(2, 8))
+    assert parse_template("The ___ sat on ___{2}, ____{2,8}") == expected
     assert parse_template("___{ 2 , 8 }") == (Hole(2, 8),)
     assert parse_template("a__b_") == ("a__b_",)
     assert parse_template("___{x}") == (Hole(), "{x}")
