@@ -73,10 +73,8 @@ def open_valid_rows(data: PreparedData) -> ShardedRows:
     """Open the rows for validation."""
     count = len(data.rows("valid")) if "valid" in data.splits else 0
     if count < 2:
-        raise ValueError(
-            f"{data.folder} has {count} valid rows, and validation needs at least 2: prepare it with --valid SOURCE or "
-            "with --valid-share above 0"
-        )
+        remedy = "prepare it with --valid SOURCE or with --valid-share above 0"
+        raise ValueError(f"{data.folder} has {count} valid rows, and validation needs at least 2: {remedy}")
     return data.rows("valid")
 
 
@@ -107,8 +105,7 @@ def restore_data_state(states: list[dict[str, Any]], context: DistributedContext
     """Choose this rank's dataloader state from those of all ranks that wrote the checkpoint."""
     if is_stream and len(states) != context.world_size:
         raise ValueError(
-            f"this run streams its data, and each of its {len(states)} processes reads its own documents: it cannot "
-            f"resume with {context.world_size}; start {len(states)}"
+            f"{context.world_size} processes cannot resume a streamed run of {len(states)}: start {len(states)}"
         )
     return states[context.rank if is_stream else 0]
 
@@ -260,10 +257,8 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
     state = checkpoint.read_state(path)
     saved = folder / "config.yaml"
     if saved.is_file() and (changes := compare_configs(load_config(saved), config)):
-        raise ValueError(
-            f"{folder} has a run with other settings: {'; '.join(changes)}. "
-            "Choose another folder, or restore these settings to resume"
-        )
+        remedy = "Choose another folder, or restore these settings to resume"
+        raise ValueError(f"{folder} has a run with other settings: {'; '.join(changes)}. {remedy}")
     if state["data"] != data_hash:
         raise ValueError(
             f"{folder} was trained on other data than {config.data.path} (another text, tokenizer or length): resume "
