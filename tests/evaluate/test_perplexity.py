@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from adlm.data.batches import is_valid
 from adlm.evaluate.data import EvalDataset, count_row_bytes, load_eval_data
 from adlm.evaluate.perplexity import group_warnings, perplexity, warn_few_units
 from adlm.evaluate.results import EvalResult
@@ -50,23 +51,34 @@ def list_entries(result: EvalResult) -> list[dict[str, Any]]:
     return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
 
 
+@pytest.mark.parametrize("rows", ["wrapped", "documents"])
+@pytest.mark.parametrize("count", ["lineage", "text"])
 @pytest.mark.parametrize("method", ["adlm", "ar", "sedd"])
-def test_an_entry_is_the_estimate_of_the_nll(texts: dict[str, Path], method: str) -> None:
+def test_an_entry_is_the_estimate_of_the_nll(texts: dict[str, Path], method: str, count: str, rows: Any) -> None:
     model = small(method)
-    data = load_eval_data(texts["first"], model.tokenizer, 32)
-    found = measure(model, texts, "first", batch=7)
+    data = load_eval_data(texts["first"], model.tokenizer, 32, rows=rows)
+    found = measure(model, texts, "first", batch=7, count=count, rows=rows)
+    frame = (model.tokenizer.bos_id, model.tokenizer.eos_id) if count == "text" else ()
     options: dict[str, Any] = {"draws": 2, "seed": 3, "score_entropy": method == "sedd", "documents": data.documents}
-    expected = estimate_nll(model.model, data.rows, **options)
+    expected = estimate_nll(model.model, data.rows, given_tokens=frame, **options)  # type: ignore[arg-type]
     assert found["nll"] == pytest.approx(expected.nll, abs=1e-5)
     assert found["se"] == pytest.approx(expected.stderr, abs=1e-5)
-    assert found["ppl"] == pytest.approx(math.exp(found["nll"])) and found["tokens"] == expected.tokens
+    assert found["se_noise"] == pytest.approx(expected.noise_stderr, abs=1e-5)
+    tokens, lengths = data.rows.fetch(range(len(data.rows)))
+    is_counted = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else is_valid(lengths, 32)
+    is_counted &= ~torch.isin(tokens, torch.tensor(frame)) if frame else torch.arange(32) >= (method == "ar")
+    assert found["tokens"] == expected.tokens == int(is_counted.sum())
+    assert found["ppl"] == pytest.approx(math.exp(found["nll"]))
     assert found["bits_per_byte"] == pytest.approx(expected.bits_per_byte(data.bytes), rel=1e-5)
     assert found["bits_per_byte_se"] / found["bits_per_byte"] == pytest.approx(found["se"] / found["nll"])
     assert found["is_bound"] == (method != "ar") and found["rows"] == len(data.rows)
     assert found["error_over"] == "documents" and found["error_units"] == len(data.documents.unique())
     assert found["rows_hash"] == data.rows_hash and json.loads(json.dumps(found.as_dict())) == found.as_dict()
-    one = measure(small(method), texts, "one")
-    assert one["error_over"] == "rows" and one["error_units"] == one["rows"] and one["se"] > 0
+
+
+def test_one_document_has_an_error_over_its_rows(texts: dict[str, Path]) -> None:
+    found = measure(small(), texts, "one")
+    assert found["error_over"] == "rows" and found["error_units"] == found["rows"] and found["se"] > 0
 
 
 def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
