@@ -8,10 +8,7 @@ their MAUVE is biased downwards; only its standard deviation, pooled over seeds,
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adlm.evaluate.results import Estimate
+from adlm.evaluate.scorer import hide_stderr
 
 SEEDS = (0, 1, 2, 3, 4)  # of k-means
 SCALE, POINTS = 5.0, 25  # the constant c and the points of the divergence curve: the package's defaults
@@ -77,20 +75,6 @@ def measure_mauve(
     value, stderr = float(np.mean(by_seed)), float(np.concatenate(resampled).std(ddof=1))
     interval = (max(0.0, value - 1.96 * stderr), min(1.0, value + 1.96 * stderr))
     return MauveScore(Estimate(value, stderr, interval), tuple(by_seed), count, tuple(list_warnings(smaller, count)))
-
-
-@contextmanager
-def hide_stderr() -> Iterator[None]:
-    """Context manager: drop what faiss writes to stderr from C, advice about few texts a bucket."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with open(os.devnull, "wb") as sink:
-        os.dup2(sink.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
 
 
 def list_warnings(texts: int, buckets: int) -> list[str]:

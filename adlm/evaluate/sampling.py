@@ -105,11 +105,9 @@ def samples(
         selected, about = select_texts(texts, n)
     characters = MAX_CHARACTERS_PER_TOKEN * max([1, *map(len, by.encode(selected))])
     documents = (text for text, _ in source.read())
-
-    def is_long_enough(passage: str) -> bool:
-        return len(by.encode([passage])[0]) >= MIN_TOKENS
-
-    passages = cut_passages(documents, 2 * len(selected), characters, seed=seed, is_fit=is_long_enough)
+    passages = cut_passages(
+        documents, 2 * len(selected), characters, seed=seed, is_fit=lambda text: len(by.encode([text])[0]) >= MIN_TOKENS
+    )
     scoring: dict[str, Any] = {"until_eos": until_eos, "window": window, "buckets": buckets, "batch": scorer_batch}
     scoring |= {"seeds": range(mauve_seeds), "cache": cache, "context": context, "on_progress": on_progress}
     measured, baseline, settings = compare_texts(selected, passages, by, features, **scoring)
@@ -213,19 +211,12 @@ def select_texts(texts: str | Path | Sequence[str], n: int | None) -> tuple[list
 
 def read_texts(path: Path) -> list[str]:
     """The texts of a file: `<|endoftext|>` between them, or .jsonl with a "text" on each line."""
-    content = path.read_bytes().decode("utf-8").removesuffix("\n").removesuffix("\r")
-    if path.suffix != ".jsonl":
-        return content.split(SEPARATOR)
-    texts = []
-    for number, line in enumerate(content.split("\n"), 1):
+    if path.suffix == ".jsonl":
         try:
-            text = json.loads(line)["text"]
-        except (ValueError, LookupError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise ValueError(f'line {number} of {path} is not an object with a "text": {line[:80]}')
-        texts.append(text)
-    return texts
+            return [text for text, _ in open_source(path).read()]
+        except ValueError as error:
+            raise ValueError(f'{path} needs an object with a string "text" on each line ({error})') from error
+    return path.read_bytes().decode("utf-8").removesuffix("\n").removesuffix("\r").split(SEPARATOR)
 
 
 # Passages of real text.
@@ -252,8 +243,7 @@ def cut_passages(
     if len(chosen) < count:
         raise ValueError(
             f"the reference has {len(chosen)} passages of {shortest} to {characters:,} characters, but {count} are "
-            "needed, two for every text (a MAUVE reference and a real-text baseline): give more reference text, or "
-            "measure fewer or shorter texts"
+            "needed, two for every text: give more reference text, or measure fewer or shorter texts"
         )
     return chosen
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -186,12 +188,11 @@ def load_scorer(name: str | Path, *, device: torch.device | str = "cpu") -> Scor
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ImportError(f"a scoring model needs transformers: {EXTRA}") from error
-    with quiet_loading():
+    with hide_stderr():
         config = load_part(AutoConfig, location, name, "configuration")
         if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{name} is an encoder with a decoder ({config.model_type}): give a causal LM or an encoder"
-            )
+            architecture = f"an encoder with a decoder ({config.model_type})"
+            raise ValueError(f"{name} is {architecture}: give a causal LM or, for features, an encoder")
         tokenizer = load_part(AutoTokenizer, location, name, "tokenizer")
         # Without files transformers may return a tokenizer without a vocabulary.
         if not tokenizer.is_fast or not tokenizer("A word.", add_special_tokens=False)["input_ids"]:
@@ -235,14 +236,14 @@ def load_part(kind: Any, location: ModelLocation, name: str | Path, part: str, *
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Context manager: transformers loads without progress bars and advice; errors are still raised."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with redirect_stderr(io.StringIO()):
+def hide_stderr() -> Iterator[None]:
+    """Context manager: drop what libraries write to stderr, also from C: progress bars and advice."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as sink, redirect_stderr(io.StringIO()):
+        os.dup2(sink.fileno(), 2)
+        try:
             yield
-    finally:
-        logging.set_verbosity(level)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)

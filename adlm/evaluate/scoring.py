@@ -111,17 +111,15 @@ def score_texts(
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     for request in requests:
         request.windows()  # texts that cannot be scored are refused before anything is
-    keys = {key for request in requests for key in request.keys}
-    done, total = sum(key in cache for key in keys), len(keys)
+    missing = [[number for number, key in enumerate(request.keys) if key not in cache] for request in requests]
+    total = sum(len(request.keys) for request in requests)
+    done = total - sum(map(len, missing))
     on_progress("scoring", done, total)
-    seen = set(cache.entries)
     try:
-        for request in requests:
-            first = {key: number for number, key in reversed(list(enumerate(request.keys))) if key not in seen}
-            seen.update(first)
-            missing = sorted(first.values(), key=lambda number: (-len(request.texts[number]), number))
+        for request, numbers in zip(requests, missing, strict=True):
+            numbers.sort(key=lambda number: -len(request.texts[number]))
             # Every world_size-th from the longest on: equal work, and texts of similar length together.
-            for scores in compute_scores(request, missing[rank::world_size], batch):
+            for scores in compute_scores(request, numbers[rank::world_size], batch):
                 for number, score in scores.items():
                     cache.put(request.keys[number], score)
                 done += world_size * len(scores)  # the other ranks are assumed to be as fast

@@ -224,8 +224,7 @@ def test_features_of_another_model_change_mauve_alone() -> None:
     assert found.gen_ppl.nll.value == pytest.approx(own.gen_ppl.nll.value, abs=1e-5)
     assert found.estimates == own.estimates
     assert found.mauve.by_seed != own.mauve.by_seed and settings["features"]["kind"] == "encoder"
-    totals = [total for _, done, total in progress if done == total]  # a few passages are equal
-    assert len(totals) == 2 and 5 * N >= totals[0] > 4 * N and 3 * N >= totals[1] > 2 * N
+    assert ("scoring", 5 * N, 5 * N) in progress and progress[-1] == ("scoring", 3 * N, 3 * N)
     assert compare(cut(real_texts(N), 60), features=encoder(), window=60)[2]["stride"] == 30  # longer than its context
 
 

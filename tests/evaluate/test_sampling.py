@@ -138,7 +138,7 @@ def test_texts_of_files(tmp_path: Path) -> None:
     assert read_texts(path) == ["a\u2028b\nc"]
     for line in ('{"words": 1}', '{"text": 1}'):
         path.write_text(line, "utf-8")
-        with pytest.raises(ValueError, match=r'line 1 of .* is not an object with a "text"'):
+        with pytest.raises(ValueError, match=r'needs an object with a string "text" on each line'):
             read_texts(path)
     path = tmp_path / "texts.txt"
     path.write_text("\n<|endoftext|>\n".join("abcde") + "\n", "utf-8", newline="")
