@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -86,21 +85,36 @@ class TokenizerPool:
     def _tokenize_chunk(self, texts: Sequence[str]) -> TokenizedChunk:
         # Half of a surrogate pair is no character and has no UTF-8: it becomes a question mark.
         encoded = [text.encode("utf-8", "replace") for text in texts]
+        sizes = np.array([len(each) for each in encoded], dtype=np.int64)
         process = self.free.get()
         assert process.stdin is not None and process.stdout is not None
         try:
-            pickle.dump(encoded, process.stdin)
-            process.stdin.flush()
-            ids, lengths = pickle.load(process.stdout)
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError) as error:
+            send(process.stdin, b"".join(encoded), sizes)
+            ids, lengths = receive(process.stdout)
+        except (BrokenPipeError, EOFError) as error:
             raise ChildProcessError(
                 f"a tokenizing process ended with code {process.wait()}; its messages are above. "
                 "If it was killed, memory may be short: try fewer --workers"
             ) from error
         finally:
             self.free.put(process)  # a dead one, too: otherwise a waiting thread would block
-        sizes = np.array([len(each) for each in encoded], dtype=np.int64)
         return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
+
+
+def send(pipe: IO[bytes], content: bytes, sizes: NDArray[np.int64]) -> None:
+    """Write the parts of `content`, whose sizes are given, to a pipe."""
+    for values in (sizes, np.frombuffer(content, dtype=np.uint8)):
+        np.lib.format.write_array(pipe, values, allow_pickle=False)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> tuple[bytes, NDArray[np.int64]]:
+    """Read what `send` wrote; EOFError where the pipe ends."""
+    try:
+        sizes, content = (np.lib.format.read_array(pipe, allow_pickle=False) for _ in range(2))
+    except ValueError as error:
+        raise EOFError(str(error)) from error
+    return content.tobytes(), sizes
 
 
 def chunk_documents(
@@ -177,10 +191,13 @@ def run_worker(tokenizer_file: str, dtype: str) -> None:
     encoder = CachedEncoder(Path(tokenizer_file).read_bytes().decode("utf-8"), dtype)
     with suppress(EOFError):
         while True:
-            parts = [encoder.encode(text.decode("utf-8")) for text in pickle.load(sys.stdin.buffer)]
+            content, sizes = receive(sys.stdin.buffer)
+            ends = np.cumsum(sizes).tolist()
+            parts = [
+                encoder.encode(content[end - size : end].decode("utf-8")) for end, size in zip(ends, sizes.tolist())
+            ]
             lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
-            pickle.dump((b"".join(parts), lengths), sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+            send(sys.stdout.buffer, b"".join(parts), lengths)
 
 
 if __name__ == "__main__":
