@@ -102,19 +102,20 @@ class TokenizerPool:
 
 
 def send(pipe: IO[bytes], content: bytes, sizes: NDArray[np.int64]) -> None:
-    """Write the parts of `content`, whose sizes are given, to a pipe."""
-    for values in (sizes, np.frombuffer(content, dtype=np.uint8)):
-        np.lib.format.write_array(pipe, values, allow_pickle=False)
+    """Write two lengths in bytes, then the sizes of the parts and the content itself."""
+    pipe.write(np.array([sizes.nbytes, len(content)], dtype=np.int64).tobytes() + sizes.tobytes())
+    pipe.write(content)
     pipe.flush()
 
 
 def receive(pipe: IO[bytes]) -> tuple[bytes, NDArray[np.int64]]:
     """Read what `send` wrote; EOFError where the pipe ends."""
-    try:
-        sizes, content = (np.lib.format.read_array(pipe, allow_pickle=False) for _ in range(2))
-    except ValueError as error:
-        raise EOFError(str(error)) from error
-    return content.tobytes(), sizes
+    header = pipe.read(16)
+    lengths = np.frombuffer(header if len(header) == 16 else bytes(16), dtype=np.int64).tolist()
+    sizes, content = (pipe.read(length) for length in lengths)
+    if [len(header), len(sizes), len(content)] != [16, *lengths]:
+        raise EOFError("the pipe ended")
+    return content, np.frombuffer(sizes, dtype=np.int64)
 
 
 def chunk_documents(
