@@ -131,21 +131,18 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
         yield update
 
 
-def draw_curve(values: Sequence[float], *, width: int = 60, height: int = 8, unit: str = "nats") -> str:
-    """Draw values as a bar chart of text: `width` means of equal parts, `height` lines."""
-    if not values:
-        raise ValueError("a curve needs at least one value")
-    width = min(width, len(values))
-    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+def draw_curve(losses: Sequence[float], *, width: int = 60, height: int = 8) -> str:
+    """Draw losses as a bar chart of text: `width` means of equal parts, `height` lines."""
+    width = min(width, len(losses))
+    parts = [losses[i * len(losses) // width : (i + 1) * len(losses) // width] for i in range(width)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    eighths = [round((mean - low) / span * (height * 8 - 1)) + 1 for mean in means]
-    lines = []
+    eighths = [round((mean - low) / ((high - low) or 1.0) * (height * 8 - 1)) + 1 for mean in means]
+    labels, lines = {height - 1: f"{high:6.2f}", 0: f"{low:6.2f}"}, []
     for level in reversed(range(height)):
-        label = f"{high:6.2f}" if level == height - 1 else f"{low:6.2f}" if level == 0 else " " * 6
-        lines.append(f"{label} ┤" + "".join(BARS[min(max(e - level * 8, 0), 8)] for e in eighths))
-    return "\n".join([*lines, " " * 7 + "└" + "─" * width + f" step {len(values)} ({unit})"])
+        bars = "".join(BARS[min(max(e - level * 8, 0), 8)] for e in eighths)
+        lines.append(f"{labels.get(level, ''):6} ┤{bars}")
+    return "\n".join([*lines, f"       └{'─' * width} step {len(losses)} (nats)"])
 
 
 def check_output_files(files: Mapping[str, Path | None]) -> None:

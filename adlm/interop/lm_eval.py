@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import entry_points
 from itertools import islice
 from typing import Any
 
@@ -30,7 +29,7 @@ from adlm.text.generation import GenerationRequest, check_whole_numbers, choose_
 from adlm.text.lm import LM, denoise_rows, load
 from adlm.text.templates import TEXT, Hole, Layout, parse_template, tokenize_piece
 
-NAME, GROUP = "adlm", "lm_eval.models"
+NAME = "adlm"
 AUTO_BATCH = 16  # requests at a time for lm-eval's batch size `auto`
 MAX_GEN_TOKS = 256  # tokens to generate where the task does not set them: the harness's own default
 GENERATION_KWARGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
@@ -314,13 +313,12 @@ def __getattr__(name: str) -> Any:
 
 def register() -> None:
     """Register `--model adlm` with lm-eval, where it did not read the entry points itself."""
-    load_harness_class()  # raises where lm-eval is missing
+    harness_class = load_harness_class()
     import lm_eval.models  # noqa: F401 (its own models first: once any is registered, it does not register them)
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
     if NAME not in MODEL_REGISTRY:
-        entries = [entry for entry in entry_points(group=GROUP) if entry.name == NAME]
-        register_model(NAME)(entries[0].load() if entries else load_harness_class())
+        register_model(NAME)(harness_class)
 
 
 def main() -> None:

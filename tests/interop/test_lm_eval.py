@@ -253,7 +253,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_entry_point_is_this_class() -> None:
-    (found,) = (entry for entry in entry_points(group=ours.GROUP) if entry.name == ours.NAME)
+    (found,) = (entry for entry in entry_points(group="lm_eval.models") if entry.name == ours.NAME)
     assert found.load() is ours.load_harness_class()
     with pytest.raises(AttributeError, match="no attribute 'Adlm'"):
         _ = ours.Adlm
