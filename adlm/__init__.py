@@ -59,7 +59,7 @@ _EXPORTS = {
     "write_gif": "adlm.view.gif",
     "write_player": "adlm.view.player",
 }
-__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604
+__all__ = [*_EXPORTS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

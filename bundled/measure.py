@@ -13,7 +13,7 @@ from pathlib import Path
 
 import adlm
 from adlm.cli.output import print_table, progress_bar
-from adlm.evaluate.perplexity import describe
+from adlm.evaluate.ppl import describe
 from adlm.evaluate.results import Column, Estimate, Table, save_json
 from bundled.ngrams import count_bigrams, estimate_heldout_nll
 

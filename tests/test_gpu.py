@@ -7,7 +7,7 @@ import torch
 
 import adlm
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import TokenLimits, SamplingParams, compute_probs
+from adlm.diffusion.categorical import SamplingParams, TokenLimits, compute_probs
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.plans import remask_loop

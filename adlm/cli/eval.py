@@ -130,7 +130,7 @@ def ppl(
         settings |= {"attend_padding": attend_padding, "batch": batch, "workers": workers, "out": out}
         texts = parse_pairs("--data", data)
         with start_eval(device, is_json) as shared:
-            from adlm.evaluate.perplexity import perplexity
+            from adlm.evaluate.ppl import perplexity
 
             result = perplexity(load_models(models, str(shared["context"].device)), texts, **settings, **shared)
         if shared["context"].is_main:
@@ -314,7 +314,7 @@ def frontier(
         settings |= {"temperatures": parse_list("--temperatures", temperatures, float)}
         settings |= {"top_p": parse_list("--top-p", top_p, float)}
         with json_stdout(is_json), progress_bar() as on_progress:
-            from adlm.evaluate.frontier import frontier as measure_frontier
+            from adlm.evaluate.frontiers import frontier as measure_frontier
             from adlm.evaluate.plots import draw_figures
 
             result = measure_frontier(load_models(models, device), **settings, out=out, on_progress=on_progress)
@@ -373,8 +373,8 @@ def anchors(
         settings |= {"length": length, "temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
         with json_stdout(is_json), progress_bar() as on_progress:
             from adlm.bundled import DEFAULT
-            from adlm.evaluate.anchors import anchors as measure_anchors
-            from adlm.evaluate.anchors import list_run_checkpoints, load_two_stage_models
+            from adlm.evaluate.anchor_study import anchors as measure_anchors
+            from adlm.evaluate.anchor_study import list_run_checkpoints, load_two_stage_models
             from adlm.evaluate.plots import draw_figures
 
             names = list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
@@ -431,7 +431,7 @@ def code(
         check_output_folder("--out", out)
         if write_data is not None:
             check_output_files({"--write-data": write_data})
-            from adlm.evaluate.code import write_standard_library
+            from adlm.evaluate.code_eval import write_standard_library
 
             written = write_standard_library(write_data)
             if is_json:
@@ -445,7 +445,7 @@ def code(
         settings |= {"unsafe": unsafe, "texts": texts, "infills": infills, "length": length, "sampler": sampler}
         settings |= {"steps": steps, "temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
         with json_stdout(is_json), progress_bar() as on_progress:
-            from adlm.evaluate.code import code as measure_code
+            from adlm.evaluate.code_eval import code as measure_code
 
             loaded = load_models(models, device) if candidates is None else []
             result = measure_code(loaded, **settings, out=out, on_progress=on_progress)
@@ -491,7 +491,7 @@ def report(
         settings |= {"steps": parse_list("--steps", steps, int), "samplers": parse_list("--samplers", samplers, str)}
         settings |= {"license": license, "language": language, "command": shlex.join(["adlm", *sys.argv[1:]])}
         with json_stdout(is_json), progress_bar() as on_progress:
-            from adlm.evaluate.report import report as write_report
+            from adlm.evaluate.reports import report as write_report
 
             loaded = load_models(models, device)
             result = write_report(loaded, data, **settings, out=out, on_progress=on_progress)

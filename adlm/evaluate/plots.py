@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adlm.evaluate.anchors import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
+from adlm.evaluate.anchor_study import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
 from adlm.evaluate.results import EvalResult, shorten_names
 from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
 from adlm.view.look import COLORS, GREY, STYLE

@@ -14,7 +14,7 @@ from adlm.data.corpora import find_corpus
 from adlm.data.sources import detect_split, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.evaluate.data import EvalDataset, RowLayout, load_eval_data
-from adlm.evaluate.perplexity import (
+from adlm.evaluate.ppl import (
     NllSettings,
     format_estimates,
     group_warnings,

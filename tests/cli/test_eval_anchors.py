@@ -7,7 +7,7 @@ import pytest
 
 import adlm
 import adlm.evaluate
-from adlm.evaluate.anchors import find_anchor_rule, list_run_checkpoints
+from adlm.evaluate.anchor_study import find_anchor_rule, list_run_checkpoints
 from adlm.evaluate.data import load_eval_data
 from adlm.likelihood import estimate_nll
 from tests.cli.eval_answers import evaluate

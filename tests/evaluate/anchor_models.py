@@ -11,7 +11,7 @@ from adlm.diffusion.anchors import every_token, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.rng import CounterRng
-from adlm.evaluate.anchors import measure_rows, measure_texts
+from adlm.evaluate.anchor_study import measure_rows, measure_texts
 from adlm.evaluate.perturbation import NONE, Perturbation
 from adlm.evaluate.results import ProgressCallback, ignore_progress
 from adlm.evaluate.sample_metrics import TextScorer

@@ -12,7 +12,7 @@ from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.evaluate import stats
-from adlm.evaluate.anchors import GuessTally, build_tables, correlate_studies, find_guess, summarize_reveals
+from adlm.evaluate.anchor_study import GuessTally, build_tables, correlate_studies, find_guess, summarize_reveals
 from adlm.evaluate.perturbation import NONE, Perturbation, measure_losses, sample_rows
 from adlm.evaluate.results import Estimate, render_markdown
 from adlm.evaluate.sample_metrics import TextScorer

@@ -3,7 +3,6 @@
 import ast
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 
 from adlm.data.sources import open_source
-from adlm.evaluate.code import (
+from adlm.evaluate import code_eval
+from adlm.evaluate.code_eval import (
     Gap,
     build_template,
     can_parse,
@@ -35,7 +35,6 @@ from tests.text.models import lm, rigged, tokenizer
 FILE = Path(__file__).with_name("problems.jsonl")
 PROBLEMS = read_problems(FILE)
 SOURCES = load_standard_library()
-MODULE = sys.modules["adlm.evaluate.code"]  # the attribute of that name is the function
 SHORT = {"task_id": "s", "prompt": "def f(a):\n", "entry_point": "f", "canonical_solution": "    return a\n"}
 SHORT |= {"test": "def check(f):\n    assert f(1) == 1\n"}
 
@@ -104,7 +103,7 @@ def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None
     removed = {"return ": "a", "return": " b", "return x": "+b"}
     gaps = [Gap(each, f"def f(a):\n    {before}", each, "\n", "lines") for before, each in removed.items()]
     gaps[1] = Gap("y", "def f(a):\n    return ", "b", "\n", "lines")
-    monkeypatch.setattr(MODULE, "choose_gaps", lambda *_, **__: gaps)
+    monkeypatch.setattr(code_eval, "choose_gaps", lambda *_, **__: gaps)
     found = code(model, texts=0, infills=3, steps=2)["filled_in"]["lines"]
     values = {name: each["value"] for name, each in found["shares"].items()}
     assert values == pytest.approx({"parses": 1.0, "equal": 1 / 3, "same_tree": 1 / 3, "parses_if_left_empty": 1.0})
@@ -178,7 +177,7 @@ def test_a_model_completes_problems(tmp_path: Path, method: str) -> None:
 
 
 def test_without_a_sandbox_nothing_runs_unless_unsafe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "find_sandbox_problem", lambda: "the sandbox cannot run: use --unsafe")
+    monkeypatch.setattr(code_eval, "find_sandbox_problem", lambda: "the sandbox cannot run: use --unsafe")
     assert_told(invoke("eval", "code", trained(), "--problems", FILE), "the sandbox cannot run: use --unsafe")
 
 

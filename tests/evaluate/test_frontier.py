@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from adlm.evaluate.cache import MERGED
-from adlm.evaluate.frontier import Point, SamplerSetting, build_grid, draw_reference_texts, frontier, mark_pareto
+from adlm.evaluate.frontiers import Point, SamplerSetting, build_grid, draw_reference_texts, frontier, mark_pareto
 from adlm.evaluate.results import EvalResult
 from adlm.text.lm import LM
 from tests.evaluate.scorers import causal
@@ -118,7 +118,7 @@ def test_resumed_is_as_uninterrupted(tmp_path: Path) -> None:
 def test_other_settings_weights_or_machine_are_another_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes in ({}, {"seed": 4}, {"scorer": causal()}, {"model": rigged("adlm", {3: 1.0})}):
         measure(out=tmp_path, **changes)
-    monkeypatch.setattr(sys.modules["adlm.evaluate.frontier"], "hardware_name", lambda device: "another machine")
+    monkeypatch.setattr(sys.modules["adlm.evaluate.frontiers"], "hardware_name", lambda device: "another machine")
     measure(out=tmp_path)  # time is a metric
     assert len((tmp_path / MERGED).read_text("utf-8").splitlines()) == 5
 

@@ -12,7 +12,7 @@ import torch
 
 from adlm.data.batches import is_valid
 from adlm.evaluate.data import EvalDataset, count_row_bytes, load_eval_data
-from adlm.evaluate.perplexity import group_warnings, perplexity, warn_few_units
+from adlm.evaluate.ppl import group_warnings, perplexity, warn_few_units
 from adlm.evaluate.results import EvalResult
 from adlm.evaluate.stats import estimate_ratio_difference
 from adlm.likelihood import estimate_nll

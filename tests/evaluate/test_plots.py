@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from adlm.evaluate.anchors import correlate_studies
+from adlm.evaluate.anchor_study import correlate_studies
 from adlm.evaluate.plots import draw_anchors, draw_correlation, draw_frontier
 from tests.evaluate.anchor_models import RUNS, build_studies, study
 from tests.evaluate.drawn import pixels, with_matplotlib

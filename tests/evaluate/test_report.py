@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from adlm import load
-from adlm.evaluate.report import TITLES, Section, choose_extent, hide_paths, name_models, report, write_pages
+from adlm.evaluate.reports import TITLES, Section, choose_extent, hide_paths, name_models, report, write_pages
 from adlm.evaluate.results import Column, EvalResult, Table
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.drawn import with_matplotlib

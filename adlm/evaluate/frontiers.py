@@ -21,7 +21,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.orders import Order
 from adlm.evaluate.cache import hash_settings, open_cache
 from adlm.evaluate.data import load_eval_data
-from adlm.evaluate.perplexity import list_models
+from adlm.evaluate.ppl import list_models
 from adlm.evaluate.provenance import collect_provenance, hardware_name, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer

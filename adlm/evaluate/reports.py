@@ -18,12 +18,12 @@ from typing import Any
 
 from adlm.bundled import MODELS
 from adlm.data.shards import hash_file, write_atomically
-from adlm.evaluate.anchors import anchors
-from adlm.evaluate.code import code as measure_code
+from adlm.evaluate.anchor_study import anchors
+from adlm.evaluate.code_eval import code as measure_code
 from adlm.evaluate.data import RowLayout
-from adlm.evaluate.frontier import frontier
-from adlm.evaluate.perplexity import list_models, perplexity
+from adlm.evaluate.frontiers import frontier
 from adlm.evaluate.plots import draw_figures
+from adlm.evaluate.ppl import list_models, perplexity
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import (
     Column,
