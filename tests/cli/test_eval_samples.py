@@ -8,8 +8,7 @@ import pytest
 
 from adlm.bundled import DEFAULT
 from adlm.cli.output import SEPARATOR
-from adlm.evaluate import scoring
-from adlm.evaluate.sampling import cut_passages, read_texts
+from adlm.evaluate.sampling import read_texts
 from tests.cli.terminal import assert_told, invoke
 from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs, numbers
 
@@ -25,8 +24,8 @@ def words(*more: object) -> tuple[object, ...]:
     return ("eval", "samples", *more, "--judge", causal_folder(positions=256))
 
 
-def evaluate(*more: object, last: tuple[object, ...] = (), given: str | None = None) -> dict[str, Any]:
-    result = invoke(*words(*more), "--mauve-seeds", 2, "--json", *last, given=given)
+def evaluate(*more: object, given: str | None = None) -> dict[str, Any]:
+    result = invoke(*words(*more), "--mauve-seeds", 2, "--json", given=given)
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") == 1
     return json.loads(result.stdout)
@@ -83,19 +82,6 @@ def test_the_table_has_the_values_of_the_json(tmp_path: Path) -> None:
     assert f"wrote {tmp_path / 'samples.json'}" in result.stderr.replace("\n", "")
 
 
-def test_scores_are_kept_and_only_missing_ones_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored, run_scorer = list[int](), scoring.run_scorer
-    monkeypatch.setattr(scoring, "run_scorer", lambda *given: scored.append(len(given[1])) or run_scorer(*given))
-    given, out = write_texts(tmp_path / "texts.jsonl", cut_passages(documents(), 12, 90, seed=9)), tmp_path / "out"
-    alone, first = evaluate(*given, "--judge-batch", 1), evaluate(*given, "--out", out)
-    assert sum(scored) == 2 * 36 and numbers(first) == pytest.approx(numbers(alone), abs=1e-5, rel=1e-6)
-    assert numbers(evaluate(*given, "--out", out)) == numbers(first) and sum(scored) == 2 * 36
-    other = ("--judge", causal_folder(bos=False, positions=256))  # the last --judge counts
-    changed = evaluate(*given, "--out", out, last=other)
-    assert sum(scored) == 3 * 36 and numbers(changed) == numbers(evaluate(*given, last=other))
-    assert changed["samples"]["gen_ppl"]["nll"] != first["samples"]["gen_ppl"]["nll"]
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -125,17 +111,16 @@ def test_texts_that_cannot_be_measured(texts: list[str], more: Any, message: str
     assert_told(invoke(*words(*write_texts(tmp_path / "texts.jsonl", texts), *more)), message)
 
 
-def test_settings_name_windows_passages_and_features(tmp_path: Path) -> None:
+def test_settings_name_window_passages_and_features(tmp_path: Path) -> None:
     """For short texts the shortest passage is shorter than usual."""
-    long = evaluate(*write_texts(tmp_path / "texts.jsonl", ["long " * 400] * 2), "--window", 100)
-    assert long["settings"]["stride"] == 50
-    found = []
-    for size in (30, 90):
-        given = write_texts(tmp_path / "texts.jsonl", [text[:size] for text in documents()[:4]])
-        settings = evaluate(*given, "--features", encoder_folder())["settings"]
-        assert settings["features"]["kind"] == "encoder" and settings["judge"]["kind"] == "causal LM"
-        found += [int(settings["reference"][name].removesuffix(" characters")) for name in ("shortest", "longest")]
-    assert found[0] == found[1] // 4 < 32 == found[2] and found[1] < found[3]
+    given = write_texts(tmp_path / "texts.jsonl", [*(text[:30] for text in documents()[:3]), "long " * 400])
+    settings = evaluate(*given, "--window", 100, "--features", encoder_folder())["settings"]
+    assert settings["stride"] == 50 and settings["reference"]["shortest"] == "32 characters"
+    assert settings["features"]["kind"] == "encoder" and settings["judge"]["kind"] == "causal LM"
+    given = write_texts(tmp_path / "texts.jsonl", [text[:30] for text in documents()[:3]])
+    about = evaluate(*given)["settings"]["reference"]
+    shortest, longest = (int(about[name].removesuffix(" characters")) for name in ("shortest", "longest"))
+    assert shortest == longest // 4 < 32
 
 
 def test_judge_and_reference_are_required(tmp_path: Path) -> None:

@@ -183,11 +183,9 @@ def test_headings_are_not_passages() -> None:
     with pytest.raises(ValueError, match="has 1 passages of 32 to 200 characters, but 2 are needed"):
         cut_passages(["CHAPTER I.", long], 2, SIZE)
     assert sorted(cut_passages(["Short.", "Texts."], 2, 6)) == ["Short.", "Texts."]
-    for characters in (5, 40, 127, 128, 900):
-        shortest = min_passage(characters)
-        assert shortest == (32 if characters >= 128 else characters // 4)
+    for characters, shortest in ((5, 1), (40, 10), (127, 31), (128, 32), (900, 32)):
         found = cut_passages(["x" * size for size in range(1, characters + 1)], characters - shortest + 1, characters)
-        assert min(map(len, found)) == shortest
+        assert min(map(len, found)) == shortest == min_passage(characters)
 
 
 def test_the_seed_orders_passages() -> None:

@@ -203,8 +203,5 @@ def test_the_key_covers_everything_a_score_follows_from() -> None:
     others += [request(causal(bos=False)), request(causal(positions=256))]
     keys = [key for each in (first, *others) for key in each.keys]
     assert len(set(keys)) == len(keys) and request().keys == first.keys
-
-
-def test_several_processes_need_a_folder() -> None:
     with pytest.raises(ValueError, match="2 processes exchange results in a folder"):
         open_cache(None, DistributedContext(torch.device("cpu"), 0, 2), is_shared=True)
