@@ -227,7 +227,9 @@ def load_config(
         for source in changes:
             key, equals, text = source.partition("=") if isinstance(source, str) else ("", "", "")
             if not equals or not key.strip():
-                raise ValueError(f"{source!r} is not a change: write key=value, such as steps=1000 or data.path=FOLDER")
+                raise ValueError(
+                    f"{source!r} is not an override: write key=value, such as steps=1000 or data.path=FOLDER"
+                )
             if key in ("folder", "data.path"):  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:

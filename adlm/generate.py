@@ -208,7 +208,9 @@ def generate_texts(
     """Generate texts without a prompt, one per row and as long as the model allows, without special tokens."""
     first = tokenizer.bos_id if predictor.config.is_causal else predictor.config.mask_id
     if first is None:
-        raise ValueError("this tokenizer has no BOS token, which a causal model needs as its first token")
+        raise ValueError(
+            "this tokenizer has no BOS token, which a causal model needs first: set bos_token in tokenizer_config.json"
+        )
     xt = torch.full((rows, predictor.config.length), first)
     is_fixed = torch.zeros_like(xt, dtype=torch.bool)
     is_fixed[:, 0] = predictor.config.is_causal

@@ -63,7 +63,7 @@ def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> dict
     (seen,) = watch([frames], [title], console, steps=[request.steps], pause=pause)
     trajectories = [lm.build_trajectory(seen, request, title=title, seconds=time.perf_counter() - sampling_began)]
 
-    console.print("\n[bold]2 · Infill.[/] Given text stays the same; a hole has a given length or finds its own:")
+    console.print("\n[bold]2 · Infill.[/] Given text stays the same; the length of a hole is given or inferred:")
     console.print("   " + TEMPLATE, style="dim", markup=False)
     *_, filled = lm.stream(template=TEMPLATE, n=3, seed=seed)
     for row in range(3):

@@ -36,12 +36,14 @@ ModelArguments = Annotated[
 ]
 RowsOption = Annotated[
     str | None,
-    typer.Option(help="wrapped (one stream, split into rows) or documents (one a row, cut). [default: wrapped]"),
+    typer.Option(
+        help="wrapped (one stream, split into rows) or documents (one per row, truncated). [default: wrapped]"
+    ),
 ]
 RowLength = Annotated[int | None, typer.Option(min=3, help="Tokens in a row. [default: the model's length]")]
 RowLimit = Annotated[int | None, typer.Option(min=2, help="Use only the first rows of each text. [default: all]")]
 RowBatch = Annotated[int, typer.Option(min=1, help="Rows at a time; does not change the results.")]
-Draws = Annotated[int, typer.Option(min=1, help="Noises for each row of a masked model; 1 shows no noise error.")]
+Draws = Annotated[int, typer.Option(min=1, help="Noise samples per row of a masked model; 1 gives no noise error.")]
 NoiseSeed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the noise.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that tokenize; does not change the results.")]
 OutFolder = Annotated[
@@ -154,7 +156,7 @@ def zeroshot(
     ] = None,
     stand_in: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=LABEL", help="Label a set whose files are something else; repeatable."),
+        typer.Option(metavar="NAME=LABEL", help="Label a set whose files are a stand-in; repeatable."),
     ] = None,
     skip_missing: Annotated[bool, typer.Option("--skip-missing", help="List missing sets and skip them.")] = False,
     length: RowLength = None,
@@ -330,7 +332,7 @@ def anchors(
     ] = None,
     rows: RowsOption = None,
     limit: Annotated[int | None, typer.Option(min=2, help="Use only the first rows.")] = 64,
-    draws: Annotated[int, typer.Option(min=1, help="Noises per row.")] = 4,
+    draws: Annotated[int, typer.Option(min=1, help="Noise samples per row.")] = 4,
     max_count: Annotated[
         int | None,
         typer.Option(min=1, help="Anchors occur at most this often in their row. [default: as in training, or 5]"),
@@ -340,7 +342,7 @@ def anchors(
         typer.Option(help='Noise on the anchor features, relative to their norm, separated by commas; "" for none.'),
     ] = "0.1,0.3,1.0",
     stale: Annotated[
-        str, typer.Option(help="Masking levels (in sampling: steps) of stale features, separated by commas.")
+        str, typer.Option(help="Delays of the anchor features in masking levels (sampling: steps), with commas.")
     ] = "1,2,4,8",
     samples: Annotated[int, typer.Option(min=0, help="Texts for every perturbation and order of reveals.")] = 0,
     judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
@@ -359,9 +361,9 @@ def anchors(
     out: OutFolder = None,
     is_json: options.Json = False,
 ) -> None:
-    """Measure an anchor network: its guesses, the model with perturbed anchor features, the order of reveals.
+    """Measure an anchor network: its predictions, the loss with perturbed anchor features, the unmasking order.
 
-    Three models or more: correlate anchor accuracy with loss and sample quality. --perturb "" --stale "" is enough.
+    Three models or more: correlate anchor accuracy with loss and sample quality. For that alone, pass --perturb "" --stale "".
     """
     with report_errors():
         if data is None:
@@ -403,7 +405,8 @@ def code(
     memory: Annotated[int, typer.Option(help="Memory limit of a candidate in MiB.", rich_help_panel=RUN)] = 512,
     workers: Annotated[int, typer.Option(min=1, help="Candidates at a time.", rich_help_panel=RUN)] = 1,
     unsafe: Annotated[
-        bool, typer.Option("--unsafe", help="Run candidates without a sandbox: protects nothing.", rich_help_panel=RUN)
+        bool,
+        typer.Option("--unsafe", help="Run candidates without a sandbox; gives no protection.", rich_help_panel=RUN),
     ] = False,
     texts: Annotated[int, typer.Option(min=0, help="Functions to generate and parse.")] = 32,
     infills: Annotated[int, typer.Option(min=0, help="Gaps of each kind to fill and parse.")] = 32,
@@ -460,9 +463,9 @@ def report(
     ] = None,
     reference: Annotated[str | None, typer.Option(help="Real text to compare samples with. [default: --data]")] = None,
     judge: Annotated[str | None, typer.Option(help=f"{JUDGE_HELP} Adds samples and the frontier.")] = None,
-    zeroshot_dir: Annotated[Path | None, typer.Option(help="Folder of the zero-shot sets. Adds them.")] = None,
+    zeroshot_dir: Annotated[Path | None, typer.Option(help="Folder of the zero-shot sets. Adds that section.")] = None,
     with_code: Annotated[bool, typer.Option("--code", help="Add Python code that parses.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure little of everything, as a check.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes everywhere, as a smoke test.")] = False,
     n: Annotated[int | None, typer.Option("--n", min=2, help=f"Number of samples. {DEFAULTS}")] = None,
     length: Annotated[int | None, typer.Option(min=1, help=f"Tokens in a sample. {DEFAULTS}")] = None,
     steps: Annotated[str, typer.Option(help=f"Steps, {LISTED}, the most elsewhere.")] = "",

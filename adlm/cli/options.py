@@ -75,5 +75,7 @@ Html = Annotated[Path | None, output_option(help="Write a page that plays the sa
 Gif = Annotated[Path | None, output_option(help="Write the sampling of the first text as a GIF.")]
 COMPARE_HELP = "Second sampler or second model, run with the same seed."
 Compare = Annotated[str | None, output_option(help=COMPARE_HELP, autocompletion=complete_compare)]
-Guesses = Annotated[bool, output_option("--guesses/--no-guesses", help="Show the likeliest hidden tokens.")]
+Guesses = Annotated[
+    bool, output_option("--guesses/--no-guesses", help="Show the most likely tokens at masked positions.")
+]
 Pause = Annotated[float, output_option(min=0, help="Seconds between steps on a terminal.")]

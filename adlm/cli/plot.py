@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from adlm.training.logging import read_metrics
-from adlm.view.look import COLORS, GREY, STYLE
+from adlm.view.look import COLORS, GRAY, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,7 +95,7 @@ def plot_runs(folders: Sequence[Path], out: Path | None = None, *, x: str = "ste
         raise ValueError(f"x is {x!r}: expected one of step, tokens")
     out = out or folders[0] / "plots" / "run.png"
     if out.suffix.lower() not in FORMATS:
-        raise ValueError(f"{out.name} is not a figure: give a name that ends in one of {', '.join(FORMATS)}")
+        raise ValueError(f"{out.name} has no suffix of a plot: give a name that ends in one of {', '.join(FORMATS)}")
     runs = [read_run(folder) for folder in folders]
     try:
         import matplotlib as mpl
@@ -162,13 +162,13 @@ def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], colors: Sequence[str]
         finite = settled[np.isfinite(settled)]
         shown += [*(valid["val/nll"] + error), *(valid["val/nll"] - error), *smooth[len(smooth) // 20 :]]
         shown += [float(np.percentile(finite, 1))] if len(finite) else []
-    axes.plot([], [], color=GREY, marker="o", linestyle="none", markersize=5, label="validation ± 2 s.e.")
+    axes.plot([], [], color=GRAY, marker="o", linestyle="none", markersize=5, label="validation ± 2 s.e.")
     inside = [value for value in shown if math.isfinite(value)] or [0.0]
     low, high = min(inside), max(inside)
     levels = sorted({math.log(run.unigram_ppl) for run in runs if run.unigram_ppl})
     for level in levels:
         label = f"unigram perplexity {math.exp(level):,.0f}"
-        axes.axhline(level, color=GREY, linestyle=DASHED, linewidth=1.0, label=label)
+        axes.axhline(level, color=GRAY, linestyle=DASHED, linewidth=1.0, label=label)
     near = [level for level in levels if level - low <= MAX_UNIGRAM_HEIGHT * (high - low)]
     low, high = min([low, *near]), max([high, *near])
     room = 0.06 * (high - low) or 0.1

@@ -46,7 +46,7 @@ class TokenLimits:
 
     def __post_init__(self) -> None:
         if bool(self.banned.all(-1).any()):
-            raise ValueError(f"kind {int(self.banned.all(-1).nonzero()[0])} bans every token: nothing could be drawn")
+            raise ValueError(f"kind {int(self.banned.all(-1).nonzero()[0])} bans all tokens: allow at least one")
 
     def apply(self, logits: Tensor, index: Tensor) -> Tensor:
         """Set the banned tokens of logits (N, V) at positions (N,) of the flattened batch to -inf."""

@@ -48,7 +48,7 @@ def continue_tokens(
             logits = limits.apply(logits, torch.arange(batch) * length + position)
         drawn = draw(logits, u, sampling).tokens
         is_new = ~is_fixed[:, position]
-        nfe += is_new  # as if the row were alone: its neighbours' prompts may be shorter
+        nfe += is_new  # as if the row were alone: its neighbors' prompts may be shorter
         xt[:, position] = torch.where(is_new.to(xt.device), drawn, xt[:, position])
         is_masked[:, position] = False
         changed = torch.zeros_like(is_fixed)

@@ -1,6 +1,6 @@
 """Counter-based randomness: a draw is a pure function of (seed, row, step, position, purpose).
 
-A row's numbers do not depend on its neighbours, on the batch size, on what was skipped or on the device. The
+A row's numbers do not depend on its neighbors, on the batch size, on what was skipped or on the device. The
 generator is Philox4x32-10 (Salmon et al., 2011): the seed is its key, the four other words its counter.
 """
 

@@ -18,7 +18,7 @@ import numpy as np
 from adlm.evaluate.anchor_study import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
 from adlm.evaluate.results import EvalResult, shorten_names
 from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
-from adlm.view.look import COLORS, GREY, STYLE
+from adlm.view.look import COLORS, GRAY, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,18 +133,18 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
                         axes.plot([across], [up], **look, **is_pareto)
             if reference is not None and y != "seconds":
                 (level,), error = _split_errors([reference], y)
-                axes.axhline(level, color=GREY, linestyle=":")
+                axes.axhline(level, color=GRAY, linestyle=":")
                 if x == "entropy":
                     axes.errorbar([reference[x]], [level], error, **star)
             for name, side in ((x, "x"), (y, "y")):
                 if name != "entropy":
                     set_log_scale(axes, side, base=2 if name == "nfe" else 10)
             axes.set(xlabel=LABELS[x], ylabel=LABELS[y])
-        bare, names = {"color": GREY, "linestyle": "none"}, shorten_names(list(colors))
+        bare, names = {"color": GRAY, "linestyle": "none"}, shorten_names(list(colors))
         looks: list[tuple[str, Look]] = [(names[model], {"color": colors[model], "linewidth": 3}) for model in names]
         looks += [(sampler, bare | {"marker": marker}) for sampler, marker in markers.items()]
         for (temperature, top_p), style in styles.items() if len(styles) > 1 else ():
-            looks.append((f"T {temperature:g}, p {top_p:g}", {"color": GREY, "linestyle": style}))
+            looks.append((f"T {temperature:g}, p {top_p:g}", {"color": GRAY, "linestyle": style}))
         looks.append(("Pareto-optimal", bare | {"marker": "o", "color": "white", **is_pareto}))
         add_legend(figure, looks if reference is None else [*looks, ("real text", star)])
     return path
@@ -157,7 +157,7 @@ SERIES: dict[tuple[str, str, str], Look] = {
     ("anchor", "hidden", "others"): {"color": COLORS[0], "marker": "s", "linestyle": "--"},
     ("final", "hidden", "anchors"): {"color": COLORS[1], "marker": "o"},
     ("final", "hidden", "others"): {"color": COLORS[1], "marker": "s", "linestyle": "--"},
-    ("anchor", "visible", "every"): {"color": GREY, "marker": "^"},
+    ("anchor", "visible", "every"): {"color": GRAY, "marker": "^"},
 }
 CHANGE_COLORS = {"none": "black", "noise": COLORS[4], "stale": COLORS[2], "permuted": COLORS[3], "other_row": COLORS[3]}
 CHANGE_LABELS = {"none": "unchanged", "other_row": "from another row"}
@@ -192,7 +192,7 @@ def _draw_rates(axes: Axes, study: Row, name: str) -> None:
 
 
 def _draw_calibration(axes: Axes, study: Row) -> None:
-    axes.plot([0, 1], [0, 1], color=GREY, linestyle=":")
+    axes.plot([0, 1], [0, 1], color=GRAY, linestyle=":")
     for key, look in SERIES.items():
         guess = find_guess(study, *key)
         bins = [(mean, share) for count, mean, share in guess["reliability"] if count >= MIN_BIN_TOKENS]
@@ -204,7 +204,7 @@ def _draw_calibration(axes: Axes, study: Row) -> None:
 def _draw_costs(axes: Axes, study: Row) -> None:
     unchanged, *changed = study["losses"]
     _draw_changes(axes, changed, "cost")
-    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.axvline(0, color=GRAY, linewidth=0.8)
     title = f"changed anchor features (nll {unchanged['nll']:.3f} unchanged)"
     axes.set(xlabel="more nats per token (± 2 s.e.)", title=title)
 
@@ -229,7 +229,7 @@ def _draw_samples(axes: Axes, study: Row) -> None:
     _draw_changes(axes, samples, "gen_ppl" if has_gen_ppl else "entropy")
     axes.set(title="texts sampled that way", xlabel="entropy (nats, ± 2 s.e.)")
     if has_gen_ppl:
-        margin: Any = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "color": GREY}
+        margin: Any = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "color": GRAY}
         for place, sample in enumerate(reversed(samples)):
             axes.text(1.0, place, f" {sample['entropy']:.2f}", **margin)
         set_log_scale(axes, "x")
@@ -238,7 +238,7 @@ def _draw_samples(axes: Axes, study: Row) -> None:
 
 def _draw_reveals(axes: Axes, study: Row) -> None:
     reveals = study["reveals"]
-    axes.axvline(0.5, color=GREY, linestyle=":")
+    axes.axvline(0.5, color=GRAY, linestyle=":")
     for kind, color, shift in (("anchors", COLORS[0], 0.1), ("others", COLORS[1], -0.1)):
         values, errors = _split_errors(reveals, kind)
         places = [place + shift for place in range(len(reveals))[::-1]]
@@ -277,7 +277,7 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
                 axes.set_title(equal, fontsize=7)
         legend = [(name, runs[run] | {"marker": "o"}) for run, name in names.items()]
         if len(steps) <= len(MARKERS):
-            bare = {"color": GREY, "linestyle": "none"}
+            bare = {"color": GRAY, "linestyle": "none"}
             legend += [(f"step {step:,}", bare | {"marker": marker}) for step, marker in markers.items()]
         add_legend(figure, legend)
     return path

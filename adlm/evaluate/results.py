@@ -43,7 +43,7 @@ Cell = str | int | float | Estimate | None
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its name, the digits of its numbers, and what stands before a number (≤ for a bound).
+    """A column of a table: its name, the digits of its numbers.
 
     An `is_optional` column is left out where a terminal is too narrow for it.
     """

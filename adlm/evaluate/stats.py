@@ -83,7 +83,7 @@ def correlate(
         )
     for metric, values in zip(names, (x, y), strict=True):
         if not np.isfinite(values).all():
-            raise ValueError(f"{metric} is not finite for every model: a correlation needs it of each")
+            raise ValueError(f"{metric} is not finite for every model: leave those models out")
     groups, independent, repeats = [list(range(len(x)))], len(x), 1
     if among == WITHIN_RUNS:
         every = [[i for i, each in enumerate(runs) if each == run] for run in dict.fromkeys(runs)]

@@ -103,7 +103,7 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
 
 @dataclass(frozen=True)
 class ContinuationRequest:
-    """A context to continue, and how."""
+    """A context to continue, with its sampling settings."""
 
     context: str
     tokens: int  # to generate

@@ -245,7 +245,7 @@ class RowFormat:
     def _require_room(self, tokens: int, name: str) -> None:
         if tokens > self.row:
             raise ValueError(
-                f"{name} takes {tokens} tokens with what begins and ends it; this model's rows have {self.row}: "
+                f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}: "
                 "make it shorter, or use a model with longer rows"
             )
 

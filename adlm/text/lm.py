@@ -177,7 +177,7 @@ class LMEngine:
             lengths = config.length, config.max_new_tokens
             layouts = [self.row_format.layout_prompt(text, *lengths) for text in as_texts(prompt)]
         elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
-            raise ValueError("a template decides where everything stands: leave prompt, length and max_new_tokens out")
+            raise ValueError("a template sets all positions: leave prompt, length and max_new_tokens out")
         else:
             choose_lengths = partial(choose_hole_lengths, lambda: self.predictor, self.row_format.build_layout)
             layouts = [self.row_format.layout_template(each, choose_lengths) for each in as_templates(template)]
@@ -211,7 +211,9 @@ class LMEngine:
         """Yield a request's texts after every step, all in one batch; step 0 is before the first."""
         known = int((~classify_tokens(self.tokenizer).special).sum())
         if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
-            raise ValueError(f"guesses must be a whole number between 0 and {known}, this model's words; got {guesses}")
+            raise ValueError(
+                f"guesses must be a whole number between 0 and {known}, this model's vocabulary size; got {guesses}"
+            )
         layouts = tuple(layout for layout, _ in request.rows)
         count = guesses if not self.row_format.is_causal else 0
         return (

@@ -43,7 +43,7 @@ class Hole:
         if not (isinstance(low, Integral) and isinstance(high, Integral)):
             raise ValueError(f"a hole's tokens are whole numbers, got {low!r} to {high!r}")
         if low < 1:
-            raise ValueError(f"a hole has at least 1 token, got {self}: leave it out if nothing is to stand there")
+            raise ValueError(f"a hole has at least 1 token, got {self}: remove the hole if it should be empty")
         if high < low:
             raise ValueError(
                 f"a hole's min_tokens must not be above its max_tokens, got {self}: write {Hole(high, low)}"

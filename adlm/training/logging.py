@@ -310,7 +310,7 @@ class RunLogger:
 
 
 def get_device_name(device: torch.device) -> str:
-    """Return a device's name for people."""
+    """Return a readable device name."""
     return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 

@@ -11,17 +11,17 @@ from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 
 # Plots: Okabe and Ito's colors, which color-blind readers can tell apart; black and yellow are left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-GREY, LIGHT = "#555555", "#DDDDDD"
+GRAY, LIGHT = "#555555", "#DDDDDD"
 STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.labelsize": 9,
     "legend.fontsize": 8,
     "axes.spines.top": False,
-    "axes.edgecolor": GREY,
+    "axes.edgecolor": GRAY,
     "axes.linewidth": 0.8,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
     "xtick.labelcolor": "black",
     "ytick.labelcolor": "black",
     "axes.grid": True,
