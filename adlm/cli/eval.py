@@ -363,7 +363,8 @@ def anchors(
 ) -> None:
     """Measure an anchor network: its predictions, the loss with perturbed anchor features, the unmasking order.
 
-    Three models or more: correlate anchor accuracy with loss and sample quality. For that alone, pass --perturb "" --stale "".
+    Three models or more: correlate anchor accuracy with loss and sample quality. For that alone, pass --perturb ""
+    --stale "".
     """
     with report_errors():
         if data is None:
