@@ -61,12 +61,8 @@ def main() -> None:
             > lm.row_format.row
         ):
             continue
-        pieces = choose_hole_lengths(
-            lambda: lm.predictor,
-            parse_template((before, Hole(1, MAX_HOLE), after)),
-            MAX_HOLE,
-            build_layout=lm.row_format.build_layout,
-        )
+        template = parse_template((before, Hole(1, MAX_HOLE), after))
+        pieces = choose_hole_lengths(lambda: lm.predictor, lm.row_format.build_layout, template, MAX_HOLE)
         truth.append(length)
         found.append(find_holes(pieces)[0].min_tokens)
         if len(truth) == asked.holes:

@@ -190,6 +190,7 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
         assert str(tmp_path) not in (out / name).read_text("utf-8")
 
 
+@with_matplotlib
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert_told(invoke("eval", "report", trained()), "--data is required")
     file = tmp_path / "file"

@@ -74,7 +74,7 @@ def test_what_cannot_be_written(how: dict[str, Any], said: tuple[str, ...]) -> N
         ([], ("nothing to generate",)),
         (7, ("a template is a string", "got 7")),
         ([Hole(), 7], ("it holds 7", "strings and Holes")),
-        ("a ___{0} b", ("at least 1 token", "___{0}", "leave it out")),
+        ("a ___{0} b", ("at least 1 token", "___{0}", "remove the hole")),
         ("a ___{5,2} b", ("___{5,2}", "write ___{2,5}")),
         ("x" * 60 + "___{3}", ("takes 65 tokens", "rows have 64", "shortest holes", "make it shorter")),
         ("a ___{1000000000000}", ("takes 1000000000004 tokens", "rows have 64")),  # said, not tried
