@@ -217,7 +217,7 @@ print(peak() - before)
     [(256, (4, 2), 256, 8, 2048), (128, (6, 3), 128, 32, 4096)],
 )
 def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length: int, rows: int, vocab: int) -> None:
-    """Six real steps in a fresh process, within 40%: on a busy machine the peak varies by a tenth."""
+    """Six real steps in a fresh process, within 35%: 30.5% was seen once on a busy machine."""
     shape = {"vocab_size": vocab, "mask_id": vocab - 1, "dim": dim, "heads": 4, "length": length}
     shape |= {"anchor_layers": depth[0], "denoiser_layers": depth[1]}
     command = [sys.executable, "-c", STEPS, json.dumps(shape), str(rows)]
@@ -230,7 +230,7 @@ def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length
         is_cuda=False,
         anchor_share=1.0,  # of tokens drawn evenly from a large vocabulary nearly all are rare
     )
-    assert estimate.total == pytest.approx(int(found.stdout), rel=0.4)
+    assert estimate.total == pytest.approx(int(found.stdout), rel=0.35)
 
 
 @pytest.mark.parametrize("name", ["paper_table", "shape_table", "memory_table", "time_table"])
