@@ -33,7 +33,7 @@ from adlm.models.language_model import LanguageModel
 
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
 LEFT_TO_RIGHT, RANDOM = "left_to_right", "random"
-# The orders of the samplers; `tokens_a_step` sets how many tokens a step reveals, not steps or a bound on entropies.
+# The orders of the samplers; `tokens_per_step` sets how many tokens a step reveals, not steps or a bound on entropies.
 SCORED_ORDERS = {
     order.name: replace(order, steps=None, entropy_bound=None)
     for order in (orders.confidence(1), orders.margin(1), replace(orders.entropy_bounded(), name="entropy"))
@@ -326,7 +326,7 @@ def estimate_order_nll(
     rows: Tensor | RowDataset,
     order: str | Order | Tensor,
     *,
-    tokens_a_step: int = 1,
+    tokens_per_step: int = 1,
     draws: int = 1,
     seed: int = 0,
     batch: int = 32,
@@ -340,14 +340,14 @@ def estimate_order_nll(
     The order is a name of `ORDERS`, an `Order` with a score (with its own steps or entropy bound), or a permutation
     (L,): the positions in the order of their reveal. Scores are computed in float64, and where they are equal (to 1e-6)
     the left one comes first, so that rounding and batch size change nothing. A row of n hidden tokens takes
-    ceil(n / tokens_a_step) steps of equal size, the larger ones first, as in `denoise` with so many steps. A random
+    ceil(n / tokens_per_step) steps of equal size, the larger ones first, as in `denoise` with so many steps. A random
     order takes `draws` permutations for each row; their spread is the error from noise. `batch` is the number of states
     in the network at a time; the other arguments are those of `estimate_nll`.
     """
     if model.config.is_causal or model.config.mask_id is None:
         raise ValueError("a causal model has one order, from left to right, in which its nll is exact already")
-    if tokens_a_step < 1:
-        raise ValueError(f"tokens_a_step must be at least 1, got {tokens_a_step}")
+    if tokens_per_step < 1:
+        raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
     scored, is_random = None, False
     if isinstance(order, str):
         if order not in ORDERS:
@@ -362,7 +362,7 @@ def estimate_order_nll(
 
     def compute_nats(each: RowBatch, _: int) -> Tensor:
         if scored is not None:
-            return _nats_by_score(folded, each, scored, tokens_a_step)[:, None]
+            return _nats_by_score(folded, each, scored, tokens_per_step)[:, None]
         positions = torch.arange(each.x0.shape[1])
         place = positions.expand_as(each.x0)
         if isinstance(order, Tensor):
@@ -375,7 +375,7 @@ def estimate_order_nll(
         for draw in range(draws):
             if is_random:
                 place = CounterRng.from_seed(seed, each.row).uniform(draw, len(positions), Purpose.ORDER)
-            nats.append(_nats_by_place(folded, each, place, tokens_a_step, batch))
+            nats.append(_nats_by_place(folded, each, place, tokens_per_step, batch))
         return torch.stack(nats, dim=1)
 
     shared = (draws, batch, given_tokens, documents, ranks, on_rows)
@@ -389,11 +389,11 @@ def step_of_rank(rank: Tensor, hidden: Tensor, steps: Tensor) -> Tensor:
     return torch.where(rank < early, rank // (small + 1), more + (rank - early) // small.clamp(min=1))
 
 
-def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_a_step: int, batch: int) -> Tensor:
+def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_per_step: int, batch: int) -> Tensor:
     """Nats of rows (n,) whose order is known beforehand, the lowest place (n, L) first: all states at once."""
     hidden = rows.is_counted.sum(1, keepdim=True)
     rank = torch.where(rows.is_counted, place.double(), torch.inf).argsort(stable=True, dim=1).argsort(1)
-    steps = -(-hidden // tokens_a_step)
+    steps = -(-hidden // tokens_per_step)
     reveal = torch.where(rows.is_counted, step_of_rank(rank, hidden, steps), -1)  # given tokens and padding: before
     row = torch.repeat_interleave(torch.arange(len(place)), steps[:, 0])
     step = torch.arange(len(row)) - (steps.cumsum(0) - steps)[row, 0]
@@ -409,10 +409,10 @@ def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_a
     return nats
 
 
-def _nats_by_score(model: LanguageModel, rows: RowBatch, order: Order, tokens_a_step: int) -> Tensor:
+def _nats_by_score(model: LanguageModel, rows: RowBatch, order: Order, tokens_per_step: int) -> Tensor:
     """Nats of rows (n,) whose next positions follow from the network's own prediction, a step of all rows at a time."""
     is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
-    steps = -(-is_hidden.sum(1) // tokens_a_step)
+    steps = -(-is_hidden.sum(1) // tokens_per_step)
     start = torch.zeros_like(steps)
     if order.steps is None and order.entropy_bound is None:
         # Rows end together: a row of fewer steps starts later, so that the steps left are the same for all.

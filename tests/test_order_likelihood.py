@@ -31,18 +31,18 @@ def permutations(length: int) -> list[Tensor]:
     return [torch.tensor(each) for each in itertools.permutations(range(length))]
 
 
-@pytest.mark.parametrize("tokens_a_step", [1, 2, 3])
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 3])
 @pytest.mark.parametrize("length", WORLDS)
-def test_every_deterministic_order_is_a_distribution_over_texts(length: int, tokens_a_step: int) -> None:
+def test_every_deterministic_order_is_a_distribution_over_texts(length: int, tokens_per_step: int) -> None:
     world, orders = WORLDS[length], [*DETERMINISTIC, *permutations(length)]
-    found = [nats(world.model, texts(world), order, tokens_a_step=tokens_a_step) for order in orders]
+    found = [nats(world.model, texts(world), order, tokens_per_step=tokens_per_step) for order in orders]
     for each in found:
         assert float((-each).exp().sum()) == pytest.approx(1, abs=1e-5)
-    if tokens_a_step < length:  # and they are different ones
+    if tokens_per_step < length:  # and they are different ones
         assert max(float((a - b).abs().max()) for a, b in itertools.combinations(found, 2)) > 0.1
 
 
-SAMPLERS: list[tuple[Order, int | None, str | Order, int]] = [  # sampler, block, order, tokens a step
+SAMPLERS: list[tuple[Order, int | None, str | Order, int]] = [  # sampler, block, order, tokens per step
     *((make(steps), None, make(1).name, math.ceil(3 / steps)) for make in (confidence, margin) for steps in (1, 2, 3)),
     *((make(steps), None, make(steps), 1) for make in (confidence, margin) for steps in (1, 2, 3)),
     *((entropy_bounded(bound), None, entropy_bounded(bound), 1) for bound in (0.0, 0.9, 2.0)),
@@ -51,13 +51,13 @@ SAMPLERS: list[tuple[Order, int | None, str | Order, int]] = [  # sampler, block
 ]
 
 
-@pytest.mark.parametrize(("sampler", "block", "order", "tokens_a_step"), SAMPLERS)
+@pytest.mark.parametrize(("sampler", "block", "order", "tokens_per_step"), SAMPLERS)
 def test_it_is_the_law_of_the_sampler(
-    sampler: Order, block: int | None, order: str | Order, tokens_a_step: int
+    sampler: Order, block: int | None, order: str | Order, tokens_per_step: int
 ) -> None:
     world = WORLDS[3]
     law = law_of(world, sampler, block=block)[world.texts]
-    found = nats(world.model, texts(world), order, tokens_a_step=tokens_a_step)
+    found = nats(world.model, texts(world), order, tokens_per_step=tokens_per_step)
     torch.testing.assert_close((-found).exp(), law, atol=1e-6, rtol=1e-5)
 
 
@@ -107,17 +107,17 @@ def test_all_at_once_is_the_bound_of_one_step() -> None:
     """Everything is hidden at time 1: nothing is left to choose."""
     world = WORLDS[3]
     rows = texts(world)
-    at_once = estimate_order_nll(world.model, rows, "confidence", tokens_a_step=3)
+    at_once = estimate_order_nll(world.model, rows, "confidence", tokens_per_step=3)
     log_probs = world.log_probs()[1][world.number(world.start())]
     expected = -log_probs.expand(len(rows), -1, -1).gather(2, rows[..., None]).mean()
     assert at_once.nll == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("hidden", range(8))
-@pytest.mark.parametrize("tokens_a_step", [1, 2, 3, 9])
-def test_steps_are_the_samplers(hidden: int, tokens_a_step: int) -> None:
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 9])
+def test_steps_are_the_samplers(hidden: int, tokens_per_step: int) -> None:
     """Places that are known beforehand are revealed in steps of the sizes that `next_positions` gives."""
-    steps = math.ceil(hidden / tokens_a_step)
+    steps = math.ceil(hidden / tokens_per_step)
     when = step_of_rank(torch.arange(hidden), torch.tensor(hidden), torch.tensor(steps))
     is_hidden, order = torch.arange(8)[None] < hidden, Order("", lambda logits: logits[:, 0], steps=max(steps, 1))
     for step in range(steps):
@@ -138,17 +138,17 @@ def padded(filler: int = 0) -> TensorRows:
     return TensorRows(torch.where(is_valid(LENGTHS, 12), ROWS, filler), LENGTHS)
 
 
-@pytest.mark.parametrize("tokens_a_step", [1, 2])
+@pytest.mark.parametrize("tokens_per_step", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
-def test_batch_padding_and_neighbours_change_nothing(order: str, tokens_a_step: int) -> None:
+def test_batch_padding_and_neighbours_change_nothing(order: str, tokens_per_step: int) -> None:
     """A row of fewer tokens takes fewer steps, and the same ones as alone."""
-    whole = nats(MODEL, padded(), order, tokens_a_step=tokens_a_step)
+    whole = nats(MODEL, padded(), order, tokens_per_step=tokens_per_step)
     for batch in (1, 7, 32):
-        found = nats(MODEL, padded(7), order, tokens_a_step=tokens_a_step, batch=batch)
+        found = nats(MODEL, padded(7), order, tokens_per_step=tokens_per_step, batch=batch)
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=0)
     if order != "random":
         for row, length, expected in zip(ROWS, LENGTHS.tolist(), whole.tolist(), strict=True):
-            alone = nats(MODEL, row[:length].expand(2, -1), order, tokens_a_step=tokens_a_step)[0]
+            alone = nats(MODEL, row[:length].expand(2, -1), order, tokens_per_step=tokens_per_step)[0]
             assert float(alone) == pytest.approx(expected, rel=1e-5)
 
 
@@ -212,7 +212,7 @@ def test_a_random_order_is_the_nelbo_in_expectation() -> None:
         (torch.tensor([0, 0, 1]), {}, "all 12 positions of a row once"),
         (torch.tensor([0, 2, 1]), {}, "all 12 positions of a row once"),
         (first_hitting(), {}, "give the name 'random'"),
-        ("confidence", {"tokens_a_step": 0}, "tokens_a_step must be at least 1"),
+        ("confidence", {"tokens_per_step": 0}, "tokens_per_step must be at least 1"),
     ],
 )
 def test_mistakes(order: Any, options: dict[str, int], message: str) -> None:

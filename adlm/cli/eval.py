@@ -103,7 +103,7 @@ def ppl(
         str | None,
         typer.Option(help="Also the likelihood under an order: left_to_right, confidence, margin, entropy or random."),
     ] = None,
-    tokens_a_step: Annotated[
+    tokens_per_step: Annotated[
         int | None, typer.Option(min=1, help="Tokens that a step of --order reveals. [default: 1]")
     ] = None,
     count: Annotated[str, typer.Option(help="lineage: all tokens but padding; text: without BOS and EOS.")] = "lineage",
@@ -128,7 +128,7 @@ def ppl(
             raise ValueError("--data is required: a text file, a folder or a dataset name")
         check_output_folder("--out", out)
         settings: dict[str, Any] = {"rows": rows, "length": length, "split": split, "limit": limit, "seed": seed}
-        settings |= {"draws": draws, "steps": steps, "order": order, "tokens_a_step": tokens_a_step, "count": count}
+        settings |= {"draws": draws, "steps": steps, "order": order, "tokens_per_step": tokens_per_step, "count": count}
         settings |= {"attend_padding": attend_padding, "batch": batch, "workers": workers, "out": out}
         texts = parse_pairs("--data", data)
         with start_eval(device, is_json) as shared:
@@ -216,7 +216,7 @@ def samples(
     ] = None,
     # torchrun on Python 3.11 takes --n for an abbreviation of its own options.
     n: Annotated[
-        int | None, typer.Option("--n", "--count", min=1, help="Number of texts. [default: 200, or all of --texts]")
+        int | None, typer.Option("--n", min=1, help="Number of texts. [default: 200, or all of --texts]")
     ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text. [default: the model's length]")] = None,
     seed: options.Seed = 0,
@@ -476,6 +476,7 @@ def report(
     license: Annotated[str | None, typer.Option("--license", help="License of the weights. [default: unknown]")] = None,
     language: Annotated[str, typer.Option(help="Language of the text for report.md.")] = "en",
     seed: options.Seed = 0,
+    batch: options.Batch = 16,
     out: Annotated[
         Path, typer.Option(help="Output folder for the pages. Running the same command again resumes.")
     ] = Path("report"),
@@ -492,6 +493,7 @@ def report(
         check_output_folder("--out", out)
         settings: dict[str, Any] = {"reference": reference, "scorer": judge, "zeroshot_dir": zeroshot_dir, "n": n}
         settings |= {"code": with_code, "rows": rows, "length": length, "limit": limit, "quick": quick, "seed": seed}
+        settings["batch"] = batch
         settings |= {"steps": parse_list("--steps", steps, int), "samplers": parse_list("--samplers", samplers, str)}
         settings |= {"license": license, "language": language, "command": shlex.join(["adlm", *sys.argv[1:]])}
         with json_stdout(is_json), progress_bar() as on_progress:

@@ -51,7 +51,7 @@ Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
-Count = Annotated[int, typer.Option("--n", "--rows", min=1, help="Number of texts for each prompt or template.")]
+Count = Annotated[int, typer.Option("--n", min=1, help="Number of texts for each prompt or template.")]
 STEPS_HELP = "Sampling steps. [default: 128; confidence and margin: one token per step]"
 Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
 SAMPLER_HELP = "Sampler: remask_loop, ancestral, confidence, … [default: remask_loop; for infill: confidence]"

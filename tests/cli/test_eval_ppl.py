@@ -73,7 +73,7 @@ def test_batch_and_workers_change_nothing(method: str, rows: str) -> None:
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Both tokenize, each computes half of the batches, one prints and writes; stored estimates are known to both."""
     models = (trained(), trained("mdlm"))
-    words = ("--draws", 2, "--limit", 50, "--rows", "documents", "--order", "confidence", "--tokens-a-step", 8)
+    words = ("--draws", 2, "--limit", 50, "--rows", "documents", "--order", "confidence", "--tokens-per-step", 8)
     words = (*words, "--batch", 7, "--device", "cpu")
     expected = run_ppl(*models, *words)
     run_ppl(models[0], *words, "--out", tmp_path)
@@ -111,15 +111,15 @@ def test_several_models_and_texts(tmp_path: Path) -> None:
 
 def test_an_order_is_a_second_estimate() -> None:
     words = (trained(), "--limit", 10, "--draws", 2)
-    plain, found = run_ppl(*words), run_ppl(*words, "--order", "margin", "--tokens-a-step", 3)
+    plain, found = run_ppl(*words), run_ppl(*words, "--order", "margin", "--tokens-per-step", 3)
     assert found["nll"] == plain["nll"] and found["kind"] == "nelbo" and "unmasking" not in plain
     second, lm = found["unmasking"], adlm.load(trained(), device="cpu")
     assert second["kind"] == "unmasking_exact" and second["is_bound"] is False and second["se_noise"] == 0
-    assert (second["order"], second["tokens_a_step"], second["draws"]) == ("margin", 3, 1)
+    assert (second["order"], second["tokens_per_step"], second["draws"]) == ("margin", 3, 1)
     rows = load_eval_data(documents(), lm.tokenizer, 32, limit=10).rows
-    expected = estimate_order_nll(lm.model, rows, "margin", tokens_a_step=3)
+    expected = estimate_order_nll(lm.model, rows, "margin", tokens_per_step=3)
     assert math.isclose(second["nll"], expected.nll, rel_tol=1e-5) and second["tokens"] == expected.tokens
-    random = run_ppl(*words, "--order", "random", "--tokens-a-step", 8)["unmasking"]
+    random = run_ppl(*words, "--order", "random", "--tokens-per-step", 8)["unmasking"]
     assert random["is_bound"] is True and random["kind"] == "unmasking_bound" and random["se_noise"] > 0
 
 
@@ -163,7 +163,7 @@ def test_warnings(tmp_path: Path) -> None:
 
 
 def test_the_table_has_the_numbers_of_the_json() -> None:
-    words = (trained(), "--draws", 2, "--limit", 20, "--order", "left_to_right", "--tokens-a-step", 8)
+    words = (trained(), "--draws", 2, "--limit", 20, "--order", "left_to_right", "--tokens-per-step", 8)
     result, found = invoke("eval", "ppl", *words, "--data", documents()), run_ppl(*words)
     assert result.exit_code == 0, result.output
     first, second = (line for line in result.stdout.splitlines() if line.startswith("│"))
@@ -220,7 +220,7 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
         (("--data", "TEXT", "--rows", "columns"), "rows must be one of wrapped, documents, got 'columns'"),
         (("--data", "TEXT", "--count", "words"), "count must be one of lineage, text, got 'words'"),
         (("--data", "TEXT", "--order", "sideways"), "order must be one of left_to_right, confidence, margin, entropy"),
-        (("--data", "TEXT", "--tokens-a-step", "2"), "give order too"),
+        (("--data", "TEXT", "--tokens-per-step", "2"), "give order too"),
         (("--data", "TEXT", "--draws", "0"), "--draws"),
         (("--data", "TEXT", "--out", "TEXT"), "is a file: give the name of a folder"),
         (("nobody", "--data", "TEXT"), "'nobody'"),

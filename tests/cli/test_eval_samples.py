@@ -12,7 +12,7 @@ from adlm.evaluate.sampling import read_texts
 from tests.cli.terminal import assert_told, invoke
 from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs, numbers
 
-FEW = ("--count", 12, "--length", 24, "--steps", 4, "--seed", 3, "--device", "cpu", "--reference", PROSE)
+FEW = ("--n", 12, "--length", 24, "--steps", 4, "--seed", 3, "--device", "cpu", "--reference", PROSE)
 
 
 @pytest.fixture(autouse=True)

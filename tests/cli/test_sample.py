@@ -54,7 +54,7 @@ def test_texts_are_the_apis_whatever_the_batch() -> None:
 
 def test_a_pipe_and_a_file_get_the_texts_alone(tmp_path: Path) -> None:
     out = tmp_path / "new" / "texts.txt"
-    result = invoke("sample", trained(), *SHORT, "--rows", 2, "--out", out)
+    result = invoke("sample", trained(), *SHORT, "--n", 2, "--out", out)
     assert result.exit_code == 0, result.output
     assert result.stdout_bytes == out.read_bytes()
     assert (

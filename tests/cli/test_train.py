@@ -137,7 +137,7 @@ def test_a_spike_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) ->
 
 def test_sample_writes_what_the_run_learned(tmp_path: Path) -> None:
     run(tmp_path / "run", "steps=5")
-    words = ("sample", str(tmp_path / "run"), "--rows", "2", "--steps", "4", "--out", str(tmp_path / "texts.txt"))
+    words = ("sample", str(tmp_path / "run"), "--n", "2", "--steps", "4", "--out", str(tmp_path / "texts.txt"))
     first, again = invoke(*words), invoke(*words)
     assert first.exit_code == 0, first.output
     assert first.stdout == again.stdout
