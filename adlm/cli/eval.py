@@ -476,7 +476,9 @@ def report(
     license: Annotated[str | None, typer.Option("--license", help="License of the weights. [default: unknown]")] = None,
     language: Annotated[str, typer.Option(help="Language of the text for report.md.")] = "en",
     seed: options.Seed = 0,
-    batch: options.Batch = 16,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help=f"Texts per batch; does not change the texts. {DEFAULTS}")
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Output folder for the pages. Running the same command again resumes.")
     ] = Path("report"),
