@@ -216,7 +216,7 @@ def samples(
     ] = None,
     # torchrun on Python 3.11 takes --n for an abbreviation of its own options.
     n: Annotated[
-        int | None, typer.Option("--n", min=1, help="Number of texts. [default: 200, or all of --texts]")
+        int | None, typer.Option("--n", "--num-texts", min=1, help="Number of texts. [default: 200, or all of --texts]")
     ] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens in a text. [default: the model's length]")] = None,
     seed: options.Seed = 0,
