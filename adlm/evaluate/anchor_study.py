@@ -117,7 +117,7 @@ def anchors(
             on_progress("loading", 0, 0)
             if isinstance(scorer, str | Path):
                 scorer = load_scorer(scorer, device=lm.device)
-            text_scorer = TextScorer(lm.tokenizer, scorer, window)
+            text_scorer = TextScorer(lm.tokenizer, scorer, window, batch)
             shared[key] = load_eval_data(data, lm.tokenizer, key[1], rows=rows, limit=limit), text_scorer
         (dataset, text_scorer), (rule, rule_settings) = shared[key], find_anchor_rule(lm, max_count)
         names = {"model": lm.name, "method": lm.method, "step": lm.step}

@@ -115,9 +115,10 @@ def measure_losses(
     for number in split_by_length(rows, batch, model.embed.weight.device):
         for draw in range(draws):
             noisy = NoisyRows(folded, rows, number, draw, draws, seed)
-            tokens[number] = noisy.lengths
+            index = number.numpy()  # a tensor of one number would be read as a scalar
+            tokens[index] = noisy.lengths
             for place, each in enumerate(perturbations):
-                nats[place, number] += noisy.loss(each).double().cpu().numpy() / draws
+                nats[place, index] += noisy.loss(each).double().cpu().numpy() / draws
             on_batch(noisy)
         done += len(number)
         on_progress(done, len(rows))

@@ -111,6 +111,7 @@ def report(
     samplers: Sequence[str] = (),
     limit: int | None = None,
     quick: bool = False,
+    batch: int | None = None,
     license: str | None = None,
     language: str = "en",
     seed: int = 0,
@@ -122,14 +123,17 @@ def report(
 
     `scorer` adds samples and the frontier (compared with `reference`, by default `data`), `zeroshot_dir` the zero-shot
     sets, `code` Python code. The frontier takes all `steps` and `samplers`, other sections the most steps and the first
-    sampler. `quick` measures little of everything. `command` is shown on the pages.
+    sampler. `quick` measures little of everything. `batch` is how many rows the models and the scorer take at a time;
+    by default each evaluation's own. It changes the speed, results only by rounding. `command` is shown on the pages.
     """
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
     if find_spec("matplotlib") is None:
         raise ImportError("the plots of a report need matplotlib: pip install 'adlm[eval]'")
     given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
     license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")
-    extent = choose_extent(n, length, limit, steps, samplers, quick)
+    extent = choose_extent(n, length, limit, steps, samplers, quick, batch)
     for lm in lms:  # wrong settings are refused before anything runs
         lm.build_request(seed=seed, **fit_sampling(lm, extent["examples"]))
     paths = [str(each) for each in (data, reference, scorer, zeroshot_dir) if isinstance(each, str | Path)]
@@ -212,7 +216,13 @@ def name_models(lms: Sequence[LM]) -> list[LM]:
 
 
 def choose_extent(
-    n: int | None, length: int | None, limit: int | None, steps: Sequence[int], samplers: Sequence[str], quick: bool
+    n: int | None,
+    length: int | None,
+    limit: int | None,
+    steps: Sequence[int],
+    samplers: Sequence[str],
+    quick: bool,
+    batch: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """How much each section measures: the given numbers, else the defaults."""
     one = {"length": length, "steps": max(steps, default=None), "sampler": next(iter(samplers), None)}
@@ -228,6 +238,7 @@ def choose_extent(
     del given["frontier"]["sampler"]
     for section, chosen in given.items():
         defaults = (QUICK_EXTENT if quick else EXTENT).get(section, {})
+        chosen |= {"batch": batch, "scorer_batch": batch if section in ("samples", "frontier") else None}
         given[section] = defaults | {name: value for name, value in chosen.items() if value}
         if "sampler" in given[section] and not takes_steps(given[section]["sampler"]):
             given[section].pop("steps", None)

@@ -26,7 +26,7 @@ from adlm.training.distributed import DistributedContext
 
 FORMAT = 1  # of a cached score: raise it where the arithmetic changes
 BATCH = 32  # rows in a forward pass
-MAX_BATCH_TOKENS = 4096  # padding included: bounds the memory of the logits
+MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # padding included: bounds the memory of the logits
 
 
 class TokenWindow(NamedTuple):
@@ -146,7 +146,8 @@ def compute_scores(request: ScoringRequest, numbers: Sequence[int], batch: int) 
     unread = Counter(window.text for window in windows)
     sums: dict[int, Any] = dict.fromkeys(numbers, 0.0)
     counts = dict.fromkeys(numbers, 0)
-    for group in batch_windows(windows, batch, len(before) + len(after)):
+    max_tokens = MAX_BATCH_TOKENS[scorer.model.device.type]
+    for group in batch_windows(windows, batch, len(before) + len(after), max_tokens):
         rows = [[*before, *texts[window.text].ids[window.start : window.end], *after] for window in group]
         row_nats, states = run_scorer(scorer, rows, request.with_nats, request.with_features)
         finished: dict[int, dict[str, Any]] = {}
@@ -174,12 +175,14 @@ def compute_scores(request: ScoringRequest, numbers: Sequence[int], batch: int) 
         yield finished
 
 
-def batch_windows(windows: Sequence[TokenWindow], batch: int, special: int) -> Iterator[list[TokenWindow]]:
+def batch_windows(
+    windows: Sequence[TokenWindow], batch: int, special: int, max_tokens: int
+) -> Iterator[list[TokenWindow]]:
     """Batches of windows of similar length, the longest first: if memory is too small, that shows at once."""
     group: list[TokenWindow] = []
     for window in sorted(windows, key=lambda window: (window.start - window.end, window.text)):
         width = (group[0].end - group[0].start if group else window.end - window.start) + special
-        if group and (len(group) == batch or (len(group) + 1) * width > MAX_BATCH_TOKENS):
+        if group and (len(group) == batch or (len(group) + 1) * width > max_tokens):
             yield group
             group = []
         group.append(window)

@@ -15,7 +15,7 @@ from adlm.evaluate.reports import TITLES, Section, choose_extent, hide_paths, na
 from adlm.evaluate.results import Column, EvalResult, Table
 from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.drawn import with_matplotlib
-from tests.evaluate.scorers import causal_folder, documents, needs
+from tests.evaluate.scorers import causal, causal_folder, documents, needs
 from tests.evaluate.test_zeroshot import write_sets
 from tests.training.runs import TEXT, shelf
 
@@ -125,6 +125,31 @@ def test_the_same_call_writes_the_same_files() -> None:
     quick_report.__wrapped__()
     assert (out / "report.html").read_bytes() == before["report.html"]
     assert (out / "report.md").read_bytes() == before["report.md"]
+
+
+@with_matplotlib
+def test_results_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """Of the model and of the scorer; times do."""
+    text, lm = tmp_path / "prose.txt", load(trained(), device="cpu")
+    text.write_text("\n<|endoftext|>\n".join(documents()[:60]), "utf-8")
+    timed = ("seconds", "seconds_sd", "timings", "settings", "provenance", "tables")
+
+    def drop_times(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: drop_times(each) for key, each in value.items() if key not in timed}
+        return [drop_times(each) for each in value] if isinstance(value, list) else value
+
+    one, other = (
+        list_leaves(
+            drop_times(report(lm, text, scorer=causal(), quick=True, out=tmp_path / str(n), batch=n)["sections"])
+        )
+        for n in (1, 3)
+    )
+    assert len(one) == len(other) > 1000
+    for value, expected in zip(one, other, strict=True):
+        assert value == (pytest.approx(expected, rel=1e-5, abs=1e-6) if isinstance(expected, float) else expected)
+    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
+        report(lm, text, batch=0)
 
 
 def test_no_text_becomes_markup(tmp_path: Path) -> None:
