@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
-from adlm.cli.output import json_stdout, print_json, status_console
+from adlm.cli.output import json_stdout, print_json, print_table, status_console
 
 
 def train(
@@ -59,12 +58,11 @@ def plot(
         from adlm.cli.plot import build_runs_table, plot_runs, read_run
 
         with json_stdout(is_json):
-            path = plot_runs(runs, out, x=x)
             curves = [read_run(folder) for folder in runs]
+            path = plot_runs(curves, out or runs[0] / "plots" / "run.png", x=x)
         if is_json:
-            print_json({"figure": path, "runs": [{"run": f} | run.summarize() for f, run in zip(runs, curves)]})
+            print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
         else:
-            console = Console(highlight=False, soft_wrap=True)
-            console.print(build_runs_table(curves))
-            console.print(f"\n{path}", markup=False)
+            print_table(build_runs_table(curves))
+            print(path)
         return path
