@@ -110,5 +110,5 @@ def test_errors_come_before_anything_is_computed(tmp_path: Path, monkeypatch: py
     words = ("eval", "frontier", trained(), *FEW, "--out", tmp_path)
     assert_told(invoke(*words, "--judge", causal_folder(), "--window", 10**6), "window=1000000", "give 2 to")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_told(invoke(*words), "frontier measures the time of one process", "without torchrun")
+    assert_told(invoke(*words), "frontier runs in one process", "without torchrun")
     assert list(tmp_path.iterdir()) == []
