@@ -22,13 +22,14 @@ from adlm.diffusion.orders import Order
 from adlm.evaluate.cache import hash_settings, open_cache
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import list_models
-from adlm.evaluate.provenance import collect_provenance, hardware_name, hash_weights
+from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.scoring import BATCH
 from adlm.methods import ALIASES, SAMPLERS, look_up, takes_steps
 from adlm.text.lm import LM, GeneratedRow
+from adlm.training.distributed import get_device_name
 
 LEFT_TO_RIGHT = "left_to_right"
 Point = dict[str, Any]  # the flat JSON form: model, setting, nfe, seconds, and the metrics with NAME_se
@@ -102,7 +103,7 @@ def frontier(
         for setting in own:
             on_progress(f"{lm.name}: {setting.sampler}", len(points), sum(map(len, grids)))
             # The machine is part of the key, because time is one of the metrics.
-            parts = (described[-1], asdict(setting), size, measure.settings, machine, hardware_name(lm.device))
+            parts = (described[-1], asdict(setting), size, measure.settings, machine, get_device_name(lm.device))
             key = f"point-{hash_settings(parts)}"
             if key not in cache:
                 arguments = {"length": length, "seed": seed, **setting.as_arguments()}
@@ -202,7 +203,7 @@ def time_batch(lm: LM, arguments: dict[str, Any], count: int, first: int = 0) ->
     """Generate texts from number `first` on in one batch; the texts and the seconds that it takes."""
     request = lm.build_request(n=first + count, batch=count, **arguments)
     start = time.perf_counter()
-    rows = list(lm.generate_rows(request, first))  # its tokens are on the host: a GPU has nothing left to do
+    rows = lm.run_request(request, first).rows  # their tokens are on the host: a GPU has nothing left to do
     return rows, time.perf_counter() - start
 
 

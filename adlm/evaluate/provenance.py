@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from adlm.training.distributed import get_device_name
+
 PACKAGES = ("adlm", "torch", "numpy", "tokenizers", "transformers", "mauve-text", "lm_eval")
 
 
@@ -28,21 +30,11 @@ def collect_provenance(device: torch.device | str = "cpu", **more: Any) -> dict[
         "python": platform.python_version(),
         "system": platform.system(),
         "versions": versions,
-        "device": hardware_name(torch.device(device)),
+        "device": get_device_name(torch.device(device)),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         **more,
     }
-
-
-def hardware_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor and its architecture."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text("utf-8", "replace").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return " ".join(dict.fromkeys(filter(None, [*names[:1], platform.machine()])))
 
 
 def get_commit() -> str | None:

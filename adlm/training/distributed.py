@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +91,16 @@ class DistributedContext:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.any(False)
+
+
+def get_device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the processor and its architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text("utf-8", "replace").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return " ".join(dict.fromkeys(filter(None, [*names[:1], platform.machine()])))
 
 
 @contextmanager
@@ -184,7 +196,7 @@ def parallelize(learner: LossModule, context: DistributedContext, settings: Para
         return ParallelModel(wrapped, learner.model, kind)
     shard = settings.shard or context.local_world_size
     if kind == "hsdp" and world_size % shard:
-        raise ValueError(f"parallel.shard={shard} does not divide the {world_size} processes")
+        raise ValueError(f"parallel.shard={shard} does not divide the {world_size} processes: use a divisor")
     sizes = {"shard": world_size} if kind == "fsdp" else {"replicate": world_size // shard, "shard": shard}
     build_mesh = partial(init_device_mesh, mesh_shape=tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh = build_mesh(context.device.type)

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from adlm.data.batches import Batch
 from adlm.data.shards import PreparedData, fsync_path, write_atomically
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
-from adlm.training.distributed import DistributedContext
+from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
 
 Record = dict[str, Any]
@@ -114,16 +114,17 @@ def read_metrics(path: Path | str) -> list[Record]:
         try:
             records.append(_parse_line(line))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}; got {line[:80]!r}") from error
+            problem = f"{path}, line {number} is damaged: {line[:80]!r} ({error})"
+            raise ValueError(f"{problem}; delete this line, or restore the file") from error
     with suppress(ValueError):  # empty, or a line whose write was interrupted
         records.append(_parse_line(last))
     return records
 
 
 def _parse_line(line: bytes) -> Record:
-    record = _from_json(json.loads(line))
+    record = json.loads(line, object_hook=_restore_numbers)
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError('not a record: an object with "step", an int')
+        raise ValueError('expected an object with "step", an int')
     return record
 
 
@@ -133,10 +134,8 @@ def _to_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _from_json(item) for key, item in value.items()}
-    return float(value) if value in NON_FINITE else value
+def _restore_numbers(record: Record) -> Record:
+    return {key: float(value) if value in NON_FINITE else value for key, value in record.items()}
 
 
 def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
@@ -146,30 +145,26 @@ def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def open_trackers(
-    names: Sequence[str], folder: Path, run: str, config: Record, resumed_after: int | None = None
-) -> Iterator[list[WriteRecord]]:
-    """A context with a function for each tracker that writes a record; `resumed_after` is the checkpoint's step."""
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise ValueError(f"unknown tracker {', '.join(unknown)}; known: {', '.join(TRACKERS)}")
+def open_tracker(name: str, folder: Path, config: Record, step: int = 0) -> Iterator[WriteRecord]:
+    """A context with a function that writes a record to a tracker; `step` is the checkpoint's that the run resumes."""
+    open_by_name = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
+    if name not in open_by_name:
+        raise ValueError(f"unknown tracker {name!r}: expected one of {', '.join(open_by_name)}")
     with ExitStack() as exit_stack:
-        writers = []
-        for name in names:
-            try:
-                writers.append(exit_stack.enter_context(TRACKERS[name](folder, run, config, resumed_after)))
-            except ImportError as error:
-                raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
-        yield writers
+        try:
+            write = exit_stack.enter_context(open_by_name[name](folder, config, step))
+        except ImportError as error:
+            raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
+        yield write
 
 
 @contextmanager
-def open_tensorboard(folder: Path, run: str, config: Record, resumed_after: int | None) -> Iterator[WriteRecord]:
+def open_tensorboard(folder: Path, config: Record, step: int) -> Iterator[WriteRecord]:
     """Event files under folder/tensorboard; resuming removes the steps after the checkpoint."""
     from torch.utils.tensorboard import SummaryWriter
 
-    purge = None if resumed_after is None else resumed_after + 1
-    with SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge) as writer:
-        writer.add_text("config", f"**{run}**\n\n```\n{json.dumps(config, indent=2)}\n```")
+    with SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=step + 1 if step else None) as writer:
+        writer.add_text("config", f"**{folder.name}**\n\n```\n{json.dumps(config, indent=2)}\n```")
 
         def write(record: Record) -> None:
             for name, value in flatten_record(record).items():
@@ -180,35 +175,32 @@ def open_tensorboard(folder: Path, run: str, config: Record, resumed_after: int 
 
 
 @contextmanager
-def open_wandb(folder: Path, run: str, config: Record, resumed_after: int | None) -> Iterator[WriteRecord]:
+def open_wandb(folder: Path, config: Record, step: int) -> Iterator[WriteRecord]:
     """Weights & Biases; folder/wandb_id has the run's id. WANDB_MODE, WANDB_PROJECT and so on apply."""
     import wandb
 
-    folder.mkdir(parents=True, exist_ok=True)
     id_file = folder / "wandb_id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex[:12] + "\n", "utf-8")
     project, run_id = os.environ.get("WANDB_PROJECT", PROJECT), id_file.read_text("utf-8").strip()
-    with wandb.init(project=project, name=run, id=run_id, resume="allow", dir=str(folder), config=config) as opened:
+    options: dict[str, Any] = {"resume": "allow", "dir": str(folder), "config": config}
+    with wandb.init(project=project, name=folder.name, id=run_id, **options) as opened:
         # wandb's own step only increases and would drop the steps that a resumed run repeats.
         opened.define_metric("*", step_metric="step")
         yield lambda record: opened.log({"step": record["step"], **flatten_record(record)})
 
 
 @contextmanager
-def open_trackio(folder: Path, run: str, config: Record, resumed_after: int | None) -> Iterator[WriteRecord]:
+def open_trackio(folder: Path, config: Record, step: int) -> Iterator[WriteRecord]:
     """trackio's local database (TRACKIO_DIR); steps that a resumed run repeats appear twice."""
     import trackio
 
     options: dict[str, Any] = {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-    opened = trackio.init(project=PROJECT, name=run, config=config, **options)
+    opened = trackio.init(project=PROJECT, name=folder.name, config=config, **options)
     try:
         yield lambda record: opened.log(flatten_record(record), step=record["step"])
     finally:
         opened.finish()
-
-
-TRACKERS = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
 
 
 class RunLogger:
@@ -233,15 +225,13 @@ class RunLogger:
         if context.is_main:
             self.path.touch()
             cut_metrics(self.path, step)
-            trackers = open_trackers(config.log.track, folder, folder.name, asdict(config), step or None)
-            self.trackers = exit_stack.enter_context(trackers)
+            trackers = [open_tracker(name, folder, asdict(config), step) for name in config.log.track]
+            self.trackers = [exit_stack.enter_context(tracker) for tracker in trackers]
         self.console = Console(highlight=False, quiet=not (context.is_main and config.log.show))
         self.has_bar, self.last_line = self.console.is_terminal and not self.console.quiet, -math.inf
         columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
-        bar = Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console, disable=not self.has_bar
-        )
-        self.bar = exit_stack.enter_context(bar)
+        columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+        self.bar = exit_stack.enter_context(Progress(*columns, console=self.console, disable=not self.has_bar))
         self.task = self.bar.add_task("starting", total=config.steps, completed=step)
 
     def advance(self, step: int) -> None:
@@ -307,11 +297,6 @@ class RunLogger:
         """Wait until metrics.jsonl is on the disk."""
         if self.context.is_main:
             fsync_path(self.path)
-
-
-def get_device_name(device: torch.device) -> str:
-    """Return a readable device name."""
-    return "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def describe_run(

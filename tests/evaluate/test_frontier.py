@@ -118,7 +118,7 @@ def test_resumed_is_as_uninterrupted(tmp_path: Path) -> None:
 def test_other_settings_weights_or_machine_are_another_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes in ({}, {"seed": 4}, {"scorer": causal()}, {"model": rigged("adlm", {3: 1.0})}):
         measure(out=tmp_path, **changes)
-    monkeypatch.setattr(sys.modules["adlm.evaluate.frontiers"], "hardware_name", lambda device: "another machine")
+    monkeypatch.setattr(sys.modules["adlm.evaluate.frontiers"], "get_device_name", lambda device: "another machine")
     measure(out=tmp_path)  # time is a metric
     assert len((tmp_path / MERGED).read_text("utf-8").splitlines()) == 5
 
