@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from adlm.data.shards import fsync_path, hash_file
+from adlm.data.shards import fsync_path, hash_file, read_json
 from adlm.data.tokenizers import Tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.quantized import dequantize, quantize
@@ -41,6 +41,7 @@ LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 MODEL_FORMAT = 1  # of config.json and model.safetensors
 RUN_FORMAT = 2  # of state.json and training/
 WRAPPED = "wrapped"
+COPY_AGAIN = "copy or download the folder again"
 DISK_FULL = ("No space left", "file write failed", "os error 28", "os error 27")  # other libraries' ENOSPC and EFBIG
 
 T = TypeVar("T")
@@ -145,7 +146,7 @@ class CheckpointWriter:
 
     def _publish(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
         save_file({name: t.contiguous() for name, t in snapshot.weights.items()}, partial / "model.safetensors")
-        write_json(partial / "config.json", describe_model(self.config, self.method, snapshot.step, self.rows))
+        write_json(partial / "config.json", build_config_json(self.config, self.method, snapshot.step, self.rows))
         write_json(partial / "state.json", {**snapshot.state, "format": RUN_FORMAT})
         if self.tokenizer is not None:
             self.tokenizer.save(partial)
@@ -232,6 +233,19 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def set_aside_later(path: Path) -> None:
+    """Rename the checkpoints after one, and point `latest` to it."""
+    for later in list_checkpoints(path.parent):
+        if later.name > path.name:
+            renamed = path.with_name(f"set-aside-{later.name}")
+            shutil.rmtree(renamed, ignore_errors=True)  # from setting it aside before
+            os.rename(later, renamed)
+    best = path.with_name(BEST)
+    if best.is_symlink() and not best.exists():
+        best.unlink()
+    replace_link(path.with_name(LATEST), path.name)
+
+
 def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Fill tensors, whole or sharded, from a checkpoint that any number of processes wrote."""
     reader = HuggingFaceStorageReader(str(path / "training"))
@@ -239,8 +253,11 @@ def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist
     for name, tensor in tensors.items():
         shape = getattr(saved.get(name), "size", None)
         if shape != tensor.shape:
-            was = "no" if shape is None else f"another shape, {tuple(shape)} instead of {tuple(tensor.shape)}, of"
-            raise ValueError(f"{path.name} has {was} {name}: it was written with another optimizer or another model")
+            problem = f"has no {name}" if shape is None else f"has {name} of shape {tuple(shape)}"
+            raise ValueError(
+                f"{path.name} {problem}, expected shape {tuple(tensor.shape)}: it was written with another model or "
+                "optimizer; restore those settings to resume, or start a new run (folder=NEW)"
+            )
     dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
@@ -249,7 +266,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path / "model.safetensors")
     except SafetensorError as error:
-        raise ValueError(f"{path / 'model.safetensors'} is damaged: {error}") from error
+        raise ValueError(f"{path / 'model.safetensors'} is damaged ({error}): {COPY_AGAIN}") from error
 
 
 @dataclass(frozen=True)
@@ -272,17 +289,19 @@ def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
             raise FileNotFoundError(f"{folder} has no checkpoint yet: `adlm train` writes one at its last step")
         folder = latest
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{path} is neither a run folder nor a model folder: it has no config.json")
+        expected = "give a folder with config.json and model.safetensors, or one that `adlm train` wrote"
+        raise FileNotFoundError(f"{path} is neither a run folder nor a model folder: {expected}")
     if verify:
         verify_checkpoint(folder)
-    about = read_json(folder / "config.json")
+    about = read_json(folder / "config.json", COPY_AGAIN)
     if about.get("format", 0) > MODEL_FORMAT:
         raise ValueError(f"{folder.name} has format {about['format']}, newer than {MODEL_FORMAT}: update adlm")
     try:
         model = LanguageModel(ModelConfig(**about["model"]))
         model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
     except (TypeError, RuntimeError, KeyError) as error:
-        raise ValueError(f"{folder}/config.json does not fit model.safetensors or this adlm: {error}") from error
+        problem = f"{folder}/config.json does not fit model.safetensors or this version of adlm ({error})"
+        raise ValueError(f"{problem}: {COPY_AGAIN}, or update adlm") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
 
@@ -293,7 +312,7 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
     weights = {name: t for name, t in model.state_dict().items() if not (model.config.tied and name == "head.weight")}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(quantize(weights) if is_quantized else weights, folder / "model.safetensors")
-    write_json(folder / "config.json", describe_model(model.config, loaded.method, loaded.step, loaded.rows))
+    write_json(folder / "config.json", build_config_json(model.config, loaded.method, loaded.step, loaded.rows))
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)
     names = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")  # not a README in it
@@ -302,7 +321,7 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
     return folder
 
 
-def describe_model(config: ModelConfig, method: str, step: int, rows: str) -> dict[str, Any]:
+def build_config_json(config: ModelConfig, method: str, step: int, rows: str) -> dict[str, Any]:
     """Return the content of config.json."""
     return {"format": MODEL_FORMAT, "method": method, "step": step, "rows": rows, "model": asdict(config)}
 
@@ -323,13 +342,6 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
 
 
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{path} is not JSON ({error}): the file is damaged") from error
-
-
 def replace_link(path: Path, target: str) -> None:
     """Point a symbolic link to another target, atomically."""
     new = path.with_name(f".{path.name}-link")
@@ -342,17 +354,15 @@ def replace_link(path: Path, target: str) -> None:
 def explain_write_error(error: BaseException, folder: Path, needed: int) -> BaseException:
     """Turn a full disk or an I/O error into a message with a remedy; return other errors as they are."""
     # dcp gathers (error, traceback) of every rank into an exception that is no Exception.
-    failures = getattr(error, "failures", {}).values()
-    causes: list[BaseException] = [part[0] if isinstance(part, tuple) else part for part in failures] or [error]
-    text = " ".join(str(cause) for cause in causes)
+    causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+    text = " ".join(map(str, causes)).strip()[:300]
     is_full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for cause in causes)
-    if not is_full and not any(sign in text for sign in DISK_FULL):
-        if isinstance(error, Exception) and not isinstance(error, SafetensorError):
-            return error
-        return OSError(f"the checkpoint could not be written: {text}; earlier checkpoints are unchanged")
+    is_full = is_full or any(sign in text for sign in DISK_FULL)
+    if not is_full and isinstance(error, Exception) and not isinstance(error, SafetensorError):
+        return error
     earlier = ", ".join(path.name for path in list_checkpoints(folder)) or "none"
     return OSError(
-        errno.ENOSPC,
-        f"the checkpoint could not be written: {text.strip()[:300]}. It takes about {format_bytes(needed)}; earlier "
-        f"checkpoints are unchanged ({earlier}). Make room in {folder}, then run the same command",
+        errno.ENOSPC if is_full else errno.EIO,
+        f"the checkpoint could not be written: {text}. It takes about {format_bytes(needed)}; earlier checkpoints are "
+        f"unchanged ({earlier}). Make room in {folder}, then run the same command",
     )

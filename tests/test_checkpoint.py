@@ -204,7 +204,7 @@ def test_a_folder_that_is_no_model_is_an_error(tmp_path: Path) -> None:
 def test_another_optimizer_or_model_is_named_by_its_tensor(trained: Path) -> None:
     for name, message in (
         ("optimizer.x.momentum_buffer", r"has no optimizer\.x\.momentum_buffer"),
-        ("weights.embed.weight", r"has another shape, .* of weights\.embed\.weight"),
+        ("weights.embed.weight", r"has weights\.embed\.weight of shape .*, expected shape \(2,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             checkpoint.load_training_tensors(trained / "checkpoints" / "latest", {name: torch.zeros(2)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import statistics
@@ -15,10 +14,11 @@ from types import FrameType
 
 from safetensors.torch import save_file
 
+from adlm.checkpoint import write_json
 from adlm.data.batches import Batch
 
 # 75 is EX_TEMPFAIL: the run is saved, start the same command again.
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
+EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 class Diverged(RuntimeError):
@@ -66,33 +66,26 @@ def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: getattr(batch, name) for name in ("tokens", "number", "place", "lengths")}
     save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, path / "batch.safetensors")
-    about = {"step": error.step, "why": str(error), "state": batch.state, "total": batch.total}
-    (path / "why.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+    write_json(path / "why.json", {"step": error.step, "error": str(error), "state": batch.state, "total": batch.total})
     return path
 
 
-class StopRequest:
-    """The signal that asked the run to stop, if any."""
-
-    signal: signal.Signals | None = None
-
-
 @contextmanager
-def catch_stop_signals() -> Iterator[StopRequest]:
-    """A context in which SIGTERM, SIGUSR1 and Ctrl-C are noted for the loop to stop; a second Ctrl-C stops at once."""
-    request = StopRequest()
+def catch_stop_signals() -> Iterator[list[int]]:
+    """A context with the list of received SIGTERM, SIGUSR1 and Ctrl-C; a second Ctrl-C stops at once."""
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield request  # only the main thread may set signal handlers
+        yield received  # only the main thread may set signal handlers
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and request.signal is not None:
+    def receive(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and received:
             raise KeyboardInterrupt
-        request.signal = signal.Signals(number)
+        received.append(number)
 
-    handlers = {number: signal.signal(number, note) for number in EXIT_CODES}
+    handlers = {number: signal.signal(number, receive) for number in EXIT_CODES}
     try:
-        yield request
+        yield received
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

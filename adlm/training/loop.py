@@ -65,7 +65,7 @@ def train_steps(
             tokens = context.all_reduce_sum(tokens.clone()) / context.world_size
         rows = batch.split(micro_batch or len(batch.tokens))
         noisy = [objective.corrupt(part, seed, step, tokens) for part in rows]
-        return batch, rows, [part.pin().to(device) if on_gpu else part for part in noisy], stall
+        return batch, rows, [part.to(device) for part in noisy], stall
 
     upcoming = prepare(first_step) if first_step <= steps else None
     for step in range(first_step, steps + 1):
@@ -121,7 +121,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
     config = load_config(recipe, *changes, **settings)
     folder = Path(config.folder)
     latest = folder / "checkpoints" / checkpoint.LATEST
-    with init_distributed(config.device) as context, catch_stop_signals() as stop, ExitStack() as exit_stack:
+    with init_distributed(config.device) as context, catch_stop_signals() as signals, ExitStack() as exit_stack:
         # Where we run: the device, its precision, and the rows of this process.
         device, on_gpu = context.device, context.device.type == "cuda"
         is_bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
@@ -259,14 +259,14 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                         write_samples(step)
                     # Ranks may receive a signal at different steps: they agree at the steps that are logged.
                     can_stop = is_logged or context.world_size == 1
-                    is_stopping = can_stop and context.any(stop.signal is not None)
+                    is_stopping = can_stop and context.any(bool(signals))
                     if step % config.checkpoint.every == 0 or is_last or is_stopping:
                         save(metrics)
                 if is_stopping and not is_last:
                     writer.wait()
                     command = "the same command" + ("" if config.resume == "auto" else " without resume=")
                     message = f"stopped after step {step:,}, which is saved; {command} resumes the run"
-                    raise Preempted(message, EXIT_CODES[stop.signal or signal.SIGTERM])
+                    raise Preempted(message, EXIT_CODES[signals[0] if signals else signal.SIGTERM])
         except Diverged as error:
             saved = save_failed_batch(folder, context.rank, error)
             raise Diverged(

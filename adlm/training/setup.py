@@ -7,8 +7,7 @@ import inspect
 import json
 import math
 import os
-import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def open_stream(config: Config) -> Source | None:
     known = [name for name in inspect.signature(open_source).parameters if name != "spec"]
     unknown = [name for name in config.data.stream_options if name not in known]
     if unknown:
-        raise ValueError(f"data.stream_options has no {', '.join(unknown)}; known: {', '.join(known)}")
+        raise ValueError(f"unknown data.stream_options {unknown[0]!r}: expected one of {', '.join(known)}")
     return open_source(config.data.stream, **config.data.stream_options)
 
 
@@ -104,9 +103,8 @@ def build_dataloader(
 def restore_data_state(states: list[dict[str, Any]], context: DistributedContext, *, is_stream: bool) -> dict[str, Any]:
     """Choose this rank's dataloader state from those of all ranks that wrote the checkpoint."""
     if is_stream and len(states) != context.world_size:
-        raise ValueError(
-            f"{context.world_size} processes cannot resume a streamed run of {len(states)}: start {len(states)}"
-        )
+        problem = f"{context.world_size} processes cannot resume a streamed run of {len(states)}"
+        raise ValueError(f"{problem}: start {len(states)} processes")
     return states[context.rank if is_stream else 0]
 
 
@@ -116,7 +114,10 @@ def build_model_config(config: Config, data: PreparedData) -> ModelConfig:
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
     if not methods.look_up(methods.METHODS, config.method, "method").two_stages and changes.pop("anchor_layers", 0):
-        raise ValueError(f"model.anchor_layers: {config.method} has one stage; set model.denoiser_layers instead")
+        anchor_layers = config.model.anchor_layers
+        raise ValueError(
+            f"model.anchor_layers={anchor_layers}, but {config.method} has one stage: set model.denoiser_layers instead"
+        )
     changes |= {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
     return methods.build_config(config.method, config.model.preset, **changes)
 
@@ -198,34 +199,25 @@ def check_memory(
     processes = 1 if is_cuda else context.local_world_size  # that share this memory
     total, activations = needed.total * processes, (needed.activations + needed.head) * processes
     available = get_available_memory(context.device)
-    if config.memory_check and available is not None and total > available:
+    if config.memory_check and total > available:
         raise MemoryError(
             f"a step of {rows} × {model.length} tokens takes about {format_bytes(total)} (activations "
-            f"{format_bytes(activations)}), and {format_bytes(available)} are free on {context.device}. Reduce "
+            f"{format_bytes(activations)}), and {format_bytes(int(available))} are free on {context.device}. Reduce "
             f"micro_batch (now {rows}), set parallel.checkpoint_activations=true, shard the weights with "
             "parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this estimate"
         )
 
 
-def get_available_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a device; None if unknown."""
+def get_available_memory(device: torch.device, group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the free bytes of a device or, on Linux, of the host and its container; infinity if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        text = Path("/proc/meminfo").read_text("utf-8")
-    except OSError:  # not Linux
-        return None
-    return min([1024 * int(text.split("MemAvailable:")[1].split()[0]), *read_container_limit()])
-
-
-def read_container_limit() -> list[int]:
-    """Read how many bytes the container's memory limit leaves; empty without a limit."""
-    group = Path("/sys/fs/cgroup")
-    try:
+    free = torch.inf
+    with suppress(OSError):
+        free = 1024 * int(Path("/proc/meminfo").read_text("utf-8").split("MemAvailable:")[1].split()[0])
         limit, used = ((group / name).read_text("utf-8").strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return []
-    return [] if limit == "max" else [max(0, int(limit) - int(used))]
+        free = free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    return free
 
 
 def lock_run_folder(folder: Path, exit_stack: ExitStack) -> None:
@@ -252,7 +244,7 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
         return None
     if not path.is_dir():
         names = ", ".join(map(str, checkpoint.list_checkpoints(checkpoints))) or "none"
-        raise ValueError(f"resume={config.resume} is not a checkpoint; known: {names}")
+        raise ValueError(f"resume={config.resume} is not a checkpoint: expected auto or one of {names}")
     checkpoint.verify_checkpoint(path)
     state = checkpoint.read_state(path)
     saved = folder / "config.yaml"
@@ -265,18 +257,5 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
             "with the same data, or choose another folder"
         )
     if not is_auto and path.parent == checkpoints.resolve():
-        go_back(checkpoints, path)
+        checkpoint.set_aside_later(path)
     return path
-
-
-def go_back(checkpoints: Path, path: Path) -> None:
-    """Rename the checkpoints after one, and point `latest` to it."""
-    for later in checkpoint.list_checkpoints(checkpoints):
-        if later.name > path.name:
-            aside = checkpoints / f"set-aside-{later.name}"
-            shutil.rmtree(aside, ignore_errors=True)  # from going back before
-            os.rename(later, aside)
-    best = checkpoints / checkpoint.BEST
-    if best.is_symlink() and not best.exists():
-        best.unlink()
-    checkpoint.replace_link(checkpoints / checkpoint.LATEST, path.name)

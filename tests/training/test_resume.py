@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from adlm.checkpoint import find_latest_checkpoint, load_model, read_json, read_state, write_json
-from adlm.data.shards import hash_file
+from adlm.checkpoint import find_latest_checkpoint, load_model, read_state, write_json
+from adlm.data.shards import hash_file, read_json
 from adlm.methods import METHODS
 from adlm.training.logging import RunLogger
 from tests.training.runs import assert_same, curve, data, ended, in_process, run, tensors, until
@@ -161,7 +161,7 @@ def test_going_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
 
 def test_a_run_may_start_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     run(tmp_path / "one", "steps=5", "log.every=5")
-    with pytest.raises(ValueError, match=r"not a checkpoint; known: .*step-00000005"):
+    with pytest.raises(ValueError, match=r"not a checkpoint: expected auto or one of .*step-00000005"):
         run(tmp_path / "one", f"resume={tmp_path / 'one/checkpoints/step-00000004'}")
     run(tmp_path / "two", f"resume={tmp_path / 'one/checkpoints/latest'}", "log.every=5")
     run(tmp_path / "one", "log.every=5")

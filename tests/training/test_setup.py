@@ -4,6 +4,7 @@ import fcntl
 from pathlib import Path
 
 import pytest
+import torch
 
 from adlm.data.prepare import prepare
 from adlm.training import setup
@@ -53,7 +54,10 @@ def test_data_without_held_out_rows(tmp_path: Path) -> None:
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "read_container_limit", lambda: [2**19])
+    (tmp_path / "memory.max").write_text(f"{2**20}\n", "utf-8")
+    (tmp_path / "memory.current").write_text(f"{2**19}\n", "utf-8")
+    free = setup.get_available_memory(torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(setup, "get_available_memory", lambda device: free)
     with pytest.raises(MemoryError, match=r"524.3 kB are free.*micro_batch"):
         run(tmp_path / "run")
     assert run(tmp_path / "run", "memory_check=false", "steps=1").step == 1
