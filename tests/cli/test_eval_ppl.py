@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import adlm
 from adlm.bundled import DEFAULT
-from adlm.checkpoint import describe_model, write_json
+from adlm.checkpoint import build_config_json, write_json
 from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.provenance import hash_weights
@@ -145,7 +145,7 @@ def write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, method
     tokenizer.save(folder)
     tied = {"head.weight"} if model.config.tied else set()
     save_file({k: v for k, v in model.state_dict().items() if k not in tied}, folder / "model.safetensors")
-    write_json(folder / "config.json", describe_model(model.config, method, 0, rows))
+    write_json(folder / "config.json", build_config_json(model.config, method, 0, rows))
 
 
 def test_warnings(tmp_path: Path) -> None:
@@ -217,9 +217,12 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
         (("--data", "SHORT", "--rows", "documents"), "a standard error needs more than 1 rows"),
         (("--data", "TEXT", "--order", "random", "--attend-padding"), "leave attend_padding out"),
         (("--data", "TEXT", "--length", "33"), "length 33 is more than the 32 tokens of"),
-        (("--data", "TEXT", "--rows", "columns"), "rows must be one of wrapped, documents, got 'columns'"),
-        (("--data", "TEXT", "--count", "words"), "count must be one of lineage, text, got 'words'"),
-        (("--data", "TEXT", "--order", "sideways"), "order must be one of left_to_right, confidence, margin, entropy"),
+        (("--data", "TEXT", "--rows", "columns"), "unknown rows 'columns': expected one of wrapped, documents"),
+        (("--data", "TEXT", "--count", "words"), "unknown count 'words': expected one of lineage, text"),
+        (
+            ("--data", "TEXT", "--order", "sideways"),
+            "unknown order 'sideways': expected one of left_to_right, confidence",
+        ),
         (("--data", "TEXT", "--tokens-per-step", "2"), "give order too"),
         (("--data", "TEXT", "--draws", "0"), "--draws"),
         (("--data", "TEXT", "--out", "TEXT"), "is a file: give the name of a folder"),
