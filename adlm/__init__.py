@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from adlm.text.lm import LM, GenerationOutput, load
     from adlm.text.templates import Hole
     from adlm.training.loop import train
-    from adlm.trajectory import Trajectory
     from adlm.view.gif import write_gif
     from adlm.view.player import write_player
+    from adlm.view.trajectory import Trajectory
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ _EXPORTS = {
     "Hole": "adlm.text.templates",
     "LanguageModel": "adlm.models.language_model",
     "SamplingParams": "adlm.diffusion.categorical",
-    "Trajectory": "adlm.trajectory",
+    "Trajectory": "adlm.view.trajectory",
     "build_config": "adlm.methods",
     "build_sampler": "adlm.methods",
     "compile_for_sampling": "adlm.generate",

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 import adlm
-from adlm.text.hole_length import choose_hole_lengths
+from adlm.text.generation import choose_hole_lengths
 from adlm.text.templates import Hole, find_holes, parse_template
 
 MAX_HOLE = 8  # tokens

@@ -23,7 +23,6 @@ TIERS = {
     "config": 1,
     "methods": 1,
     "checkpoint": 1,
-    "trajectory": 1,
     "bundled": 1,
     "generate": 2,
     "likelihood": 2,
@@ -109,7 +108,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        ("diffusion", "from adlm.models.cache import KVCache"),
+        ("diffusion", "from adlm.models.transformer import KVCache"),
         ("models", "from adlm.data import packing"),
         ("models", "from adlm.methods import METHODS"),
         ("diffusion", "import rich"),

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -22,7 +22,7 @@ from adlm.cli.errors import report_errors
 if TYPE_CHECKING:
     from adlm.text.generation import GenerationRequest
     from adlm.text.lm import LM, GeneratedRow, GenerationOutput
-    from adlm.trajectory import Trajectory, TrajectoryFrame
+    from adlm.view.trajectory import Trajectory, TrajectoryFrame
 
 GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal the first
 GIF_WIDTHS = {1: 720, 2: 1080}  # pixels by number of panels
@@ -117,48 +117,33 @@ class GenerationRun:
 
     lm: LM
     request: GenerationRequest
-    title: str = ""  # by default the model's last name and the sampler
-    rows: list[GeneratedRow] = field(default_factory=list)
+    title: str
     frames: list[TrajectoryFrame] = field(default_factory=list)
+    rows: list[GeneratedRow] = field(default_factory=list)
     seconds: float = 0.0  # of sampling, without drawing and pauses
-
-    def __post_init__(self) -> None:
-        self.title = self.title or f"{Path(self.lm.name).name} · {self.request.settings['sampler']}"
+    output: GenerationOutput = field(init=False)
 
     def stream_first(self, guesses: int) -> Iterator[TrajectoryFrame]:
         """Sample the first text and yield its frames."""
         from adlm.text.lm import GeneratedRow
 
-        first = replace(self.request, layouts=self.request.layouts[:1], n=1)
         began = time.perf_counter()
-        for step in self.lm.stream_request(first, guesses):
+        for step in self.lm.stream_request(self.request, guesses, count=1):
             self.frames.append(step.trajectory_frame())
             self.seconds += time.perf_counter() - began
             yield self.frames[-1]
             began = time.perf_counter()
-        self.rows.append(GeneratedRow(first.layouts[0], step.frame.tokens[0].tolist(), step.nfe[0]))
+        self.rows.append(GeneratedRow(step.layouts[0], step.frame.tokens[0].tolist(), step.nfe[0]))
 
-    def generate_rest(self) -> None:
+    def finish(self) -> None:
         """Sample the texts that are left, in batches."""
-        began = time.perf_counter()
-        self.rows += self.lm.generate_rows(self.request, start=len(self.rows))
-        self.seconds += time.perf_counter() - began
-
-    @property
-    def output(self) -> GenerationOutput:
-        from adlm.text.lm import GenerationOutput
-
-        return GenerationOutput.from_rows(self.rows, self.seconds, self.request.settings)
-
-    @property
-    def fills(self) -> list[list[str]]:
-        """The texts of the holes of each row, in their order."""
-        return [[text for text, is_given in row.pieces if not is_given] for row in self.rows]
+        rest = self.lm.run_request(self.request, start=len(self.rows))
+        self.output = rest.from_rows(self.rows + rest.rows, self.seconds + rest.seconds, rest.settings)
 
     def __str__(self) -> str:
         steps = "" if self.request.steps is None else f", {self.request.steps} steps"
-        count = f"{len(self.rows)} text" + "s" * (len(self.rows) > 1)
-        return f"{self.title}{steps}: {count}, NFE {self.output.nfe}, {self.seconds:.1f} s, seed {self.request.seed}"
+        count, seed = f"{len(self.output)} text" + "s" * (len(self.output) > 1), self.request.config.seed
+        return f"{self.title}{steps}: {count}, NFE {self.output.nfe}, {self.output.seconds:.1f} s, seed {seed}"
 
 
 def run_generation(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> None:
@@ -173,8 +158,11 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
         runs = build_runs(model, settings, texts)
         write_outputs(runs, sample_runs(runs, settings), settings)
     if settings.is_json:
-        is_infill = "template" in texts
-        result, *second = (run.output.as_dict() | ({"fills": run.fills} if is_infill else {}) for run in runs)
+        results = [run.output.as_dict() for run in runs]
+        if "template" in texts:  # the texts of the holes of each row, in their order
+            for each, run in zip(results, runs):
+                each["fills"] = [[text for text, is_given in row.pieces if not is_given] for row in run.output.rows]
+        result, *second = results
         result |= {key: texts[key] for key in ("prompt", "template") if key in texts}
         result |= {"compare": second[0]} if second else {}
         output.print_json(result | {name[2:]: path for name, path in files.items() if path is not None})
@@ -195,23 +183,21 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
         pairs = [(lm, first), find_compared(settings.compare, settings, lm, sampler)]
     shared = {name: getattr(settings, name) for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")}
     requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
-    runs = [GenerationRun(each, request) for (each, _), request in zip(pairs, requests)]
-    if len({run.title for run in runs}) < len(runs):  # two runs in folders of one name
-        for run in runs:
-            run.title = f"{run.lm.name} · {run.request.settings['sampler']}"
-    return runs
+    samplers = [request.settings["sampler"] for request in requests]
+    titles = [f"{Path(each.name).name} · {name}" for (each, _), name in zip(pairs, samplers)]
+    if len(set(titles)) < len(titles):  # two folders of one name
+        titles = [f"{each.name} · {name}" for (each, _), name in zip(pairs, samplers)]
+    return [GenerationRun(each, request, title) for (each, _), request, title in zip(pairs, requests, titles)]
 
 
 def find_compared(name: str, settings: GenerationOptions, lm: LM, own: dict[str, Any]) -> tuple[LM, dict[str, Any]]:
     """Return what --compare names: the same model with another sampler, or another model."""
     from adlm.bundled import MODELS
-    from adlm.methods import ALIASES, SAMPLERS
+    from adlm.methods import ALIASES, SAMPLERS, takes_steps
     from adlm.text.lm import load
 
-    sampler = SAMPLERS.get(name) or SAMPLERS.get(ALIASES.get(name, ""))
-    if sampler is not None:  # without the first sampler's options
-        takes_steps = "steps" in inspect.signature(sampler).parameters
-        return lm, {"sampler": name, "steps": own["steps"] if takes_steps else None, "block": own["block"]}
+    if ALIASES.get(name, name) in SAMPLERS:  # without the first sampler's options
+        return lm, {"sampler": name, "steps": own["steps"] if takes_steps(name) else None, "block": own["block"]}
     if name in MODELS or Path(name).exists():
         other = load(name, device=settings.device, deterministic=settings.deterministic)
         return other, {} if other.row_format.is_causal else own
@@ -242,7 +228,8 @@ def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
 def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions) -> list[Trajectory]:
     """Generate all texts; show the first ones on a terminal, and return their trajectories if they are written."""
     is_recorded = settings.html is not None or settings.gif is not None
-    streams = [run.stream_first(GUESSES if settings.guesses else 0) for run in runs]
+    is_streamed = is_recorded or settings.is_watched
+    streams = [run.stream_first(GUESSES if settings.guesses else 0) for run in runs] if is_streamed else []
     if settings.is_watched:
         from adlm.view.terminal import watch
 
@@ -251,21 +238,20 @@ def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions) -> l
         console = Console(highlight=False)
         watch(streams, titles, console, steps=steps, pause=settings.pause, show_guesses=show_guesses)
     with output.status_console().status("sampling …"):
-        if is_recorded and not settings.is_watched:
-            for stream in streams:
-                deque(stream, maxlen=0)  # the run keeps its frames
+        for stream in streams:
+            deque(stream, maxlen=0)  # those that were not watched; the run keeps its frames
         trajectories = [
             run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
             for run in (runs if is_recorded else ())
         ]
         for run in runs:
-            run.generate_rest()
+            run.finish()
     return trajectories
 
 
 def write_outputs(runs: list[GenerationRun], trajectories: list[Trajectory], settings: GenerationOptions) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
-    texts = output.join_texts([row.text for run in runs for row in run.rows])
+    texts = output.join_texts([text for run in runs for text in run.output])
     if settings.is_watched:
         print_texts(runs, Console(highlight=False))
     elif not settings.is_json:
@@ -294,18 +280,18 @@ def print_texts(runs: Sequence[GenerationRun], console: Console) -> None:
     for run in runs:
         if len(runs) > 1:
             console.print(f"\n{run.title}", style="bold", markup=False)
-        for number, row in enumerate(run.rows, 1):
+        for number, row in enumerate(run.output.rows, 1):
             console.print()
-            if len(run.rows) > 1:
+            if len(run.output) > 1:
                 console.print(f"{number}", style="bold")
             console.print(style_row(row), soft_wrap=True)
 
 
 def style_row(row: GeneratedRow) -> Text:
     """Style the given and the generated parts of a text; without given parts it is plain."""
-    from adlm.trajectory import GIVEN, REVEALED
     from adlm.view.look import STATE_STYLES
     from adlm.view.terminal import escape_controls
+    from adlm.view.trajectory import GIVEN, REVEALED
 
     if not any(is_given and text for text, is_given in row.pieces):
         return Text(escape_controls(row.text))

@@ -28,6 +28,7 @@ from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.scoring import BATCH
 from adlm.methods import ALIASES, SAMPLERS, look_up, takes_steps
+from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, GeneratedRow
 from adlm.training.distributed import get_device_name
 
@@ -78,9 +79,8 @@ def frontier(
     `reference` is held-out text, measured like the samples. `out` keeps the points; the same call resumes there.
     """
     models = list_models(models)
-    for name, value, smallest in (("n", n, 2), ("batch", batch, 1), ("repeats", repeats, 2)):
-        if value < smallest:
-            raise ValueError(f"{name} must be at least {smallest}, got {value}")
+    check_whole_numbers(2, n=n, repeats=repeats)
+    check_whole_numbers(1, batch=batch)
     grids = [build_grid(lm, length, samplers, steps, temperatures, top_p) for lm in models]
     if not all(grids):
         raise ValueError("samplers, steps, temperatures or top_p is empty: give at least one of each")
@@ -89,9 +89,8 @@ def frontier(
             lm.build_request(length=length, n=1, seed=seed, **setting.as_arguments())
     tokenizer = models[0].tokenizer  # counts the tokens of all models
     texts, about = draw_reference_texts(reference, tokenizer, length, n) if reference else (None, None)
-    if isinstance(scorer, str | Path):
-        scorer = load_scorer(scorer, device=models[0].device)
-    measure = TextScorer(tokenizer, scorer, window, scorer_batch)
+    loaded = None if scorer is None else load_scorer(scorer, device=models[0].device)
+    measure = TextScorer(tokenizer, loaded, window, scorer_batch)
     baseline = measure(texts).as_row() if texts else None
     size = {"n": n, "length": length, "seed": seed, "batch": batch, "repeats": repeats}
     machine = {"device": str(models[0].device), "threads": torch.get_num_threads()}
@@ -119,17 +118,17 @@ def frontier(
     cache.merge()
     points = mark_pareto(points, baseline)
     settings = {"models": described, **size, **measure.settings, **machine, "window": window, "reference": about}
-    settings |= {"samplers": samplers, "steps": steps, "temperatures": temperatures, "top_ps": top_p}
+    settings |= {"samplers": samplers, "steps": steps, "temperatures": temperatures, "top_p": top_p}
     warnings = []
     if short := sum(point["short"] for point in points):
         every = short + sum(point["texts"] for point in points)
         warnings = [f"{short} of {every} texts have fewer than four tokens: they count in NFE and time only"]
     metrics = {"points": points, "reference": baseline}
-    tables, figures = [build_table(points, baseline, settings)], {"frontier": {"kind": "frontier", **metrics}}
+    tables, figures = [tabulate_points(points, baseline, settings)], {"frontier": {"kind": "frontier", **metrics}}
     return EvalResult("frontier", metrics, settings, collect_provenance(models[0].device), tables, warnings, figures)
 
 
-def build_table(points: Sequence[Point], reference: Point | None, settings: dict[str, Any]) -> Table:
+def tabulate_points(points: Sequence[Point], reference: Point | None, settings: dict[str, Any]) -> Table:
     """One row for each point, the held-out text last."""
     names = shorten_names([point["model"] for point in points])
     columns = [Column(name, is_text=True) for name in ("", "model", "sampler")]
@@ -149,7 +148,7 @@ def build_table(points: Sequence[Point], reference: Point | None, settings: dict
         row += [values["tokens"], *(None if value is None else Estimate(value, stderr) for value, stderr in quality)]
     size = f"Batches of {min(settings['batch'], settings['n'])} texts on {settings['device']}"
     notes = [f"{NOTE} {size}, {settings['threads']} threads."]
-    notes += [] if settings["judge"] else ["There is no Gen-PPL without a scoring model (--judge)."]
+    notes += [] if settings["scorer"] else ["There is no Gen-PPL without a scoring model (--judge)."]
     return Table(columns, rows, notes=notes)
 
 
@@ -231,4 +230,4 @@ def draw_reference_texts(
     places = np.linspace(0, len(data.rows) - 1, n).round().astype(np.int64)
     tokens, _ = data.rows.fetch(torch.from_numpy(places))
     texts = [tokenizer.decode(row, skip_special=True) for row in tokens.tolist()]
-    return texts, {"source": str(source), "rows_hash": data.rows_hash, "stretches": n, "tokens": length}
+    return texts, {"source": str(source), "rows_hash": data.rows_hash, "texts": n, "tokens": length}

@@ -29,6 +29,7 @@ from adlm.likelihood import draw_position, group_rows
 from adlm.models.language_model import LanguageModel
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, GeneratedRow, denoise_rows
+from adlm.text.templates import Layout
 
 SCHEDULE = LogLinear()
 LEVELS = 32  # of masking: features that are k levels stale saw the text at time t + k / LEVELS
@@ -56,17 +57,19 @@ class Perturbation:
     def as_dict(self) -> dict[str, Any]:
         """The first keys of a JSON row."""
         name = f"{self.kind} {self.amount:g}" if self.kind in ("noise", "stale") else self.kind
-        return {"change": name, "kind": self.kind, "amount": self.amount}
+        return {"perturbation": name, "kind": self.kind, "amount": self.amount}
 
-    def apply(self, features: Tensor, seed: int, rows: Sequence[int], turn: int, lengths: Sequence[int]) -> Tensor:
+    def apply(
+        self, features: Tensor, seed: int, rows: Sequence[int], turns: Sequence[int], lengths: Sequence[int]
+    ) -> Tensor:
         """Add noise to features (n, L, dim) or permute their first `lengths`, at random by seed, number and turn."""
         if self.kind == "noise":
-            noise = draw_normal(seed, tuple(rows), turn, tuple(features.shape[1:])).to(features.device)
+            noise = draw_normal(seed, tuple(rows), tuple(turns), tuple(features.shape[1:])).to(features.device)
             size = features.float().norm(dim=-1, keepdim=True) / features.shape[-1] ** 0.5
             return (features.float() + self.amount * size * noise).to(features.dtype)
         if self.kind == "permuted":
             places = np.tile(np.arange(features.shape[1]), (len(rows), 1))
-            for place, row, length in zip(places, rows, lengths, strict=True):
+            for place, row, turn, length in zip(places, rows, turns, lengths, strict=True):
                 place[:length] = np.random.default_rng([seed, row, turn]).permutation(length)
             return features.gather(1, torch.from_numpy(places).to(features.device)[..., None].expand_as(features))
         return features
@@ -76,10 +79,10 @@ NONE = Perturbation()
 
 
 @lru_cache(maxsize=1)  # all amounts of noise share it
-def draw_normal(seed: int, rows: tuple[int, ...], turn: int, shape: tuple[int, ...]) -> Tensor:
+def draw_normal(seed: int, rows: tuple[int, ...], turns: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """Draw standard normal numbers (n, *shape); fewer positions have the first of more."""
-    parts = [np.random.default_rng([seed, row, turn]).standard_normal(shape, dtype=np.float32) for row in rows]
-    return torch.from_numpy(np.stack(parts))
+    streams = [np.random.default_rng([seed, *pair]) for pair in zip(rows, turns, strict=True)]
+    return torch.from_numpy(np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in streams]))
 
 
 def check_two_stages(model: LanguageModel, name: str) -> None:
@@ -183,7 +186,9 @@ class NoisyRows:
             u, padding = self.rng.uniform(self.draw, x0.shape[1], Purpose.MASK), None if valid is None else ~valid
             tokens = mask_tokens(x0, 1 - SCHEDULE.alpha(earlier.double()), u, self.mask_id, padding)
             return self.run_anchor(tokens, noise_level(SCHEDULE, earlier))
-        return each.apply(self.anchor, self.seed, self.number.tolist(), self.draw, self.lengths.tolist())
+        return each.apply(
+            self.anchor, self.seed, self.number.tolist(), [self.draw] * len(self.number), self.lengths.tolist()
+        )
 
     def loss(self, each: Perturbation) -> Tensor:
         """Each row's nats (n,)."""
@@ -201,21 +206,35 @@ def fetch_rows(rows: RowDataset, number: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PerturbedPredictor(Predictor):
-    """A predictor with perturbed anchor features, for one row at a time: turns and stale features are the row's own."""
+    """A predictor with perturbed anchor features, for one batch after another: see `begin_batch`."""
 
     def __init__(self, lm: LM, perturbation: Perturbation, seed: int) -> None:
         if perturbation.kind == "other_row":
             raise ValueError("other_row: a text that is being generated has no other row; use noise, permuted or stale")
         super().__init__(lm.model, lm.device, is_compiled=False)
-        self.perturbation, self.seed, self.number, self.turn = perturbation, seed, 0, 0
+        self.perturbation, self.seed = perturbation, seed
 
-    def predict(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
-        """The denoiser's features (1, L, dim); noise follows from the row's number and its count of evaluations."""
+    def begin_batch(self, rows: Sequence[tuple[Layout, int]]) -> None:
+        """Take the numbers and lengths of a batch; a row's count of evaluations and stale features are its own."""
+        self.numbers = torch.tensor([number for _, number in rows])
+        self.lengths = torch.tensor([len(layout) for layout, _ in rows])
+        shape = (len(rows), int(self.lengths.max()), self.config.dim)
+        self.turns, self.anchor = torch.zeros_like(self.numbers), self.head[0].new_zeros(shape)
+
+    def predict(
+        self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None, places: Tensor | None = None
+    ) -> Tensor:
+        """The denoiser's features (n, L, dim); noise follows from a row's number and its count of evaluations."""
+        assert places is not None
         each, level = self.perturbation, noise_level.to(self.device) if self.config.time_conditioning else None
-        if each.kind != "stale" or self.turn % int(each.amount) == 0:
-            self.anchor = self.model.anchor_features(tokens, level, valid=valid)
-        anchor = each.apply(self.anchor, self.seed, [self.number], self.turn, [tokens.shape[1]])
-        self.turn += 1
+        turns, at = self.turns[places], places.to(self.device)
+        due = (turns % (int(each.amount) if each.kind == "stale" else 1) == 0).nonzero()[:, 0].to(self.device)
+        if len(due):
+            some = [None if x is None else x[due] for x in (level, valid)]
+            self.anchor[at[due]] = self.model.anchor_features(tokens[due], some[0], valid=some[1])
+        self.turns[places] += 1
+        numbers, lengths = self.numbers[places].tolist(), self.lengths[places].tolist()
+        anchor = each.apply(self.anchor[at], self.seed, numbers, turns.tolist(), lengths)
         return self.model.denoise_features(anchor, level, valid=valid)
 
 
@@ -236,13 +255,13 @@ class TracedRow(GeneratedRow):
 
 
 def sample_rows(lm: LM, request: GenerationRequest, perturbation: Perturbation = NONE) -> Iterator[TracedRow]:
-    """Generate the rows of `lm.generate_rows(request)`, or the same with perturbed anchor features."""
-    perturbed = None if perturbation == NONE else PerturbedPredictor(lm, perturbation, request.seed)
-    batch = 1 if perturbed else request.batch
+    """Generate the rows of `lm.run_request(request)`, or the same with perturbed anchor features."""
+    perturbed = None if perturbation == NONE else PerturbedPredictor(lm, perturbation, request.config.seed)
+    batch = 1 if perturbed and lm.deterministic else request.config.batch
     for first in range(0, len(request.rows), batch):
         rows = request.rows[first : first + batch]
         if perturbed:
-            perturbed.number, perturbed.turn = rows[0][1], 0
+            perturbed.begin_batch(rows)
         steps = torch.zeros(len(rows), max(len(layout) for layout, _ in rows), dtype=torch.int64)
         for frame in denoise_rows(perturbed or lm.predictor, request, rows):
             steps[(frame.changed & ~frame.is_masked).cpu()] = frame.step

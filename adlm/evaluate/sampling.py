@@ -25,7 +25,7 @@ from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, i
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.scoring import BATCH
-from adlm.text.generation import GenerationRequest
+from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
 
@@ -79,47 +79,50 @@ def samples(
         given = sampling | {"sampler_options": sampler_options or None}
         if unused := [name for name, value in given.items() if value != defaults[name].default]:
             raise ValueError(f"texts are given, but {', '.join(unused)} set how to generate: leave them out")
-    if mauve_seeds < 1:
-        raise ValueError(f"mauve_seeds must be at least 1, got {mauve_seeds}")
+    check_whole_numbers(1, mauve_seeds=mauve_seeds)
     if find_spec("mauve") is None:
         raise ImportError("MAUVE is one of the metrics of samples and needs mauve-text: pip install 'adlm[mauve]'")
     # Wrong names are refused before anything is generated.
     source, cache = open_source(reference), open_cache(out, context, is_shared=True)
     device = model.device if model is not None else context.device if context else "cpu"
-    by = load_scorer(scorer, device=device) if isinstance(scorer, str | Path) else scorer
-    by.require_causal()
-    features = by if features in (None, scorer) else features
-    features = load_scorer(features, device=device) if isinstance(features, str | Path) else features
+    scoring_model = load_scorer(scorer, device=device)
+    scoring_model.require_causal()
+    features = scoring_model if features is None or features == scorer else load_scorer(features, device=device)
     if model is not None:
         request = model.build_request(n=n or NUM_SAMPLES, seed=seed, batch=batch, **sampling, **(sampler_options or {}))
-        require_two(request.n, "generate a hundred or more")
+        require_two(request.config.n, "generate a hundred or more")
         generated = generate_samples(model, request, cache=cache, context=context, on_progress=on_progress)
         if out is not None and (context is None or context.is_main):
             lines = [json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in generated]
             write_atomically(Path(out) / "samples.jsonl", b"".join(lines))
         selected = [each["text"] for each in generated]
-        about = {"model": model.name, "n": request.n, **describe_samples(model, request)}
+        about = {"model": model.name, "n": request.config.n, **describe_samples(model, request)}
         about["nfe"] = sum(each["nfe"] for each in generated) / len(generated)
     else:
         assert texts is not None
         selected, about = select_texts(texts, n)
-    characters = MAX_CHARACTERS_PER_TOKEN * max([1, *map(len, by.encode(selected))])
+    characters = MAX_CHARACTERS_PER_TOKEN * max([1, *map(len, scoring_model.encode(selected))])
+
+    def is_long_enough(passage: str) -> bool:
+        return len(scoring_model.encode([passage])[0]) >= MIN_TOKENS
+
     documents = (text for text, _ in source.read())
-    passages = cut_passages(
-        documents, 2 * len(selected), characters, seed=seed, is_fit=lambda text: len(by.encode([text])[0]) >= MIN_TOKENS
-    )
+    passages = cut_passages(documents, 2 * len(selected), characters, seed=seed, is_fit=is_long_enough)
     scoring: dict[str, Any] = {"until_eos": until_eos, "window": window, "buckets": buckets, "batch": scorer_batch}
     scoring |= {"seeds": range(mauve_seeds), "cache": cache, "context": context, "on_progress": on_progress}
-    measured, baseline, settings = compare_texts(selected, passages, by, features, **scoring)
+    measured, baseline, settings = compare_texts(selected, passages, scoring_model, features, **scoring)
     cut = {"shortest": f"{min_passage(characters)} characters", "longest": f"{characters} characters"}
     settings |= {"reference": {"name": source.name, "identity": source.identity, **cut}}
     settings |= {"reference_seed": seed, "samples": about}
     metrics = {"samples": measured.as_dict(), "reference": baseline.as_dict()}
-    tables, warnings = [build_table(measured, baseline, settings)], measured.mauve.warnings if measured.mauve else ()
-    return EvalResult("samples", metrics, settings, collect_provenance(by.model.device), tables, warnings)
+    tables, warnings = (
+        [tabulate_samples(measured, baseline, settings)],
+        measured.mauve.warnings if measured.mauve else (),
+    )
+    return EvalResult("samples", metrics, settings, collect_provenance(scoring_model.model.device), tables, warnings)
 
 
-def build_table(measured: SampleMetrics, baseline: SampleMetrics, settings: dict[str, Any]) -> Table:
+def tabulate_samples(measured: SampleMetrics, baseline: SampleMetrics, settings: dict[str, Any]) -> Table:
     """One row for each metric."""
     columns = []
     for metrics in (measured, baseline):
@@ -130,7 +133,7 @@ def build_table(measured: SampleMetrics, baseline: SampleMetrics, settings: dict
     names += [name.replace("_", "-") for name in measured.estimates if name != "entropy"]
     note = (
         f"{measured.texts} texts each, {measured.tokens:,} tokens, truncated to the same lengths; scored by "
-        f"{settings['judge']['name']}, features of {settings['features']['name']}. Samples are good where all metrics "
+        f"{settings['scorer']['name']}, features of {settings['features']['name']}. Samples are good where all metrics "
         "are near those of real text: a lower Gen-PPL with less entropy is repetition. Compare only metrics of one "
         "scoring model and of equally many texts of one length."
     )
@@ -152,17 +155,17 @@ def generate_samples(
     """Generate the samples of a request with one prompt; those in the cache are not generated again."""
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     base = hash_settings(describe_samples(lm, request))
-    keys = [f"sample-{base}-{number}" for number in range(request.n)]
+    keys = [f"sample-{base}-{number}" for number in range(request.config.n)]
     missing = [number for number, key in enumerate(keys) if key not in cache]
-    done, own = request.n - len(missing), missing[rank::world_size]
-    on_progress("generating", done, request.n)
+    done, own = request.config.n - len(missing), missing[rank::world_size]
+    on_progress("generating", done, request.config.n)
     try:
-        for first in range(0, len(own), request.batch):
-            numbers = own[first : first + request.batch]
+        for first in range(0, len(own), request.config.batch):
+            numbers = own[first : first + request.config.batch]
             for sample in generate_batch(lm, request, numbers):
                 cache.put(keys[sample["number"]], sample)
             done += len(numbers) * world_size  # the other ranks are assumed to be as fast
-            on_progress("generating", min(done, request.n), request.n)
+            on_progress("generating", min(done, request.config.n), request.config.n)
     finally:
         cache.flush()
     cache.sync(context)
@@ -186,7 +189,7 @@ def generate_batch(lm: LM, request: GenerationRequest, numbers: Sequence[int]) -
         if layout.may_end and eos_id in tokens:
             tokens = tokens[: tokens.index(eos_id)]
         text = layout.text(ids[: len(layout)])
-        yield {"number": number, "seed": request.seed, "text": text, "tokens": tokens, "nfe": nfe}
+        yield {"number": number, "seed": request.config.seed, "text": text, "tokens": tokens, "nfe": nfe}
 
 
 # Given texts.
@@ -205,7 +208,7 @@ def select_texts(texts: str | Path | Sequence[str], n: int | None) -> tuple[list
     require_two(len(every), f"in a file, {SEPARATOR.strip()} on a line of its own separates texts")
     if n is not None and n > len(every):
         raise ValueError(f"n={n}, but there are {len(every)} texts: leave n out to measure all")
-    about: dict[str, Any] = {"texts_in_the_file": len(every), "n": n or len(every)}
+    about: dict[str, Any] = {"available_texts": len(every), "n": n or len(every)}
     return every[:n], about | ({"texts": str(path), "sha256": hash_file(path)} if path else {})
 
 
@@ -215,7 +218,7 @@ def read_texts(path: Path) -> list[str]:
         try:
             return [text for text, _ in open_source(path).read()]
         except ValueError as error:
-            raise ValueError(f'{path} needs an object with a string "text" on each line ({error})') from error
+            raise ValueError(f'{path} is not a list of texts ({error}): write {{"text": "…"}} on each line') from error
     return path.read_bytes().decode("utf-8").removesuffix("\n").removesuffix("\r").split(SEPARATOR)
 
 

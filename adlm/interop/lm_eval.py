@@ -25,7 +25,7 @@ from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
 from adlm.likelihood import estimate_token_nats
 from adlm.methods import METHODS
-from adlm.text.generation import GenerationRequest, check_whole_numbers, choose_sampler
+from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
 from adlm.text.lm import LM, denoise_rows, load
 from adlm.text.templates import TEXT, Hole, Layout, parse_template, tokenize_piece
 
@@ -94,7 +94,7 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
             ids = tuple(mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True))
             is_given = tuple(not scored for scored in row.is_scored)
             layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
-        request = GenerationRequest(layouts, 1, sampler, SamplingParams(temperature=0), 0, None, batch, {})
+        request = GenerationRequest(layouts, GenerationConfig(), sampler, SamplingParams(temperature=0), {})
         *_, frame = denoise_rows(lm.predictor, request, request.rows)
         written = zip(part, frame.tokens.tolist(), strict=True)
         is_greedy += [tuple(ids[: len(row.ids)]) == row.ids for row, ids in written]
@@ -251,7 +251,7 @@ class HarnessModel:
             batch=self.batch,
             **self.options,
         )
-        return [row.pieces[-1][0] for row in self.lm.generate_rows(request)]
+        return [row.pieces[-1][0] for row in self.lm.run_request(request).rows]
 
 
 def fit_context(lm: LM, context: str, tokens: int) -> tuple[str, int]:

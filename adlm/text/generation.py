@@ -1,17 +1,21 @@
-"""Generation requests, checked before anything runs: the rows to fill, the sampler, the settings."""
+"""Generation requests, checked before anything is sampled: the rows, with a length for every hole, and the sampler."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, TypedDict, cast
+
+import torch
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
-from adlm.diffusion.plans import Plan
+from adlm.diffusion.plans import Plan, mean_noise_level
+from adlm.generate import Predictor
 from adlm.methods import SAMPLERS, build_sampler, look_up
 from adlm.text.templates import (
     Hole,
@@ -27,15 +31,18 @@ from adlm.text.templates import (
 
 DEFAULT_STEPS = 128  # of a plan
 DEFAULT_BATCH = 16  # rows that are sampled at a time
-SETTINGS = ("max_new_tokens", "length", "n", "sampler", "temperature", "top_p", "top_k", "seed", "block", "batch")
 Templates = Template | Sequence[Template]
-ChooseLengths = Callable[[Pieces, int], Pieces]  # pieces and the tokens there is room for -> holes of one length each
 ALIASES = {  # names of transformers, diffusers and LLaDA
     "num_return_sequences": "n",
     "num_inference_steps": "steps",
     "gen_length": "max_new_tokens",
     "block_length": "block",
 }
+MAX_NEIGHBORS = 4  # given tokens on each side of a hole that are scored
+MAX_ROWS = 64  # evaluated at a time
+# The prior of n tokens is n ** -LENGTH_PENALTY. Without it holes are too long: distant tokens say little about each
+# other, so all long holes fit about equally well (docs/LOG.md).
+LENGTH_PENALTY = 2.0
 
 
 class SamplerOptions(TypedDict, total=False):
@@ -87,13 +94,6 @@ class GenerationConfig:
     batch: int = DEFAULT_BATCH
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def from_settings(cls, settings: GenerationSettings) -> GenerationConfig:
-        """Split settings into those of all samplers and a sampler's own options."""
-        options: dict[str, Any] = dict(settings)
-        shared = {name: options.pop(name) for name in (*SETTINGS, "steps") if name in options}
-        return cls(**shared, options=options)
-
     def resolve(self) -> GenerationConfig:
         """Replace other libraries' names in the options by ours, and check the numbers."""
         options, changes, defaults = dict(self.options), dict[str, Any](), GenerationConfig()
@@ -117,28 +117,28 @@ class GenerationConfig:
         return config
 
 
+SHARED_SETTINGS = tuple(each.name for each in fields(GenerationConfig) if each.name not in ("steps", "options"))
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """Rows to fill and how their tokens are sampled."""
 
     layouts: list[Layout]
-    n: int
+    config: GenerationConfig
     sampler: Plan | Order | None
     sampling: SamplingParams
-    seed: int
-    block: int | None
-    batch: int
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # as `GenerationOutput` has them
 
     @property
     def rows(self) -> list[tuple[Layout, int]]:
         """Every row's layout and its number among the n of its prompt."""
-        return [(layout, number) for layout in self.layouts for number in range(self.n)]
+        return [(layout, number) for layout in self.layouts for number in range(self.config.n)]
 
     @property
     def steps(self) -> int | None:
         """The number of steps, where it is known: block by block, every block takes its own."""
-        if self.block is not None:
+        if self.config.block is not None:
             return None
         return len(self.sampler) if isinstance(self.sampler, Plan) else self.settings.get("steps")
 
@@ -218,7 +218,7 @@ class RowFormat:
             )
         return self.build_layout(parse_template((prompt, Hole.of_length(max_new_tokens or length - taken))))
 
-    def layout_template(self, template: Template, choose_lengths: ChooseLengths) -> Layout:
+    def layout_template(self, template: Template, predictor: Callable[[], Predictor]) -> Layout:
         """Lay a template out, with a length chosen for every hole."""
         pieces = parse_template(template)
         shown = shorten("".join(str(piece) for piece in pieces))
@@ -240,7 +240,7 @@ class RowFormat:
         room = self.row - given
         if self.is_causal:  # nothing follows its hole: the text ends at an end token
             return self.build_layout(set_hole_lengths(pieces, [min(holes[0].max_tokens, room)]))
-        return self.build_layout(choose_lengths(pieces, room))
+        return self.build_layout(choose_hole_lengths(predictor, self.build_layout, pieces, room))
 
     def _require_room(self, tokens: int, name: str) -> None:
         if tokens > self.row:
@@ -248,6 +248,69 @@ class RowFormat:
                 f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}: "
                 "make it shorter, or use a model with longer rows"
             )
+
+
+def choose_hole_lengths(
+    predictor: Callable[[], Predictor], build_layout: Callable[[Pieces], Layout], pieces: Pieces, room: int
+) -> Pieces:
+    """Choose a length for every hole, one by one from the left; all together have at most `room` tokens."""
+    holes = find_holes(pieces)
+    lengths = [hole.min_tokens for hole in holes]
+    for number, hole in enumerate(holes):
+        most = min(hole.max_tokens, room - sum(lengths) + lengths[number])
+        if most > hole.min_tokens:
+            layouts = {}
+            for length in range(hole.min_tokens, most + 1):
+                lengths[number] = length
+                layouts[length] = build_layout(set_hole_lengths(pieces, lengths))
+            lengths[number] = choose_hole_length(predictor(), layouts, number)
+    return set_hole_lengths(pieces, lengths)
+
+
+@torch.no_grad()
+def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number: int) -> int:
+    """Choose the length of hole `number` among layouts with each length.
+
+    The score of a length is the sum of log p(token | all the rest, the hole hidden) over the given tokens next to the
+    hole (the same tokens for every length) and −LENGTH_PENALTY · log length.
+    """
+    rows: list[list[int]] = []
+    targets: list[tuple[int, int, int]] = []  # length, position and token that each row is for
+    for length, layout in layouts.items():
+        for position in find_neighbors(layout, number):
+            row = list(layout.ids)
+            targets.append((length, position, row[position]))
+            row[position] = layout.tokenizer.mask_id
+            rows.append(row)
+    if not targets:  # nothing is given: all lengths are equal
+        return max(layouts)
+    scores = {length: -LENGTH_PENALTY * math.log(length) for length in layouts}
+    for start in range(0, len(rows), MAX_ROWS):
+        part, expected = rows[start : start + MAX_ROWS], targets[start : start + MAX_ROWS]
+        longest = max(len(row) for row in part)
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in part])
+        valid = torch.arange(longest) < torch.tensor([len(row) for row in part])[:, None]
+        hidden = ((tokens == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
+        level, tokens = mean_noise_level(hidden), tokens.to(predictor.device)
+        features = predictor.predict(tokens, level, valid.to(predictor.device))
+        positions = torch.tensor([position for _, position, _ in expected], device=predictor.device)
+        logits = predictor.logits_at(features[torch.arange(len(part), device=predictor.device), positions])
+        for (length, _, token), log_probs in zip(expected, logits.float().log_softmax(-1).cpu(), strict=True):
+            scores[length] += float(log_probs[token])
+    return max(scores, key=lambda length: (scores[length], -length))
+
+
+def find_neighbors(layout: Layout, number: int) -> list[int]:
+    """Return the positions of given text next to hole `number`, on both sides up to the next hole."""
+    at = [i for i, span in enumerate(layout.spans) if span.texts is None][number]
+    positions: list[int] = []
+    for left in layout.spans[max(0, at - 1) : at]:
+        if left.texts is not None:
+            positions += range(max(left.start, left.end - MAX_NEIGHBORS), left.end)
+    for right in layout.spans[at + 1 : at + 2]:
+        if right.texts is not None:
+            positions += range(right.start, min(right.end, right.start + MAX_NEIGHBORS))
+    return positions
 
 
 def choose_sampler(
@@ -267,7 +330,7 @@ def choose_sampler(
     if unknown := [option for option in options if option not in own]:
         raise ValueError(
             f"there is no setting {', '.join(unknown)}: the sampler {name} has {', '.join(own) or 'none of its own'}; "
-            f"all have {', '.join(SETTINGS)}"
+            f"all have {', '.join(SHARED_SETTINGS)}"
         )
     if "steps" in own and steps is None:
         steps = hidden if factory in (SAMPLERS["confidence"], SAMPLERS["margin"]) else DEFAULT_STEPS

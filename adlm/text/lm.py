@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
-from html import escape
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -23,14 +22,16 @@ from torch import Tensor
 
 from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
+from adlm.data.tokenizers import Tokenizer
+from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
+from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
-from adlm.likelihood import estimate_token_nats
 from adlm.methods import METHODS
-from adlm.models.costs import count_parameters
 from adlm.text.generation import (
     DEFAULT_BATCH,
+    SHARED_SETTINGS,
     GenerationConfig,
     GenerationRequest,
     GenerationSettings,
@@ -42,12 +43,12 @@ from adlm.text.generation import (
     check_whole_numbers,
     choose_sampler,
 )
-from adlm.text.hole_length import choose_hole_lengths
-from adlm.text.stream import StreamStep, predict_guesses
-from adlm.text.templates import Layout, Template, classify_tokens, find_banned_tokens
-from adlm.trajectory import Trajectory, TrajectoryFrame
+from adlm.text.templates import WORD, Layout, Template, classify_tokens, find_banned_tokens
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 
 Prompts = str | Sequence[str]
+MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
+MAX_COUNT = 5  # the paper's tau: a token that occurs at most so often is shown as an anchor
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ class GenerationOutput(Sequence[str]):
     seconds: float
     settings: dict[str, Any]
     nfe_each: list[int]
+    rows: list[GeneratedRow] = field(repr=False)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
+    def from_rows(cls, rows: list[GeneratedRow], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
         """Collect the texts of generated rows."""
         nfe = [row.nfe for row in rows]
-        return cls([row.text for row in rows], max(nfe), seconds, settings, nfe)
+        return cls([row.text for row in rows], max(nfe, default=0), seconds, settings, nfe, rows)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -101,7 +103,7 @@ class GenerationOutput(Sequence[str]):
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        return asdict(self)
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "rows"}
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,62 @@ class Score:
         return math.exp(self.nll) if self.nll < 700 else math.inf
 
 
-class PlayableTrajectory(Trajectory):
-    """A trajectory that a notebook shows as a player."""
+@dataclass(frozen=True)
+class Guesses:
+    """A network's top predictions for every position, likeliest first."""
 
-    def _repr_html_(self) -> str:
-        from adlm.view.player import render_player
+    tokens: Tensor  # (B, L, k)
+    probs: Tensor  # (B, L, k)
+    is_anchor: Tensor  # (B, L): rare in the predicted text
 
-        page = escape(render_player([self]))  # in an iframe, apart from the notebook's styles and scripts
-        return f'<iframe srcdoc="{page}" width="100%" height="480" style="border: 0"></iframe>'
+    def at(self, layout: Layout, row: int, position: int) -> tuple[tuple[str, float], ...]:
+        """Return the guesses at one position as text, with their probabilities, without a blank that is given there."""
+        names = [decode_token(layout.tokenizer, token) for token in self.tokens[row, position].tolist()]
+        if layout.kinds[position] == WORD:
+            names = [name.removeprefix(" ") for name in names]
+        return tuple(zip(names, self.probs[row, position].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """The texts after one step; step 0 is before the first."""
+
+    step: int
+    frame: Frame
+    layouts: tuple[Layout, ...]
+    guesses: Guesses | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts so far, hidden tokens as blocks."""
+        return [
+            layout.text(ids[: len(layout)])
+            for layout, ids in zip(self.layouts, self.frame.tokens.tolist(), strict=True)
+        ]
+
+    @property
+    def nfe(self) -> list[int]:
+        """Network evaluations of each text so far."""
+        nfe: list[int] = self.frame.nfe.tolist()
+        return nfe
+
+    def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
+        """Return one of the texts as terminal, player and GIF draw it."""
+        layout, frame = self.layouts[row], self.frame
+        masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
+        states = []
+        for position, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
+            if position is None:  # given text without a token
+                states.append(TokenState(text or "", GIVEN))
+                continue
+            if masked[position]:
+                state = REMASKED if changed[position] else HIDDEN
+            else:
+                state = GIVEN if layout.is_fixed[position] else REVEALED if changed[position] else VISIBLE
+            is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, position])
+            guesses = self.guesses.at(layout, row, position) if self.guesses is not None and masked[position] else ()
+            states.append(TokenState(text or "", state, guesses, is_anchor))
+        return TrajectoryFrame(self.step, int(frame.nfe[row]), tuple(states))
 
 
 class LMEngine:
@@ -161,7 +211,9 @@ class LMEngine:
         self, prompt: Prompts = "", *, template: Templates | None = None, **settings: Unpack[GenerationSettings]
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        return self._make_request(GenerationConfig.from_settings(settings), prompt, template)
+        options: dict[str, Any] = dict(settings)
+        shared = {name: options.pop(name) for name in (*SHARED_SETTINGS, "steps") if name in options}
+        return self._make_request(GenerationConfig(**shared, options=options), prompt, template)
 
     def _make_request(
         self, config: GenerationConfig, prompt: Prompts = "", template: Templates | None = None
@@ -179,8 +231,8 @@ class LMEngine:
         elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
             raise ValueError("a template sets all positions: leave prompt, length and max_new_tokens out")
         else:
-            choose_lengths = partial(choose_hole_lengths, lambda: self.predictor, self.row_format.build_layout)
-            layouts = [self.row_format.layout_template(each, choose_lengths) for each in as_templates(template)]
+            predictor = partial(getattr, self, "predictor")  # made when a length is to be chosen
+            layouts = [self.row_format.layout_template(each, predictor) for each in as_templates(template)]
         if not layouts:
             raise ValueError("there is nothing to generate: give a prompt (it may be empty) or a template, or a list")
         sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
@@ -188,39 +240,32 @@ class LMEngine:
         settings |= {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "seed", "n", "block")}
         settings |= {"device": str(self.device)}
         settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
-        return GenerationRequest(
-            layouts, config.n, sampler, sampling, config.seed, config.block, config.batch, settings
-        )
+        return GenerationRequest(layouts, config, sampler, sampling, settings)
 
-    def generate_rows(self, request: GenerationRequest, start: int = 0) -> Iterator[GeneratedRow]:
-        """Generate a request's rows from number `start` on, a batch at a time."""
-        rows = request.rows[start:]
-        for first in range(0, len(rows), request.batch):
-            part = rows[first : first + request.batch]
+    def run_request(self, request: GenerationRequest, start: int = 0) -> GenerationOutput:
+        """Generate a request's texts from number `start` on, a batch at a time."""
+        started, todo, rows, batch = time.perf_counter(), request.rows[start:], [], request.config.batch
+        for first in range(0, len(todo), batch):
+            part = todo[first : first + batch]
             *_, frame = denoise_rows(self.predictor, request, part)
             for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
-                yield GeneratedRow(layout, ids[: len(layout)], nfe)
-
-    def run_request(self, request: GenerationRequest) -> GenerationOutput:
-        """Generate a request's texts."""
-        started = time.perf_counter()
-        rows = list(self.generate_rows(request))
+                rows.append(GeneratedRow(layout, ids[: len(layout)], nfe))
         return GenerationOutput.from_rows(rows, time.perf_counter() - started, request.settings)
 
-    def stream_request(self, request: GenerationRequest, guesses: int = 0) -> Iterator[StreamStep]:
-        """Yield a request's texts after every step, all in one batch; step 0 is before the first."""
+    def stream_request(
+        self, request: GenerationRequest, guesses: int = 0, *, count: int | None = None
+    ) -> Iterator[StreamStep]:
+        """Yield the first `count` texts (by default all) after every step, in one batch; step 0 is before the first."""
         known = int((~classify_tokens(self.tokenizer).special).sum())
         if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
             raise ValueError(
                 f"guesses must be a whole number between 0 and {known}, this model's vocabulary size; got {guesses}"
             )
-        layouts = tuple(layout for layout, _ in request.rows)
-        count = guesses if not self.row_format.is_causal else 0
+        rows = request.rows[:count]
+        layouts, guesses = tuple(layout for layout, _ in rows), 0 if self.row_format.is_causal else guesses
         return (
-            StreamStep(
-                frame.step, frame, layouts, predict_guesses(self.predictor, frame, layouts, count) if count else None
-            )
-            for frame in denoise_rows(self.predictor, request, request.rows, with_start=True)
+            StreamStep(frame.step, frame, layouts, predict_guesses(self.predictor, frame, layouts, guesses))
+            for frame in denoise_rows(self.predictor, request, rows, with_start=True)
         )
 
     def build_trajectory(
@@ -229,7 +274,7 @@ class LMEngine:
         """Collect the frames of a request's first text."""
         guesser = "anchor network" if self.model.anchor is not None else "network"
         title = title or f"{self.name} · {request.settings['sampler']}"
-        return PlayableTrajectory(title, frames[-1].text, tuple(frames), seconds, request.settings, guesser)
+        return Trajectory(title, frames[-1].text, tuple(frames), seconds, request.settings, guesser)
 
 
 class LM(LMEngine):
@@ -240,6 +285,8 @@ class LM(LMEngine):
     """
 
     def __repr__(self) -> str:
+        from adlm.models.costs import count_parameters
+
         size = count_parameters(self.model.config)
         return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
@@ -264,10 +311,7 @@ class LM(LMEngine):
         config = GenerationConfig(
             max_new_tokens, length, n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options
         )
-        request = self._make_request(config, prompt)
-        started = time.perf_counter()
-        rows = list(self.generate_rows(request))
-        return GenerationOutput.from_rows(rows, time.perf_counter() - started, request.settings)
+        return self.run_request(self._make_request(config, prompt))
 
     def infill(
         self,
@@ -322,6 +366,8 @@ class LM(LMEngine):
 
         The draws are counted as if they were independent, so the standard error is on the safe side.
         """
+        from adlm.likelihood import estimate_token_nats
+
         check_whole_numbers(1, draws=draws, batch=batch)
         check_whole_numbers(0, seed=seed)
         layouts, is_exact = [self.row_format.layout_text(text) for text in as_texts(texts)], self.row_format.is_causal
@@ -366,18 +412,52 @@ def denoise_rows(
         predictor,
         xt,
         request.sampler,
-        seed=request.seed,
+        seed=request.config.seed,
         rows=torch.tensor([number for _, number in rows]),
         sampling=request.sampling,
         is_fixed=is_fixed,
         valid=None if bool(valid.all()) else valid,
         limits=limits,
-        block=request.block,
+        block=request.config.block,
     )
     if not with_start:
         return frames
     start = Frame(0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64))
     return chain([start], frames)
+
+
+@lru_cache(maxsize=65536)
+def decode_token(tokenizer: Tokenizer, token: int) -> str:
+    """Decode one token."""
+    return tokenizer.decode([token])
+
+
+@torch.no_grad()
+def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout], count: int) -> Guesses | None:
+    """Predict the likeliest tokens of a frame with the anchor network (one stage: the network), not counted as NFE."""
+    if count == 0:
+        return None
+    model, tokens = predictor.model, frame.tokens
+    lengths = torch.tensor([len(layout) for layout in layouts])
+    valid = torch.arange(tokens.shape[1]) < lengths[:, None]
+    level = None
+    if model.config.time_conditioning:
+        level = mean_noise_level(frame.is_masked.sum(-1) / lengths).to(tokens.device)
+    padding = None if bool(valid.all()) else valid.to(tokens.device)
+    if model.anchor_head is None:
+        features, head = model(tokens, level, valid=padding).final, model.head
+    else:
+        features, head = model.anchor_features(tokens, level, valid=padding), model.anchor_head
+    special = classify_tokens(layouts[0].tokenizer).special
+    special = F.pad(special, (0, model.config.vocab_size - len(special)), value=True).to(tokens.device)
+    best = [
+        head(part).float().masked_fill(special, -torch.inf).softmax(-1).topk(count, -1)
+        for part in features.flatten(0, 1).split(MAX_POSITIONS)
+    ]
+    probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
+    likeliest = torch.where(frame.is_masked.to(tokens.device), ids[..., 0], tokens)
+    is_anchor = rare_in_sequence(MAX_COUNT)(likeliest.cpu(), valid)
+    return Guesses(ids.cpu(), probs.cpu(), is_anchor)
 
 
 def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool = False) -> LM:

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory
 from adlm.view import look
 from adlm.view.player import check_trajectories
 from adlm.view.terminal import count_hidden, escape_controls
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory
 
 MAX_FPS, HOLD_SECONDS, MARK_SECONDS = 20, 2.0, 0.2  # hold: of the last frame; mark: of a change
 MARGIN, GUTTER, MIN_PANEL_WIDTH = 28, 36, 200  # pixels

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.style import Style
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 
 # Plots: Okabe and Ito's colors, which color-blind readers can tell apart; black and yellow are left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from adlm.trajectory import STATES, TokenState, Trajectory
+from adlm.view.trajectory import STATES, TokenState, Trajectory
 
 TITLE = "From masks to text"
 

@@ -17,8 +17,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TrajectoryFrame
 from adlm.view import look
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TrajectoryFrame
 
 Frames = list[TrajectoryFrame]
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import adlm
-from adlm.cli.generate import GenerationRun, style_row
+from adlm.cli.generate import style_row
 from adlm.text.templates import HOLE, parse_template
 from adlm.view.terminal import escape_controls
 from tests.cli.terminal import answer_json, assert_told, invoke, process, screen, trained, without_escapes
@@ -69,14 +69,13 @@ def test_a_terminal_tells_given_from_filled() -> None:
 
 def test_marks_do_without_colors() -> None:
     lm = adlm.load(trained(), device="cpu")
-    run = GenerationRun(lm, lm.build_request(template="It ___{2} was", seed=1), "")
-    run.generate_rest()
-    shown = style_row(run.rows[0])
+    output = lm.infill("It ___{2} was", seed=1)
+    shown = style_row(output.rows[0])
     console = Console(no_color=True, force_terminal=True, color_system="truecolor", highlight=False)
     with console.capture() as captured:
         console.print(shown)
     assert "\x1b[3m" in captured.get() and "\x1b[1m" in captured.get()
-    assert shown.plain == escape_controls(run.output.texts[0])
+    assert shown.plain == escape_controls(output[0])
 
 
 def test_the_way_is_kept(tmp_path: Path) -> None:

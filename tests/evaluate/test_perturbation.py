@@ -84,7 +84,7 @@ def test_losses_agree_with_a_naive_computation_row_by_row(batch: int) -> None:
             mixed = torch.where(noisy.xt == mask_id, mask_id, other.repeat(LENGTH)[:length])
             u = rng.uniform(draw, length, Purpose.MASK)
             earlier = torch.where(u < 1 - LogLinear().alpha((noisy.t + 4 / LEVELS).clamp(max=1)), mask_id, x0)
-            moved = [each.apply(own, seed, [row], draw, [length]) for each in (NONE, NOISE, PERMUTED)]
+            moved = [each.apply(own, seed, [row], [draw], [length]) for each in (NONE, NOISE, PERMUTED)]
             for number, anchor in enumerate([*moved, model.anchor_features(mixed), model.anchor_features(earlier)]):
                 loss = diffusion_loss(model.denoise_features(anchor), model.head, noisy, mask_id=mask_id)
                 nats[number] += loss.row_nll.sum() / draws
@@ -103,16 +103,16 @@ def test_batches_hold_all_rows_once_by_length(max_tokens: int, monkeypatch: pyte
 
 def test_noise_has_the_requested_norm() -> None:
     features = torch.randn(6, 40, 64, generator=torch.Generator().manual_seed(0)) * torch.rand(6, 40, 1)
-    moved = Perturbation("noise", 0.3).apply(features, 0, range(6), 0, [40] * 6) - features
+    moved = Perturbation("noise", 0.3).apply(features, 0, range(6), [0] * 6, [40] * 6) - features
     assert float((moved.norm(dim=-1) / features.norm(dim=-1)).mean()) == pytest.approx(0.3, rel=0.02)
 
 
 def test_a_permutation_leaves_padding_and_follows_from_seed_row_and_turn() -> None:
     places = torch.arange(8.0)[None, :, None].expand(2, 8, 1)
-    moved = PERMUTED.apply(places, 0, [3, 4], 1, [5, 8])[..., 0]
+    moved = PERMUTED.apply(places, 0, [3, 4], [1, 1], [5, 8])[..., 0]
     assert sorted(moved[0, :5].tolist()) == list(range(5)) and moved[0, 5:].tolist() == [5, 6, 7]
     assert sorted(moved[1].tolist()) == list(range(8))
-    assert torch.equal(moved[1:], PERMUTED.apply(places[:1], 0, [4], 1, [8])[..., 0])
+    assert torch.equal(moved[1:], PERMUTED.apply(places[:1], 0, [4], [1], [8])[..., 0])
 
 
 # Texts.
@@ -135,18 +135,23 @@ def test_texts_do_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
     """Rows pause, end early and differ in length; a row's turns and stale features are its own."""
     model = lm("adlm", time_conditioning="block" in options)
     request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
-    last, own = replace(request, layouts=request.layouts[-1:], n=1), texts(model.generate_rows(request))
+    last = replace(request, layouts=request.layouts[-1:], config=replace(request.config, n=1))
+    own, alone = texts(model.run_request(request).rows), replace(request, config=replace(request.config, batch=1))
     for each in (NONE, Perturbation("noise", 0), Perturbation("stale", 1), NOISE, PERMUTED, Perturbation("stale", 3)):
-        expected = texts(sample_rows(model, replace(request, batch=1), each))
+        expected = texts(sample_rows(model, alone, each))
         assert texts(sample_rows(model, request, each)) == expected
-        assert texts(sample_rows(model, last, each)) == [expected[-request.n]]
+        assert texts(sample_rows(model, last, each)) == [expected[-request.config.n]]
         assert (expected == own) == (each not in (NOISE, PERMUTED, Perturbation("stale", 3)))
 
 
 def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm("adlm")
     request = model.build_request(n=2, length=17, steps=8, sampler="ancestral")
-    calls, anchor_features = list[Tensor](), LanguageModel.anchor_features
-    spy = lambda self, tokens, *more, **options: calls.append(tokens) or anchor_features(self, tokens, *more, **options)  # noqa: E731
+    evaluated, anchor_features = list[Tensor](), LanguageModel.anchor_features
+
+    def spy(self: LanguageModel, tokens: Tensor, *more: Any, **options: Any) -> Tensor:
+        evaluated.extend(tokens)
+        return anchor_features(self, tokens, *more, **options)
+
     monkeypatch.setattr(LanguageModel, "anchor_features", spy)
-    assert sum(-(-row.nfe // 3) for row in sample_rows(model, request, Perturbation("stale", 3))) == len(calls)
+    assert sum(-(-row.nfe // 3) for row in sample_rows(model, request, Perturbation("stale", 3))) == len(evaluated)

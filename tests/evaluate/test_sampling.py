@@ -115,7 +115,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
 def test_two_processes_find_what_one_does(tmp_path: Path) -> None:
     needs("transformers", "mauve")
     model, scorer = trained(), causal_folder(positions=256)
-    settings = SAMPLING | {"length": 24, "mauve_seeds": 1, "count": N, "judge": scorer, "reference": PROSE}
+    settings = SAMPLING | {"length": 24, "mauve_seeds": 1, "num_texts": N, "judge": scorer, "reference": PROSE}
     settings |= {"out": tmp_path, "device": "cpu"}
     options = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     done = torchrun(2, "-m", "adlm", "eval", "samples", model, *options, "--json")
@@ -138,13 +138,13 @@ def test_texts_of_files(tmp_path: Path) -> None:
     assert read_texts(path) == ["a\u2028b\nc"]
     for line in ('{"words": 1}', '{"text": 1}'):
         path.write_text(line, "utf-8")
-        with pytest.raises(ValueError, match=r'needs an object with a string "text" on each line'):
+        with pytest.raises(ValueError, match="is not a list of texts"):
             read_texts(path)
     path = tmp_path / "texts.txt"
     path.write_text("\n<|endoftext|>\n".join("abcde") + "\n", "utf-8", newline="")
     for n, count in ((None, 5), (2, 2)):
         texts, about = select_texts(str(path), n)
-        assert texts == list("abcde")[:count] and (about["n"], about["texts_in_the_file"]) == (count, 5)
+        assert texts == list("abcde")[:count] and (about["n"], about["available_texts"]) == (count, 5)
         assert about["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     with pytest.raises(ValueError, match="n=6, but there are 5 texts"):
         select_texts(path, 6)

@@ -1,7 +1,6 @@
 """A text on its way: stills say what frames say, guesses are the network's, and watching changes nothing."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 
 from adlm import LM
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.text.stream import MAX_COUNT, StreamStep
+from adlm.text.lm import MAX_COUNT, StreamStep
 from adlm.text.templates import BLOCK, classify_tokens
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 from tests.text.models import lm
 from tests.world import OPTIONS
 
@@ -38,7 +37,8 @@ def test_stills_say_what_frames_say(name: str) -> None:
     assert [shot.step for shot in shots] == list(range(len(shots)))
     told = model.build_request(template=TEMPLATES, sampler=name, **OPTIONS[name])
     assert told.steps in (None, shots[-1].step)
-    assert replace(told, block=4).steps is None, "a block takes all of the steps, so the whole takes more"
+    blockwise = model.build_request(template=TEMPLATES, sampler=name, block=4, **OPTIONS[name])
+    assert blockwise.steps is None, "a block takes all of the steps, so the whole takes more"
     seen = set()
     for row, layout in enumerate(shots[0].layouts):
         given = [piece for piece, is_given in layout.pieces(layout.ids) if is_given]

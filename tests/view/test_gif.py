@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 from adlm.view import look
 from adlm.view.gif import (
     HOLD_SECONDS,
@@ -26,6 +25,7 @@ from adlm.view.gif import (
     write_gif,
 )
 from adlm.view.player import read_asset
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 from tests.view.trajectories import PARAGRAPH, record
 
 if TYPE_CHECKING:

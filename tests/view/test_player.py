@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adlm.trajectory import STATES, TokenState, Trajectory, TrajectoryFrame
 from adlm.view.player import TITLE, render_player, write_player
+from adlm.view.trajectory import STATES, TokenState, Trajectory, TrajectoryFrame
 from tests.view.trajectories import record
 
 NASTY = '</script><script>window.broken=1</script><!-- <b>&amp; "quotes" \' \u2028 {{script}} \\u003c \ud800 \x00 \r\n'

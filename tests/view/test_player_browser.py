@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from adlm.trajectory import TokenState, Trajectory, TrajectoryFrame
 from adlm.view.player import write_player
+from adlm.view.trajectory import TokenState, Trajectory, TrajectoryFrame
 from tests.browser import console, media, open_browser, requests
 from tests.view.test_player import NASTY, nasty, units
 from tests.view.trajectories import record

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from rich.segment import Segment
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 from adlm.view.look import PROBABILITY_LEVELS
 from adlm.view.terminal import BLOCKS, DenoisingView, draw_frame, escape_controls, watch
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 from tests.view.trajectories import PARAGRAPH, record
 
 SGR = re.compile(r"\x1b\[[0-9;]*m")

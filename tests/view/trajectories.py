@@ -3,7 +3,7 @@
 import random
 import re
 
-from adlm.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 
 PARAGRAPH = (
     "When the harbour froze, the ferrymen carried their boats up the hill and slept beneath them. By the second week "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 HIDDEN, REMASKED, REVEALED, VISIBLE, GIVEN = STATES = ("hidden", "remasked", "revealed", "visible", "given")
@@ -49,3 +50,9 @@ class Trajectory:
     @property
     def nfe(self) -> int:
         return self.frames[-1].nfe
+
+    def _repr_html_(self) -> str:  # a notebook shows the player, in an iframe apart from its own styles and scripts
+        from adlm.view.player import render_player
+
+        page = escape(render_player([self]))
+        return f'<iframe srcdoc="{page}" width="100%" height="480" style="border: 0"></iframe>'
