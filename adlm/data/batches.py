@@ -44,7 +44,7 @@ class TensorRows:
 
     def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
         index = torch.as_tensor(indices)
-        return self.tokens[index], None if self.lengths is None else self.lengths[index]
+        return self.tokens[index].long(), None if self.lengths is None else self.lengths[index]
 
 
 def is_valid(lengths: Tensor, length: int) -> Tensor:

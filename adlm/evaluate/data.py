@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.data.batches import RowDataset, TensorRows
+from adlm.data.corpora import find_corpus
 from adlm.data.packing import Framing, PackedRows, Packer
-from adlm.data.prepare import ROW_LAYOUTS, find_named_corpus
+from adlm.data.prepare import ROW_LAYOUTS
 from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
@@ -68,24 +69,18 @@ def load_eval_data(
     the bytes read and all bytes (0: unknown).
     """
     if rows is not None and rows not in ROW_LAYOUTS:
-        raise ValueError(f"rows must be one of {', '.join(ROW_LAYOUTS)}, got {rows!r}")
+        raise ValueError(f"unknown rows {rows!r}: expected one of {', '.join(ROW_LAYOUTS)}")
     for name, value in (("workers", workers), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if tokenizer.bos_id is None or tokenizer.eos_id is None:
-        raise ValueError(
-            f"tokenizer {tokenizer.name!r} does not define which tokens begin and end a text, and rows need both: set "
-            "bos_token and eos_token in a tokenizer_config.json next to its tokenizer.json"
-        )
-    pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
-    framing = Framing(length, tokenizer.bos_id, tokenizer.eos_id, pad_id)
+    framing = Framing.from_tokenizer(tokenizer, length)
     path = Path(source).expanduser()
     if str(source) == "-" or (path.exists() and not (path.is_file() or path.is_dir())):
         raise ValueError(f"{source} is a stream, which cannot be read twice (once for its checksum): save it to a file")
     split = split or "valid"
     if path.is_dir() and any((path / name).is_file() for name in (MANIFEST, PROGRESS)):
         return _load_prepared(path, tokenizer, length, rows=rows, split=split, limit=limit)
-    corpus = find_named_corpus(source)
+    corpus = find_corpus(source)
     layout = rows or (corpus.rows if corpus else "wrapped")
     opened = open_source(source, split=split)
     packing = EvalPacker(Packer(framing, is_wrapped=layout == "wrapped"), tokenizer, limit)
@@ -98,19 +93,10 @@ def load_eval_data(
             f"documents; {remedy}a smaller length, or more text"
         )
     settings = {"source": opened.name, "identity": opened.identity, "split": split, "rows": layout, "length": length}
-    settings |= {"limit": limit, "bytes_are": "of the text"} | packing.count_losses()
+    settings |= {"limit": limit, "bytes_source": "text"} | packing.count_losses()
     if opened.identity.get("detokenizer"):
-        settings["bytes_are"] = "of the text, detokenized"
+        settings["bytes_source"] = "detokenized text"
     return _describe_rows(packing.collect_rows(), tokenizer, packing.bytes, settings)
-
-
-class CompactRows(TensorRows):
-    """Rows in memory, in half the bytes."""
-
-    def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens (n, L) and lengths (n,) of some rows."""
-        tokens, lengths = super().fetch(indices)
-        return tokens.long(), lengths
 
 
 @dataclass
@@ -166,13 +152,11 @@ class EvalPacker:
         offsets = self.tokenizer.bpe.encode(text, add_special_tokens=False).offsets[:tokens]
         return len(text[: offsets[-1][1]].encode("utf-8")) if offsets else 0
 
-    def collect_rows(self) -> CompactRows:
-        """All rows."""
-        rows = np.concatenate([part.rows for part in self.parts]).astype(np.int32)
+    def collect_rows(self) -> TensorRows:
+        """All rows, in half the bytes of int64."""
+        rows = torch.from_numpy(np.concatenate([part.rows for part in self.parts]).astype(np.int32))
         lengths = [part.lengths for part in self.parts if part.lengths is not None]
-        return CompactRows(
-            torch.from_numpy(rows), torch.from_numpy(np.concatenate(lengths)).long() if lengths else None
-        )
+        return TensorRows(rows, torch.from_numpy(np.concatenate(lengths)).long() if lengths else None)
 
     def count_losses(self) -> dict[str, Any]:
         """Documents and tokens used and dropped; None where a limit ended the reading and they are not known."""
@@ -234,7 +218,7 @@ def _load_prepared(
         text_bytes = round(text_bytes * share)
     settings = {"source": str(folder), "identity": data.manifest["source"], "split": split, "rows": layout}
     settings |= {"prepared": data.manifest["settings_sha256"], "length": data.length, "limit": limit}
-    settings["bytes_are"] = "the folder's" if is_whole else "a share of the folder's, by tokens"
+    settings["bytes_source"] = "manifest" if is_whole else "manifest, in proportion to the tokens"
     return _describe_rows(kept, tokenizer, text_bytes, settings)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from adlm.evaluate.data import EvalDataset, RowLayout, count_row_bytes, load_eva
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.stats import estimate_ratio_difference
-from adlm.likelihood import ORDERS, RANDOM, NllEstimate, estimate_nll, estimate_order_nll, group_rows, summarize_rows
+from adlm.likelihood import ORDERS, RANDOM, NllEstimate, estimate_nll, estimate_order_nll, summarize_rows
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
@@ -55,9 +55,9 @@ class NllSettings:
 
     def __post_init__(self) -> None:
         if self.count not in COUNTS:
-            raise ValueError(f"count must be one of {', '.join(COUNTS)}, got {self.count!r}")
+            raise ValueError(f"unknown count {self.count!r}: expected one of {', '.join(COUNTS)}")
         if self.order is not None and self.order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+            raise ValueError(f"unknown order {self.order!r}: expected one of {', '.join(ORDERS)}")
         if self.order is None and self.tokens_per_step is not None:
             raise ValueError(f"tokens_per_step {self.tokens_per_step} has no effect without order: give order too")
         if self.order is not None and self.attend_padding:
@@ -110,7 +110,7 @@ def perplexity(
         return load_eval_data(texts[name], lm.tokenizer, length or lm.model.config.length, **options)
 
     same: dict[str, Any] = {"batch": batch, "out": out, "context": context, "on_progress": on_progress}
-    estimates = measure_texts(lms, texts, load, settings, length=length, **same)
+    estimates = estimate_texts(lms, texts, load, settings, length=length, **same)
     differences, entries = pair_models(estimates), [each.entry for each in estimates]
     provenance = collect_provenance(lms[0].device, processes=1 if context is None else context.world_size)
     warnings = group_warnings([list_warnings(each) for each in estimates], entries, "data")
@@ -118,9 +118,8 @@ def perplexity(
     if len(entries) == 1:
         own = dict(entries[0])
         return EvalResult("perplexity", own, own.pop("settings"), provenance, tables, warnings)
-    shared = {"draws": draws, "seed": seed, "steps": steps, "count": count, "attend_padding": attend_padding}
-    metrics = {"models": entries, "differences": differences}
-    return EvalResult("perplexity", metrics, shared | selection | {"length": length}, provenance, tables, warnings)
+    metrics, shared = {"models": entries, "differences": differences}, asdict(settings) | selection | {"length": length}
+    return EvalResult("perplexity", metrics, shared, provenance, tables, warnings)
 
 
 def list_models(models: LM | Iterable[LM]) -> list[LM]:
@@ -136,7 +135,7 @@ def list_models(models: LM | Iterable[LM]) -> list[LM]:
     return list(by_name.values())
 
 
-def measure_texts(
+def estimate_texts(
     models: Sequence[LM],
     names: Iterable[str],
     load: Loader,
@@ -171,32 +170,32 @@ def measure_texts(
                 on_progress(f"{name}: reading", 0, 0)
                 datasets[key] = load(name, lm, partial(on_progress, f"{name}: reading"))
             data = replace(datasets[key], settings=datasets[key].settings | {"tokenizer": words.name})
-            report = partial(on_progress, f"{name}: {lm.name}")
+            running: dict[str, Any] = {"batch": batch, "ranks": context}
+            running["on_rows"] = partial(on_progress, f"{name}: {lm.name}")
             try:
-                estimates.append(
-                    measure_text(lm, *networks[lm.name], name, data, settings, batch, cache, context, report)
-                )
+                estimates.append(estimate_text(name, lm, *networks[lm.name], data, settings, cache, **running))
             except (FloatingPointError, ValueError) as error:
                 remedy = "" if isinstance(error, ValueError) else ": check its weights, then the rows"
                 raise ValueError(f"{lm.name} cannot be evaluated on {name}: {error}{remedy}") from error
     return estimates
 
 
-def measure_text(
+def estimate_text(
+    name: str,
     lm: LM,
     network: LanguageModel,
     weights_sha256: str,
-    name: str,
     data: EvalDataset,
     settings: NllSettings,
-    batch: int,
     cache: Cache,
-    context: DistributedContext,
-    on_rows: Callable[[int, int], None],
+    **running: Any,
 ) -> TextNll:
-    """Estimate the nll of one model on one text, and under an order if the settings name one."""
+    """Estimate the nll of one model on one text, and under an order if the settings name one.
+
+    `running` are the arguments of `estimate_nll` that do not change the estimate.
+    """
     started, is_causal, documents = time.perf_counter(), lm.row_format.is_causal, data.document_units()
-    frame = sorted({lm.tokenizer.bos_id, lm.tokenizer.eos_id} - {None}) if settings.count == "text" else []  # type: ignore[type-var]
+    given = sorted({lm.tokenizer.bos_id, lm.tokenizer.eos_id} - {None}) if settings.count == "text" else []  # type: ignore[type-var]
     noise = {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
     form: dict[str, Any] = {"score_entropy": METHODS[lm.method].score_entropy}
     form |= {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
@@ -204,12 +203,11 @@ def measure_text(
 
     def recall(task: str, estimate: Callable[..., NllEstimate], options: dict[str, Any]) -> NllEstimate:
         """The cached estimate of these settings, or a new one."""
-        found = {"weights_sha256": weights_sha256, "rows_hash": data.rows_hash, "given_tokens": frame}
-        key = hash_settings({"task": task, **found, **noise, **options})
+        options = {"given_tokens": given, **noise, **options}
+        key = hash_settings({"task": task, "weights_sha256": weights_sha256, "rows_hash": data.rows_hash, **options})
         if key not in cache:
-            on_rows(0, len(data.rows))
-            same: dict[str, Any] = {"batch": batch, "given_tokens": frame, "ranks": context, "on_rows": on_rows}
-            nll = estimate(network, data.rows, **options, **noise, **same, documents=documents)
+            running["on_rows"](0, len(data.rows))
+            nll = estimate(network, data.rows, documents=documents, **options, **running)
             arrays = {"row_nats": nll.row_nats.numpy(), "row_tokens": nll.row_tokens.numpy()}
             cache.put(key, arrays | {"noise_stderr": nll.noise_stderr, "draws": nll.draws})
             cache.flush()
@@ -224,8 +222,8 @@ def measure_text(
         second, is_bound = recall("order_nll", estimate_order_nll, order), settings.order == RANDOM
         entry["unmasking"] = describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
         entry["unmasking"]["kind"] = "unmasking_bound" if is_bound else "unmasking_exact"
-    count, units = len(data.documents.unique()), "rows" if documents is None else "documents"
-    entry |= {"error_over": units, "error_units": len(data.rows) if documents is None else count}
+    count = len(data.documents.unique())
+    entry["se_unit"], entry["se_count"] = ("documents", count) if count > 1 else ("rows", len(data.rows))
     entry |= {"rows": len(data.rows), "documents": count, "bytes": data.bytes, "rows_hash": data.rows_hash}
     entry["seconds"] = time.perf_counter() - started
     described = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": weights_sha256}
@@ -234,7 +232,7 @@ def measure_text(
     if not is_causal:
         described |= {"schedule": "loglinear", "min_time": 0.0 if settings.steps else MIN_TIME}
     described |= {"objective": "score_entropy" if form["score_entropy"] else "cross_entropy", "precision": "float32"}
-    entry["settings"] = described | {"error_over": units, "data": data.settings}
+    entry["settings"] = described | {"data": data.settings}
     return TextNll(entry, nll, data, lm)
 
 
@@ -269,46 +267,38 @@ def compare(model: TextNll, baseline: TextNll) -> dict[str, Any]:
     """
     data, other = model.data, baseline.data
     is_same_rows = data.rows_hash == other.rows_hash
-    is_same_kind = model.entry["is_bound"] == baseline.entry["is_bound"]
-    nats, other_nats = (each.nll.row_nats.numpy() for each in (model, baseline))
-    if is_same_rows:
-        unit, units = group_rows(len(data.rows), data.document_units())
-        placed = other_placed = unit.numpy()
-        over = "rows" if data.document_units() is None else "documents"
-    else:
-        documents, other_documents = data.documents.numpy(), other.documents.numpy()
-        common = np.intersect1d(documents, other_documents)
-        last = min(documents.max(), other_documents.max())
-        placed, other_placed = (
-            np.where(each <= last, np.searchsorted(common, each, "right") - 1, -1)
-            for each in (documents, other_documents)
-        )
-        units, over = len(common), "documents"
-    if is_same_rows and is_same_kind:
+    documents, other_documents, se_unit = data.documents.numpy(), other.documents.numpy(), "documents"
+    if is_same_rows and data.document_units() is None:
+        documents = other_documents = np.arange(len(data.rows))
+        se_unit = "rows"
+    common, last = np.intersect1d(documents, other_documents), min(documents.max(), other_documents.max())
+    if is_same_rows and model.entry["is_bound"] == baseline.entry["is_bound"]:
         counts, other_counts = (each.nll.row_tokens.numpy() for each in (model, baseline))
-        unit_name, scale = "nats/token", 1.0
+        unit, scale = "nats/token", 1.0
     else:
         counts = count_row_bytes(data, model.lm.tokenizer)
         other_counts = counts if is_same_rows else count_row_bytes(other, baseline.lm.tokenizer)
-        unit_name, scale = "bits/byte", 1 / math.log(2)
+        unit, scale = "bits/byte", 1 / math.log(2)
 
-    def total(values: NDArray[Any], places: NDArray[Any]) -> NDArray[Any]:
-        return np.bincount(places[places >= 0], weights=values[places >= 0], minlength=units)
+    def sum_by_document(values: NDArray[Any], numbers: NDArray[Any]) -> NDArray[Any]:
+        is_used = numbers <= last
+        places = np.searchsorted(common, numbers[is_used], "right") - 1
+        return np.bincount(places, weights=values[is_used], minlength=len(common))
 
     difference, stderr = estimate_ratio_difference(
-        total(nats * scale, placed),
-        total(counts, placed),
-        total(other_nats * scale, other_placed),
-        total(other_counts, other_placed),
+        sum_by_document(model.nll.row_nats.numpy() * scale, documents),
+        sum_by_document(counts, documents),
+        sum_by_document(baseline.nll.row_nats.numpy() * scale, other_documents),
+        sum_by_document(other_counts, other_documents),
     )
-    names = {"data": model.entry["data"], "model": model.lm.name, "baseline": baseline.lm.name, "unit": unit_name}
-    return names | {"difference": difference, "se": stderr, "units": units, "error_over": over}
+    names = {"data": model.entry["data"], "model": model.lm.name, "baseline": baseline.lm.name, "unit": unit}
+    return names | {"difference": difference, "se": stderr, "se_unit": se_unit, "se_count": len(common)}
 
 
 def warn_few_units(entry: Mapping[str, Any]) -> list[str]:
     """A warning if the standard error of an entry rests on few documents or rows."""
-    units, over = entry["error_units"], entry["error_over"]
-    return [f"standard error estimated from only {units} {over}"] if units < MIN_UNITS else []
+    count, unit = entry["se_count"], entry["se_unit"]
+    return [f"standard error estimated from only {count} {unit}"] if count < MIN_UNITS else []
 
 
 def list_warnings(estimate: TextNll) -> list[str]:
@@ -363,8 +353,8 @@ def tabulate(entries: Sequence[Mapping[str, Any]]) -> Table:
             kind = KINDS[each["kind"]].format(steps=entry["settings"]["steps"], order=each.get("order"))
             cells = [texts[entry["data"]], names[entry["model"]], kind, *format_estimates(each), each["se_noise"]]
             rows.append([*cells[len(texts) == 1 :], each["tokens"], entry["rows_hash"][:8]])
-    over, count = sorted({entry["error_over"] for entry in entries}), entries[0]["settings"]["count"]
-    notes = [f"± is a standard error over {' or '.join(over)}; {COUNTS[count]}."]
+    units, count = sorted({entry["se_unit"] for entry in entries}), entries[0]["settings"]["count"]
+    notes = [f"± is a standard error over {' or '.join(units)}; {COUNTS[count]}."]
     notes.append("Nats per token compare only on the same rows, bits per byte also between tokenizers and texts.")
     if any(entry["is_bound"] for entry in entries):
         notes.append("≤ is an upper bound: the model may be better, not worse.")
@@ -384,7 +374,7 @@ def tabulate_differences(differences: Sequence[Mapping[str, Any]]) -> Table:
             f"{names[each['model']]} − {names[each['baseline']]}",
             each["unit"],
             Estimate(each["difference"], None if math.isnan(each["se"]) else each["se"]),
-            f"{each['units']:,} {each['error_over']}",
+            f"{each['se_count']:,} {each['se_unit']}",
         ]
         for each in differences
     ]

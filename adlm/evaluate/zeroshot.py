@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from adlm.data.corpora import find_corpus
+from adlm.data.corpora import CORPORA
 from adlm.data.sources import detect_split, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.evaluate.data import EvalDataset, RowLayout, load_eval_data
 from adlm.evaluate.ppl import (
     NllSettings,
+    estimate_texts,
     format_estimates,
     group_warnings,
     list_models,
-    measure_texts,
     pair_models,
     tabulate_differences,
     warn_few_units,
@@ -87,7 +87,7 @@ def find_set(name: str) -> str:
     """The name in `SETS` of a set, which may also be the lineage's name."""
     known = ALIASES.get(name, name)
     if known not in SETS:
-        raise ValueError(f"unknown set {name!r}; known: {', '.join(SETS)}")
+        raise ValueError(f"unknown set {name!r}: expected one of {', '.join(SETS)}")
     return known
 
 
@@ -133,7 +133,7 @@ def locate_sets(
                 raise FileNotFoundError(f"{error}; --skip-missing skips such sets") from error
             missing[name] = str(error)
     if not sources:
-        raise ValueError(f"none of the sets was found: {'; '.join(missing.values())}")
+        raise ValueError(f"none of the sets was found, and at least one is required: {'; '.join(missing.values())}")
     return sources, missing
 
 
@@ -144,7 +144,7 @@ def load_set(source: str, tokenizer: Tokenizer, length: int, **options: Any) -> 
     """
     corpus, _, place = source.partition(":")
     named = detect_split(Path(place).name) if place and Path(place).is_file() else None
-    splits = find_corpus(corpus).splits
+    splits = CORPORA[corpus].splits
     split = named if named and splits.get(named, splits[SPLIT]) != splits[SPLIT] else SPLIT
     return load_eval_data(source, tokenizer, length, split=split, **options | {"rows": options.get("rows") or ROWS})
 
@@ -229,7 +229,7 @@ def zero_shot(
         return replace(data, settings=data.settings | {"stand_in": labels[name]}) if name in labels else data
 
     same: dict[str, Any] = {"batch": batch, "out": out, "context": context, "on_progress": on_progress}
-    estimates = measure_texts(lms, sources, load, NllSettings(draws, seed), length=length, **same)
+    estimates = estimate_texts(lms, sources, load, NllSettings(draws, seed), length=length, **same)
     entries, dropped = [], ("data", "kind", "documents", "seconds", "settings")
     for each in estimates:
         name, settings = each.entry["data"], each.entry["settings"] | each.data.settings

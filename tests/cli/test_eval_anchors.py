@@ -39,10 +39,10 @@ def test_a_model_is_measured_once_drawn_and_printed(tmp_path: Path) -> None:
     words = (trained(), "--data", text(), *FEW, "--samples", 2, "--length", 12, "--steps", 3, "--out", tmp_path)
     found, lm = run_json(*words), adlm.load(trained(), device="cpu")
     (model,) = found["models"]
-    assert [loss["change"] for loss in model["losses"]] == ["none", "noise 0.5", "permuted", "other_row", "stale 2"]
-    assert [sample["change"] for sample in model["samples"]] == ["none", "noise 0.5", "permuted", "stale 2"]
+    assert [loss["perturbation"] for loss in model["losses"]] == ["none", "noise 0.5", "permuted", "other_row", "stale 2"]
+    assert [sample["perturbation"] for sample in model["samples"]] == ["none", "noise 0.5", "permuted", "stale 2"]
     assert {each["sampler"] for each in model["reveals"]} == {"ancestral", "confidence"}
-    assert found["correlations"] == [] and "at least 3 models" in found["no_correlation"][0]
+    assert found["correlations"] == [] and "at least 3 models" in found["skipped_correlations"][0]
     settings = found["settings"]["models"][0]
     assert settings["anchors"] == {"rule": "rare_in_sequence", "max_count": 5}
     assert len(settings["data"]["rows_hash"]) == 64 and found["provenance"]["versions"]["torch"]
@@ -72,8 +72,8 @@ def test_checkpoints_of_several_runs_are_compared(tmp_path: Path) -> None:
         (f"run-seed-{seed}", step) for seed in (1, 2, 3) for step in (2, 4, 6)
     ]
     for model in found["models"]:
-        assert [loss["change"] for loss in model["losses"]] == ["none"]
-        assert [sample["change"] for sample in model["samples"]] == ["none"] and len(model["reveals"]) == 1
+        assert [loss["perturbation"] for loss in model["losses"]] == ["none"]
+        assert [sample["perturbation"] for sample in model["samples"]] == ["none"] and len(model["reveals"]) == 1
     looks = [(each["y"], each["among"], each["points"], each["independent"]) for each in found["correlations"]]
     among = (("all models", 9, 9), ("within runs", 9, 7), ("at equal steps", 9, 3))
     assert looks == [(y, *look) for y in ("nll", "gen_ppl", "entropy") for look in among]
@@ -94,11 +94,11 @@ def test_runs_have_their_own_rules_and_are_compared_by_one() -> None:
         assert find_anchor_rule(adlm.load(name, device="cpu"))[1] == {"rule": "rare_in_sequence", "max_count": 2}
     models = (own, trained(), train_seed(1))
     found = run_json(*models, "--data", text(), *BARE)
-    assert found["correlations"] == [] and "give max_count" in found["no_correlation"][0]
+    assert found["correlations"] == [] and "give max_count" in found["skipped_correlations"][0]
     found = run_json(*models, "--data", text(), *BARE, "--max-count", 2)
-    assert found["correlations"] or "max_count" not in found["no_correlation"][0]
+    assert found["correlations"] or "max_count" not in found["skipped_correlations"][0]
     found = run_json(own, *checkpoints, "--data", text(), *BARE)
-    assert f"{checkpoints[-1]} has the same weights as {own}" in found["no_correlation"][0]
+    assert f"{checkpoints[-1]} has the same weights as {own}" in found["skipped_correlations"][0]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_runs_have_their_own_rules_and_are_compared_by_one() -> None:
         (("--perturb", "loud"), "--perturb 'loud': 'loud' is not a number"),
         (("--perturb", "-1"), "must be finite and not negative"),
         (("--samples", 1), "samples must be 0 or at least 2"),
-        (("--rows", "any"), "rows must be one of"),
+        (("--rows", "any"), "unknown rows 'any': expected one of"),
         (("--judge", "anyone"), "give samples too"),
         (("--window", 8), "window=8 needs a scoring model"),
         (("--data", "nowhere.txt"), "nowhere.txt"),

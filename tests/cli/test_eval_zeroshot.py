@@ -91,7 +91,7 @@ def test_the_table_has_the_numbers_of_the_json(folder: Path, monkeypatch: pytest
     assert "(44.32/47.52/51.28)" in result.stdout and "Bits per byte compare across tokenizers" in result.stdout
     assert all(row["rows_hash"][:8] in result.stdout for row in sets)
     assert "warning: all: tokenizer" in result.stderr and "warning: pubmed: stand-in: abstracts" in result.stderr
-    assert f"standard error estimated from only {pubmed['error_units']} documents" in result.stderr
+    assert f"standard error estimated from only {pubmed['se_count']} documents" in result.stderr
     for columns in (80, 60):
         shown = "".join(narrow_table(monkeypatch, columns, "eval", "zeroshot", trained(), *words))
         for text in (result.stdout, shown):
@@ -129,7 +129,7 @@ def test_a_set_may_be_anywhere(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--sets", "c4"), "unknown set 'c4'; known: lambada, ptb"),
+        (("--sets", "c4"), "unknown set 'c4': expected one of lambada, ptb"),
         (("--set", "c4=x"), "unknown set 'c4'"),
         (("--set", "ptb"), "--set 'ptb' is not NAME=VALUE"),
         (("--set", "ptb=a", "--set", "ptb=b"), "names ptb twice"),
@@ -137,7 +137,7 @@ def test_a_set_may_be_anywhere(folder: Path) -> None:
         (("--sets", "lambada", "--set", "ptb=x"), "ptb has a path or a label and is not evaluated"),
         (("--data-dir", "nowhere"), "is not a folder"),
         (("--sets", "ptb", "--data-dir", "SETS", "--length", "64"), "is more than the 32 tokens"),
-        (("--sets", "ptb", "--data-dir", "SETS", "--rows", "lines"), "rows must be one of wrapped, documents"),
+        (("--sets", "ptb", "--data-dir", "SETS", "--rows", "lines"), "unknown rows 'lines': expected one of wrapped"),
         (("--out", "README.md"), "is a file"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_limit_takes_the_first_rows(tmp_path: Path, rows: Any) -> None:
     prepare(path, tmp_path / "data", tokenizer="bytes", length=32, rows=rows, valid_share=0, workers=1)
     stored = load_eval_data(tmp_path / "data", tokenizer("bytes"), 32, split="train", limit=10)
     assert stored.rows_hash == few.rows_hash and stored.bytes == pytest.approx(few.bytes, rel=0.05)
-    assert "share" in stored.settings["bytes_are"]
+    assert "in proportion" in stored.settings["bytes_source"]
 
 
 def test_long_documents_are_cut_and_it_is_said(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
         (" \n\n", {}, "holds no document"),
         ("a few words", {}, r"fills no row of 64 tokens: it has 11 tokens in 1 docu.*; use a smaller"),
         ("a few\n<|endoftext|>\nwords", {}, r"10 tokens in 2 documents.*rows=documents"),
-        ("text", {"rows": "lines"}, "rows must be one of wrapped, documents, got 'lines'"),
+        ("text", {"rows": "lines"}, "unknown rows 'lines': expected one of wrapped, documents"),
         ("text", {"limit": 0}, "limit must be at least 1, got 0"),
         ("text", {"workers": 0}, "workers must be at least 1, got 0"),
-        ("text", {"words": "bare"}, r"'bare' does not define which tokens begin and end"),
+        ("text", {"words": "bare"}, "'bare' has no BOS or no EOS token"),
         (None, {}, r"cannot be read twice.*save it to a file"),
     ],
 )

@@ -72,13 +72,13 @@ def test_an_entry_is_the_estimate_of_the_nll(texts: dict[str, Path], method: str
     assert found["bits_per_byte"] == pytest.approx(expected.bits_per_byte(data.bytes), rel=1e-5)
     assert found["bits_per_byte_se"] / found["bits_per_byte"] == pytest.approx(found["se"] / found["nll"])
     assert found["is_bound"] == (method != "ar") and found["rows"] == len(data.rows)
-    assert found["error_over"] == "documents" and found["error_units"] == len(data.documents.unique())
+    assert found["se_unit"] == "documents" and found["se_count"] == len(data.documents.unique())
     assert found["rows_hash"] == data.rows_hash and json.loads(json.dumps(found.as_dict())) == found.as_dict()
 
 
-def test_one_document_has_an_error_over_its_rows(texts: dict[str, Path]) -> None:
+def test_one_document_has_an_se_unit_its_rows(texts: dict[str, Path]) -> None:
     found = measure(small(), texts, "one")
-    assert found["error_over"] == "rows" and found["error_units"] == found["rows"] and found["se"] > 0
+    assert found["se_unit"] == "rows" and found["se_count"] == found["rows"] and found["se"] > 0
 
 
 def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +130,9 @@ def test_two_masked_models_are_paired_in_nats_per_token(texts: dict[str, Path]) 
     tokens = torch.zeros_like(apart).index_add_(0, unit, first.row_tokens)
     pulls = (apart - apart.sum() / tokens.sum() * tokens) / tokens.sum()
     expected = math.sqrt(len(pulls) / (len(pulls) - 1) * float(pulls.square().sum()))
-    assert difference["se"] == pytest.approx(expected, rel=1e-6) and difference["units"] == len(pulls)
+    assert difference["se"] == pytest.approx(expected, rel=1e-6) and difference["se_count"] == len(pulls)
     (same,) = measure([small(), small(name="twin")], texts, "one")["differences"]
-    assert same["difference"] == 0 == same["se"] and same["error_over"] == "rows"
+    assert same["difference"] == 0 == same["se"] and same["se_unit"] == "rows"
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
@@ -141,15 +141,15 @@ def test_other_kinds_and_tokenizers_are_paired_in_bits_per_byte(texts: dict[str,
     found = measure(models, texts, "first", rows=rows)
     first, causal, words = found["models"]
     for difference, entry in zip(found["differences"], (causal, words), strict=True):
-        assert difference["unit"] == "bits/byte" and difference["error_over"] == "documents"
-        assert difference["model"] == entry["model"] and 0 < difference["se"] < 2 and difference["units"] > 1
+        assert difference["unit"] == "bits/byte" and difference["se_unit"] == "documents"
+        assert difference["model"] == entry["model"] and 0 < difference["se"] < 2 and difference["se_count"] > 1
     expected = causal["bits_per_byte"] - first["bits_per_byte"]
     assert found["differences"][0]["difference"] == pytest.approx(expected, rel=1e-5)
     data = load_eval_data(texts["first"], models[0].tokenizer, 32, rows=rows)
     sizes = count_row_bytes(data, models[0].tokenizer)
     assert sizes.sum() == pytest.approx(data.bytes) and sizes.min() >= 0
     if rows == "documents":  # rows are documents, for every tokenizer
-        assert found["differences"][1]["units"] == len(data.rows)
+        assert found["differences"][1]["se_count"] == len(data.rows)
         estimates = [
             (estimate_nll(each.model, part.rows, draws=2, seed=3).row_nats.numpy() / math.log(2),
              count_row_bytes(part, each.tokenizer))
@@ -222,6 +222,6 @@ def test_a_warning_names_what_it_applies_to(marked: list[tuple[str, str]], which
     reasons = [["other rows"] * ((entry["set"], entry["model"]) in marked) for entry in entries]
     assert group_warnings(reasons, entries, "set") == [f"{which}: other rows"]
     assert group_warnings([["other rows"]], entries[:1], "set") == ["other rows"]
-    few: dict[str, Any] = {"error_units": 19, "error_over": "documents"}
+    few: dict[str, Any] = {"se_count": 19, "se_unit": "documents"}
     assert warn_few_units(few) == ["standard error estimated from only 19 documents"]
-    assert warn_few_units(few | {"error_units": 20}) == []
+    assert warn_few_units(few | {"se_count": 20}) == []

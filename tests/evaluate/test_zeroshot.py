@@ -98,7 +98,7 @@ def test_the_table_names_corpora_and_the_papers_numbers() -> None:
     assert [each.paper[0] for each in SETS.values()] == [44.32, 95.37, 31.94, 31.94, 64.43, 55.72, 37.56, 33.69]
     lineage = ["lm1b-gpt2", "wikitext-2", "scientific_papers_arxiv", "ptb"]
     assert [find_set(name) for name in lineage] == ["lm1b", "wikitext2", "arxiv", "ptb"]
-    with pytest.raises(ValueError, match=r"unknown set 'c4'; known: lambada, ptb, .*, pubmed, arxiv"):
+    with pytest.raises(ValueError, match=r"unknown set 'c4': expected one of lambada, ptb, .*, pubmed, arxiv"):
         find_set("c4")
 
 
