@@ -64,7 +64,7 @@ def prepare(
         if out is None:
             raise ValueError("--out is required: a folder, which may be new")
         if source is None and not check:
-            raise ValueError("SOURCE is required: a file, a folder or the name of a data set")
+            raise ValueError("SOURCE is required: a file, a folder or the name of a dataset")
         if source is not None:
             settings: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "rows": rows, "split": split}
             settings |= {"valid": valid, "valid_share": valid_share, "train_tokenizer": train_tokenizer}
@@ -99,21 +99,19 @@ def show_progress(console: Console) -> Iterator[Callable[[PrepareProgress], None
     """Context manager: a progress bar on a terminal, elsewhere a line every few seconds."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    tasks: dict[str, Any] = {}
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     last = time.perf_counter()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
 
-    def update(progress: PrepareProgress) -> None:
-        nonlocal last
-        if progress.split not in tasks:
-            tasks[progress.split] = bar.add_task(progress.split, total=progress.total)
-        bar.update(tasks[progress.split], completed=progress.consumed, description=format_progress(progress))
-        if not console.is_terminal and time.perf_counter() - last >= LOG_SECONDS:
-            last = time.perf_counter()
-            console.print(format_progress(progress), markup=False)
+        def update(progress: PrepareProgress) -> None:
+            nonlocal last
+            line = format_progress(progress)
+            bar.update(task, completed=progress.consumed, total=progress.total, description=line)
+            if not console.is_terminal and time.perf_counter() - last >= LOG_SECONDS:
+                last = time.perf_counter()
+                console.print(line, markup=False)
 
-    with bar:
         yield update
 
 
@@ -147,5 +145,5 @@ def print_summary(console: Console, manifest: dict[str, Any], out: Path) -> None
         markup=False,
     )
     if label := manifest["source"].get("stand_in"):
-        console.print(f"a stand-in for the data set of that name: {label}", markup=False)
+        console.print(f"a stand-in for the dataset of that name: {label}", markup=False)
     console.print(f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN", markup=False)

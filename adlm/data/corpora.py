@@ -1,8 +1,7 @@
-"""Named data sets of the MDLM lineage: their place on the Hugging Face Hub and how their text becomes documents.
+"""Named datasets of the MDLM lineage: their place on the Hugging Face Hub and how their text becomes documents.
 
-The Hub's repositories hold Parquet files. Where the main branch of a repository holds a loading script, which
-`datasets` no longer runs, `revision` is the branch with the Hub's conversion. `open_source("lm1b:PATH")` reads the same
-content from local files.
+Where the main branch of a repository holds a loading script, which `datasets` no longer runs, `revision` is the branch
+with the Hub's conversion to Parquet. `open_source("lm1b:PATH")` reads the same content from local files.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ CONVERTED = "refs/convert/parquet"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A named data set: its Hub location, its document rule and the paper's settings; the defaults are plain text's."""
+    """A named dataset: its Hub location, its document rule and the paper's settings; the defaults are plain text's."""
 
     hub: str = ""
     config: str | None = None
@@ -30,7 +29,7 @@ class Corpus:
     files: tuple[str, ...] = ()  # file name patterns of text files without a known suffix
     # Character range of each split where one plain text file holds all splits.
     characters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    stand_ins: Mapping[str, str] = field(default_factory=dict)  # columns that only approximate the data set: a label
+    stand_ins: Mapping[str, str] = field(default_factory=dict)  # columns that only approximate the dataset: a label
 
 
 HELD_OUT = {"train": "train", "valid": "validation", "test": "test"}
@@ -82,9 +81,7 @@ CORPORA: dict[str, Corpus] = {
 ALIASES = {"openwebtext": "openwebtext-split", "wikitext-2": "wikitext2", "wikitext-103": "wikitext103"}
 
 
-def find_corpus(name: str) -> Corpus:
-    """Return the data set with this name or alias."""
-    known = ALIASES.get(name, name)
-    if known not in CORPORA:
-        raise ValueError(f"data set {name!r} is unknown: choose one of {', '.join([*CORPORA, *ALIASES])}")
-    return CORPORA[known]
+def find_corpus(spec: object) -> Corpus | None:
+    """Return the dataset that a source names, also in the form NAME:PATH; None for a path or an unknown name."""
+    name = spec.partition(":")[0] if isinstance(spec, str) else ""
+    return CORPORA.get(ALIASES.get(name, name))

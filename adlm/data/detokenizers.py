@@ -93,10 +93,3 @@ DETOKENIZERS: dict[str, Detokenizer] = {
     "lambada": lambda text: "\n" + text.replace("“", '"').replace("”", '"').strip(),
     "scientific_papers": lambda text: _apply(_apply(text, WIKITEXT), BILLION_WORDS),
 }
-
-
-def find_detokenizer(name: str) -> Detokenizer:
-    """Return the detokenizer with this name."""
-    if name not in DETOKENIZERS:
-        raise ValueError(f"detokenizer {name!r} is unknown: choose one of {', '.join(DETOKENIZERS)}")
-    return DETOKENIZERS[name]

@@ -8,7 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, cast
 
 Documents = Iterator[tuple[str, int]]
 
-SEPARATOR = b"<|endoftext|>"
+# A line that is exactly the separator; the lookbehind comes second, so that the search is for a literal.
+SEPARATOR_LINE = rb"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
 BLANK_LINES = re.compile(r"(?:[ \t]*\n)*")
 CHUNK_BYTES = 1 << 20
 TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
@@ -60,29 +61,10 @@ def decode_bytes(data: bytes | bytearray, path: Path, offset: int) -> str:
 FindCuts = Callable[[bytearray, int, bool], Iterator[tuple[int, int]]]
 
 
-def _find_separators(data: bytearray, start: int, is_end: bool) -> Iterator[tuple[int, int]]:
-    """Find lines that are exactly the separator. (The data begins at the beginning of a line.)"""
-    while (at := data.find(SEPARATOR, start)) >= 0:
-        start = at + len(SEPARATOR)
-        if at == 0 or data[at - 1] == ord("\n"):
-            after = bytes(data[start : start + 2])
-            if after[:1] == b"\n" or after == b"\r\n":
-                yield at, start + after.index(b"\n") + 1
-            elif is_end and after in (b"", b"\r"):
-                yield at, len(data)
-
-
-def _find_pattern(pattern: bytes) -> FindCuts:
-    compiled = re.compile(pattern)
-    return lambda data, start, is_end: (match.span() for match in compiled.finditer(data, start))
-
-
-def _strip_last_newline(text: str) -> str:
-    return text.removesuffix("\n")  # it closes the document
-
-
-def _strip_blank_lines(text: str) -> str:
-    return BLANK_LINES.sub("", text, count=1).rstrip()
+def _find_pattern(inside: bytes, at_end: bytes | None = None) -> FindCuts:
+    """Find a pattern, or another one where the data are the end of the file."""
+    patterns = re.compile(inside), re.compile(at_end or inside)
+    return lambda data, start, is_end: (match.span() for match in patterns[is_end].finditer(data, start))
 
 
 @dataclass(frozen=True)
@@ -90,19 +72,23 @@ class DocumentRule:
     """Where documents end in plain text, and what is kept of each."""
 
     find_cuts: FindCuts
-    reach: int  # a cut that begins further than this from the end of the data has been seen whole
-    clean: Callable[[str], str]
+    reach: int = 0  # a cut that begins further than this from the end of the data has been seen whole
+    clean: Callable[[str], str] = lambda text: text.removesuffix("\n")  # it closes the document
     needs_cut: bool = False
     keeps_blank: bool = False  # as the empty text; else blank documents are skipped
 
 
+_separators = DocumentRule(_find_pattern(SEPARATOR_LINE + rb"\n", SEPARATOR_LINE + rb"(?:\n|\Z)"), reach=15)
+_lines = _find_pattern(rb"\n")
 RULES: dict[str, DocumentRule] = {
-    "auto": DocumentRule(_find_separators, len(SEPARATOR) + 2, _strip_last_newline),
-    "file": DocumentRule(lambda data, start, is_end: iter(()), 0, _strip_last_newline),
-    "line": DocumentRule(_find_pattern(rb"\n"), 0, str.strip),
-    "blank": DocumentRule(_find_pattern(rb"\n[ \t\r]*\n"), 1 << 12, _strip_blank_lines),
-    "separator": DocumentRule(_find_separators, len(SEPARATOR) + 2, _strip_last_newline, needs_cut=True),
-    "every-line": DocumentRule(_find_pattern(rb"\n"), 0, lambda text: f"{text}\n", keeps_blank=True),
+    "auto": _separators,
+    "file": DocumentRule(lambda data, start, is_end: iter(())),
+    "line": DocumentRule(_lines, clean=str.strip),
+    "blank": DocumentRule(
+        _find_pattern(rb"\n[ \t\r]*\n"), 1 << 12, lambda text: BLANK_LINES.sub("", text, count=1).rstrip()
+    ),
+    "separator": replace(_separators, needs_cut=True),
+    "every-line": DocumentRule(_lines, clean=lambda text: f"{text}\n", keeps_blank=True),
 }
 
 
@@ -129,7 +115,7 @@ def read_text(path: Path, rule: DocumentRule) -> Documents:
         offset += start
         searched = max(0, len(data) - rule.reach)
     if rule.needs_cut and not n_cuts:
-        raise ValueError(f"{path} has no line {SEPARATOR.decode()!r}: use documents='file', 'line' or 'blank'")
+        raise ValueError(f"{path} has no line '<|endoftext|>': use documents='file', 'line' or 'blank'")
     if data and (text := decode_document(data, offset)) is not None:
         yield text, position
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from adlm.data import shards
-from adlm.data.corpora import ALIASES, CORPORA, Corpus
+from adlm.data.corpora import Corpus, find_corpus
 from adlm.data.packing import Framing, PackedRows, Packer
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows, ShardWriter
 from adlm.data.sources import Source, open_source
@@ -74,7 +74,7 @@ def prepare(
     A named corpus has its own tokenizer, length, rows and valid split; otherwise the defaults are gpt2, 1024, wrapped,
     and the last rows of the stream.
     """
-    corpus = find_named_corpus(source)
+    corpus = find_corpus(source)
     defaults = corpus or Corpus()
     given_tokenizer, tokenizer = tokenizer, tokenizer or defaults.tokenizer
     length, rows = length or defaults.length, rows or defaults.rows
@@ -115,18 +115,10 @@ def prepare(
     }
     settings = json.loads(json.dumps(settings))
     job = Preparation(Path(out), settings, workers or count_cores(), on_progress or (lambda _: None))
-    if overwrite:
-        remove_prepared(job.folder)
+    if overwrite and any((job.folder / name).is_file() for name in (PROGRESS, MANIFEST)):
+        remove_files(job.folder)
     manifest = begin_or_resume(job)
     return run_preparation(job, sources, loaded) if manifest is None else manifest
-
-
-def find_named_corpus(source: str | Path | Source) -> Corpus | None:
-    """Return the corpus that a source names, also in the form NAME:PATH."""
-    if not isinstance(source, str):
-        return None
-    name = source.split(":")[0]
-    return CORPORA.get(ALIASES.get(name, name))
 
 
 def count_cores() -> int:
@@ -182,7 +174,7 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if is_finished := (job.folder / MANIFEST).is_file():
         old = shards.read_manifest(job.folder)
     elif (job.folder / PROGRESS).is_file():
-        old = shards.read_state_file(job.folder / PROGRESS)
+        old = shards.read_state(job.folder / PROGRESS, shards.STATE_KEYS)
     elif foreign := [path.name for path in list_files(job.folder) if path.suffix != ".part"]:
         raise ValueError(f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out")
     if old is not None and not any(split["shards"] for split in old["splits"].values()):
@@ -276,7 +268,7 @@ def write_split(
         job.on_progress(PrepareProgress(split, consumed, source.total_bytes, text, tokens, rows, seconds))
     writer.close()
     if rows == 0:
-        remove_prepared(job.folder)
+        remove_files(job.folder)
         counted = f"{tokens:,} tokens in {packer.documents:,} documents"
         problem = f"{source.name} ({split}) fills no row of length {framing.length} with {counted}"
         raise ValueError(f"{problem}: choose a smaller --length or more text")
@@ -291,7 +283,7 @@ def cut_valid(job: Preparation, dtype: str) -> None:
         rows = job.open_train_rows(dtype)
         cut = len(rows) - count_valid_rows(len(rows), job.settings["valid"]["share"])
         if cut < 1:
-            remove_prepared(job.folder)
+            remove_files(job.folder)
             raise ValueError(
                 f"{len(rows)} rows of length {job.settings['length']} are too few for a train and a valid split: "
                 "choose a smaller --length, more text, or --valid-share 0"
@@ -368,17 +360,11 @@ def list_files(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: (path.name.startswith((PROGRESS, MANIFEST)), path.name))
 
 
-def remove_files(folder: Path, endings: tuple[str, ...]) -> None:
-    """Remove the files of a preparation whose names end so."""
+def remove_files(folder: Path, endings: tuple[str, ...] = ("",)) -> None:
+    """Remove the files of a preparation, by default all of them."""
     for path in list_files(folder):
         if path.name.endswith(endings):
             path.unlink()
-
-
-def remove_prepared(folder: Path) -> None:
-    """Remove what a preparation wrote; a folder without manifest and progress is left alone."""
-    if (folder / PROGRESS).is_file() or (folder / MANIFEST).is_file():
-        remove_files(folder, ("",))
 
 
 def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -24,7 +24,8 @@ from adlm.data.tokenizers import Tokenizer
 
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
-REQUIRED_KEYS = ("tokenizer", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")  # of a manifest
+STATE_KEYS = ("settings", "settings_sha256", "tokenizer", "splits")  # of a progress file and a manifest
+MANIFEST_KEYS = (*STATE_KEYS, "format", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
@@ -155,23 +156,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (folder / PROGRESS).is_file():
             raise ValueError(f"{folder} is not finished: run the same `adlm prepare` again to resume it")
         raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
-    manifest: dict[str, Any] = read_state_file(folder / MANIFEST)
-    if (number := manifest.get("format")) != FORMAT:
-        raise ValueError(f"{folder / MANIFEST} has format {number!r}, this version reads {FORMAT}: {PREPARE_AGAIN}")
-    if missing := [key for key in REQUIRED_KEYS if key not in manifest]:
-        raise ValueError(f"{folder / MANIFEST} has no {', '.join(missing)}: {PREPARE_AGAIN}")
-    return manifest
+    return read_state(folder / MANIFEST, MANIFEST_KEYS)
 
 
-def read_state_file(path: Path) -> dict[str, Any]:
-    """Read a manifest or a progress file."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): {PREPARE_AGAIN}") from error
-    if not isinstance(content, dict) or "splits" not in content or "settings_sha256" not in content:
-        raise ValueError(f"{path} does not describe prepared data (no splits or settings_sha256): {PREPARE_AGAIN}")
-    return content
+def read_state(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """Read a manifest or a progress file, which must have these keys."""
+    content = read_json(path, PREPARE_AGAIN)
+    state: dict[str, Any] = content if isinstance(content, dict) else {}
+    if (number := state.get("format", FORMAT)) != FORMAT:
+        raise ValueError(f"{path} has format {number!r}, this version reads {FORMAT}: {PREPARE_AGAIN}")
+    if missing := [key for key in keys if key not in state]:
+        raise ValueError(f"{path} has no {', '.join(missing)}: {PREPARE_AGAIN}")
+    return state
 
 
 def load_checked_tokenizer(folder: Path, expected: Mapping[str, Any]) -> Tokenizer:
@@ -292,6 +288,14 @@ def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
         problem = f"has the checksum {digest[:12]}…, {sha256[:12]}… expected"
     if problem:
         raise ValueError(f"{path} {problem}: copy it again or {PREPARE_AGAIN}")
+
+
+def read_json(path: Path, remedy: str = "the file is damaged") -> Any:
+    """Read a JSON file."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
 
 
 def hash_file(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Sources of documents: local files and folders, named data sets, the Hugging Face Hub.
+"""Sources of documents: local files and folders, named datasets, the Hugging Face Hub.
 
 A source has a name, an identity and a reader. The identity holds what decides the documents (content, not paths or
 times), so that a preparation recognizes the source that it was made from.
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from adlm.data import formats
-from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus
-from adlm.data.detokenizers import Detokenizer, find_detokenizer
+from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus, find_corpus
+from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import EXTRA, RULES, TABLES, Documents, get_suffix
 
 READER = 1  # goes up when the same files would give other documents
@@ -90,18 +90,21 @@ def open_source(
     documents: str = "auto",
     detokenizer: str | None = None,
 ) -> Source:
-    """Open a file, a folder, a named data set, `name:PATH` (its content in local files) or `owner/name:config` (Hub).
+    """Open a file, a folder, a named dataset, `name:PATH` (its content in local files) or `owner/name:config` (Hub).
 
-    The arguments override the settings of a named data set; `detokenizer="none"` switches its detokenizer off.
+    The arguments override the settings of a named dataset; `detokenizer="none"` switches its detokenizer off.
     """
-    if documents not in RULES:
-        raise ValueError(f"documents {documents!r} is unknown: choose one of {', '.join(RULES)}")
-    name, colon, place = str(spec).partition(":")
-    corpus = CORPORA.get(ALIASES.get(name, name)) if isinstance(spec, str) else None
+    corpus = find_corpus(spec)
     settings = corpus or Corpus()
-    detokenizer = detokenizer or settings.detokenizer
-    clean = find_detokenizer(detokenizer) if detokenizer not in (None, "none") else None
-    request = SourceRequest(str(spec), split, column, documents, detokenizer if clean else None, clean, settings)
+    detokenizer = detokenizer or settings.detokenizer or "none"
+    if documents not in RULES:
+        raise ValueError(f"unknown documents {documents!r}: expected one of {', '.join(RULES)}")
+    if detokenizer not in ("none", *DETOKENIZERS):
+        raise ValueError(f"unknown detokenizer {detokenizer!r}: expected one of {', '.join(DETOKENIZERS)}, none")
+    name, colon, place = str(spec).partition(":")
+    request = SourceRequest(
+        str(spec), split, column, documents, None if detokenizer == "none" else detokenizer, settings
+    )
     if corpus is not None and not colon:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
     if corpus is not None:
@@ -113,7 +116,7 @@ def open_source(
     if hub := HUB_NAME.fullmatch(spec):
         return _open_hub(hub[1], hub[2], hub[3], request)
     known = ", ".join([*CORPORA, *ALIASES, "owner/name[:config][@revision] of the Hub"])
-    raise FileNotFoundError(f"{spec!r} is no file, no folder and no named data set: check the name ({known})")
+    raise FileNotFoundError(f"{spec!r} is no file, no folder and no named dataset: check the name ({known})")
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,10 @@ class SourceRequest:
     column: str | None
     documents: str
     detokenizer: str | None
-    clean: Detokenizer | None
     corpus: Corpus
 
     def resolve_split(self) -> Split:
-        """Return the split, in the names of the Hub for a named data set."""
+        """Return the split, in the names of the Hub for a named dataset."""
         split = Split.parse(self.split)
         if not self.corpus.splits:
             return split
@@ -145,10 +147,11 @@ class SourceRequest:
 
     def clean_documents(self, documents: Documents, split: Split) -> Documents:
         """Apply the detokenizer; no document at all is an error."""
+        clean = DETOKENIZERS[self.detokenizer] if self.detokenizer else str
         is_empty = True
         for text, position in documents:
             is_empty = False
-            yield (self.clean(text) if self.clean else text), position
+            yield clean(text), position
         if is_empty:
             raise ValueError(f"{self.name} holds no document in {split}: give a source or a split with text in it")
 
@@ -183,15 +186,16 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
         raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
     rule = corpus.documents if request.documents == "auto" else request.documents
     columns = _find_columns(tables, request) if tables else ()
-    characters = _find_characters(request, files)
+    characters = None
+    if corpus.characters and not tables and len(files) == 1 and not detect_split(files[0][0]):
+        characters = corpus.characters["valid" if request.split == "validation" else request.split]
 
     def read_all() -> Documents:
         before = 0
         for _, path in files:
             is_table = get_suffix(path) in TABLES
-            for text, position in (
-                formats.read_table(path, columns) if is_table else formats.read_text(path, RULES[rule])
-            ):
+            documents = formats.read_table(path, columns) if is_table else formats.read_text(path, RULES[rule])
+            for text, position in documents:
                 yield text, before + position
             before += path.stat().st_size
 
@@ -202,7 +206,9 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
 
     def read() -> Documents:
         start, stop = split.resolve_bounds(count)
-        documents = _cut_characters(islice(read_all(), start, stop), characters, request.name)
+        documents: Documents = islice(read_all(), start, stop)
+        if characters:
+            documents = _cut_characters(documents, *characters, request.name)
         return request.clean_documents(documents, split)
 
     identity = {
@@ -263,13 +269,13 @@ def select_split_files(files: list[tuple[str, Path]], split: str, root: Path) ->
     splits = {name: detect_split(name) for name, _ in files}
     if split == "all" or not any(splits.values()):
         return files
-    if unnamed := [name for name, found in splits.items() if found is None]:
-        named = next(name for name, found in splits.items() if found)
+    if unnamed := [name for name in splits if splits[name] is None]:
+        named = next(name for name in splits if splits[name])
         raise ValueError(f"{root}: {named} is named after a split, {unnamed[0]} is not: rename it, or use split='all'")
     if chosen := [(name, path) for name, path in files if splits[name] == SPLIT_WORDS.get(split, split)]:
         return chosen
-    there = ", ".join(sorted({found for found in splits.values() if found}))
-    raise ValueError(f"{root} has no file of the split {split!r}; it has {there}: choose one of these, or give a file")
+    known = ", ".join(sorted({str(named) for named in splits.values()}))
+    raise ValueError(f"{root} has no file of the split {split!r}; it has {known}: choose one of these, or give a file")
 
 
 def _fingerprint(name: str, path: Path) -> dict[str, Any]:
@@ -284,18 +290,9 @@ def _fingerprint(name: str, path: Path) -> dict[str, Any]:
     return {"name": name, "bytes": size, "sha256_of_ends": digest.hexdigest()}
 
 
-def _find_characters(request: SourceRequest, files: list[tuple[str, Path]]) -> tuple[int, int] | None:
-    """Return the character range of the split in a file that holds all splits; a file named after a split is that."""
-    characters = request.corpus.characters
-    if not characters or len(files) > 1 or detect_split(files[0][0]) or get_suffix(files[0][1]) in TABLES:
-        return None
-    return characters["valid" if request.split == "validation" else request.split]
-
-
-def _cut_characters(documents: Documents, characters: tuple[int, int] | None, name: str) -> Documents:
-    start, stop = characters or (0, None)
+def _cut_characters(documents: Documents, start: int, stop: int, name: str) -> Documents:
     for text, position in documents:
-        if stop is not None and len(text) < stop:
+        if len(text) < stop:
             raise ValueError(f"{name} has {len(text):,} characters, its splits need {stop:,}: give the whole file")
         yield text[start:stop], position
 
@@ -304,12 +301,8 @@ def _find_columns(tables: list[Path], request: SourceRequest) -> tuple[str, ...]
     """Return the columns to read, from the first table that has a row."""
     for path in tables:
         if columns := formats.read_columns(path):
-            return choose_columns(
-                columns,
-                request.column or request.corpus.column,
-                str(path),
-                is_numbered=get_suffix(path) in formats.NUMBERED,
-            )
+            is_numbered = get_suffix(path) in formats.NUMBERED
+            return choose_columns(columns, request.column or request.corpus.column, str(path), is_numbered=is_numbered)
     raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
 
 

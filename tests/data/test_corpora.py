@@ -39,9 +39,10 @@ def test_every_entry_speaks_of_things_there_are() -> None:
 
 
 def test_aliases() -> None:
-    assert {find_corpus(alias).hub for alias in ALIASES} == {"Skylion007/openwebtext", "Salesforce/wikitext"}
-    with pytest.raises(ValueError, match=r"'c4' is unknown: choose one of lm1b, .*wikitext-103"):
-        find_corpus("c4")
+    assert {alias: find_corpus(f"{alias}:PATH") for alias in ALIASES} == {
+        alias: CORPORA[name] for alias, name in ALIASES.items()
+    }
+    assert find_corpus("c4") is find_corpus(Path("lm1b")) is None
 
 
 # Local files of the same content. The sentences are made up, but for the excerpt of WikiText.

@@ -340,7 +340,7 @@ def test_a_shard_that_was_hurt_while_the_run_stood_still_is_told(tmp_path: Path)
     harms: list[tuple[Callable[[], object], str]] = [
         (lambda: os.truncate(tmp_path / "train-00001.bin", 100), "train-00001.bin has 100 bytes, 12,800 expected"),
         ((tmp_path / "train-00001.bin").unlink, "train-00001.bin is missing"),
-        (lambda: (tmp_path / "progress.json").write_text("{"), "progress.json is not valid JSON"),
+        (lambda: (tmp_path / "progress.json").write_text("{"), "progress.json is not JSON"),
     ]
     for harm, message in harms:
         harm()

@@ -279,9 +279,9 @@ def test_a_source_that_is_not_there(spec: str, message: str) -> None:
         ("a.csv", b"text\n", {}, r"holds no document"),
         ("a.txt", b"x", {"column": "text"}, r"column 'text' is for tables"),
         ("a.jsonl", b'{"text": "x"}', {"documents": "line"}, r"a row is a document"),
-        ("a.txt", b"x", {"documents": "page"}, r"'page' is unknown: choose one of auto, file, line"),
+        ("a.txt", b"x", {"documents": "page"}, r"unknown documents 'page': expected one of auto, file, line"),
         ("a.txt", b"x", {"documents": "separator"}, r"has no line '<\|endoftext\|>'"),
-        ("a.txt", b"x", {"detokenizer": "moses"}, r"'moses' is unknown: choose one of wikitext"),
+        ("a.txt", b"x", {"detokenizer": "moses"}, r"unknown detokenizer 'moses': expected one of wikitext"),
     ],
 )
 def test_what_is_wrong_with_it(tmp_path: Path, name: str, content: bytes, how: dict[str, Any], message: str) -> None:
