@@ -57,8 +57,8 @@ def draw_page(trajectories: list[adlm.Trajectory], path: Path) -> None:
         media(driver, prefers_reduced_motion="reduce")
         driver.get(page.as_uri())
         driver.execute_script(f"scrub.value = {int(MOMENT * STEPS)}; scrub.dispatchEvent(new Event('input'))")
-        cells = driver.find_elements("css selector", ".text .cell[data-state=hidden]")
-        ActionChains(driver).move_to_element(cells[3]).perform()
+        tokens = driver.find_elements("css selector", ".text .token[data-state=hidden]")
+        ActionChains(driver).move_to_element(tokens[3]).perform()
         driver.save_screenshot(str(path))
 
 

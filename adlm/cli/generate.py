@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from adlm.view.trajectory import Trajectory, TrajectoryFrame
 
 GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal the first
-GIF_WIDTHS = {1: 720, 2: 1080}  # pixels by number of panels
 
 
 @dataclass(frozen=True)
@@ -268,9 +267,7 @@ def write_outputs(runs: list[GenerationRun], trajectories: list[Trajectory], set
     if settings.gif is not None:
         from adlm.view.gif import write_gif
 
-        width = GIF_WIDTHS[len(trajectories)]
-        write_gif(trajectories, settings.gif, width=width, show_guesses=settings.guesses)
-        lines.append(f"wrote {settings.gif}")
+        lines.append(f"wrote {write_gif(trajectories, settings.gif)}")
     for line in lines:
         output.status_console().print(str(line), style="dim", markup=False)
 

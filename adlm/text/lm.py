@@ -274,7 +274,7 @@ class LMEngine:
         """Collect the frames of a request's first text."""
         guesser = "anchor network" if self.model.anchor is not None else "network"
         title = title or f"{self.name} · {request.settings['sampler']}"
-        return Trajectory(title, frames[-1].text, tuple(frames), seconds, request.settings, guesser)
+        return Trajectory(title, tuple(frames), seconds, request.settings, guesser)
 
 
 class LM(LMEngine):

@@ -49,7 +49,7 @@ GUESS_STYLES = tuple(Style(color=f"color({number})") for number in (245, 98, 168
 BAR_DONE, BAR_REST = Style(color="color(31)"), Style(color="color(245)", dim=True)
 
 # GIF: the colors of player.css.
-PAPER, INK, QUIET, LINE, ACCENT = "#fbf9f4", "#23211d", "#6d675d", "#e0dacd", "#355f9e"
+PAPER, INK, QUIET = "#fbf9f4", "#23211d", "#6d675d"
 BLOCK, SURE_BLOCK = "#e3ddd0", "#f2b04a"
 REVEALED_GROUND, REMASKED_GROUND = "#c5e9d3", "#f8d8ca"
 REVEALED_MARK, REMASKED_MARK, ANCHOR_MARK, GIVEN_INK = "#15804f", "#c2410c", "#6a4fb3", "#1d5fa8"

@@ -4,49 +4,49 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const isMasked = (cell) => cell.state === "hidden" || cell.state === "remasked";
+  const isMasked = (token) => token.state === "hidden" || token.state === "remasked";
 
   function element(tag, className, ...children) {
-    const made = document.createElement(tag);
-    if (className) made.className = className;
-    made.append(...children);
-    return made;
+    const node = document.createElement(tag);
+    if (className) node.className = className;
+    node.append(...children);
+    return node;
   }
 
-  // --- The data: every still in full; a cell that did not change is the same object. ---
+  // --- The data: every frame in full; a token that did not change is the same object. ---
 
-  function decoded(recording) {
-    let cells = [];
-    return recording.stills.map(([step, nfe, flat]) => {
-      cells = cells.slice();
+  function decodeFrames(trajectory) {
+    let tokens = [];
+    return trajectory.frames.map(([step, nfe, flat]) => {
+      tokens = tokens.slice();
       for (let i = 0, at = -1; i < flat.length; ) {
         at += flat[i++];
         const kind = flat[i++];
-        const text = recording.strings[flat[i++]];
+        const text = trajectory.strings[flat[i++]];
         const guesses = [];
-        for (let left = flat[i++]; left > 0; left--) guesses.push([recording.strings[flat[i++]], flat[i++] / 1000]);
-        cells[at] = { state: data.states[kind >> 1], isAnchor: kind % 2 === 1, text, guesses };
+        for (let left = flat[i++]; left > 0; left--) guesses.push([trajectory.strings[flat[i++]], flat[i++] / 1000]);
+        tokens[at] = { state: data.states[kind >> 1], isAnchor: kind % 2 === 1, text, guesses };
       }
-      return { step, nfe, cells };
+      return { step, nfe, tokens };
     });
   }
 
-  // What happened to one position: [index of the still, words], a line for each change.
-  function history(stills, place) {
+  // What happened to one position: [index of the frame, words], a line for each change.
+  function history(frames, place) {
     const events = [];
     let before = null;
-    stills.forEach((still, index) => {
-      const cell = still.cells[place];
-      if (cell === before) return;
-      const said =
-        cell.state === "revealed" ? `revealed as ${quoted(cell.text)}`
-        : cell.state === "remasked" ? "remasked"
-        : before && isMasked(cell) === isMasked(before) && cell.text === before.text ? null
-        : isMasked(cell) ? "hidden"
-        : cell.state === "given" ? `given: ${quoted(cell.text)}`
-        : `reads ${quoted(cell.text)}`;
-      if (said) events.push([index, said]);
-      before = cell;
+    frames.forEach((frame, index) => {
+      const token = frame.tokens[place];
+      if (token === before) return;
+      const label =
+        token.state === "revealed" ? `revealed as ${quoted(token.text)}`
+        : token.state === "remasked" ? "remasked"
+        : before && isMasked(token) === isMasked(before) && token.text === before.text ? null
+        : isMasked(token) ? "hidden"
+        : token.state === "given" ? `given: ${quoted(token.text)}`
+        : `reads ${quoted(token.text)}`;
+      if (label) events.push([index, label]);
+      before = token;
     });
     return events;
   }
@@ -62,7 +62,7 @@
     return text.includes("\n") ? ["", "", text] : ["", text, ""];
   }
 
-  // --- One panel for each recording. ---
+  // --- One panel for each trajectory. ---
 
   const GUESS_SIZE = 0.92; // of the text's, as in the style
   const brush = document.createElement("canvas").getContext("2d");
@@ -77,21 +77,21 @@
     return widths.get(key);
   }
 
-  function makePanel(recording) {
-    const stills = decoded(recording);
-    const last = stills[stills.length - 1];
+  function makePanel(trajectory) {
+    const frames = decodeFrames(trajectory);
+    const last = frames[frames.length - 1];
     const text = element("div", "text");
     text.translate = false;
-    const cells = last.cells.map((final, place) => {
+    const tokens = last.tokens.map((final, place) => {
       const parts = ["gap", "ink", "gap"].map((name) => element("span", name));
-      const cell = element("span", "cell", ...parts);
-      cell.tabIndex = place === 0 ? 0 : -1;
-      cell.dataset.place = place;
+      const token = element("span", "token", ...parts);
+      token.tabIndex = place === 0 ? 0 : -1;
+      token.dataset.place = place;
       const [lead, ink, tail] = pieces(final.text);
       // Where nothing or a new line will stand there is a small block as well.
-      return { cell, parts, ghost: [lead, ink || "\u2002", tail] };
+      return { token, parts, ghost: [lead, ink || "\u2002", tail] };
     });
-    text.append(...cells.map((each) => each.cell));
+    text.append(...tokens.map((each) => each.token));
     const step = element("b", "step");
     const nfe = element("b", "nfe");
     const seen = element("b", "seen");
@@ -100,47 +100,47 @@
       "div", "counts",
       element("span", "", "step ", step, ` of ${last.step}`),
       element("span", "", element("abbr", "", "NFE"), " ", nfe),
-      element("span", "", seen, ` of ${cells.length} visible`),
+      element("span", "", seen, ` of ${tokens.length} visible`),
     );
     counts.querySelector("abbr").title = "network evaluations so far";
-    const panel = element("section", "panel", element("div", "head", element("h2", "", recording.title), counts));
-    panel.append(element("div", "share", share), text, settings(recording, last));
-    panel.setAttribute("aria-label", recording.title);
-    const made = { recording, stills, panel, text, cells, step, nfe, seen, share, index: -1, shown: [] };
-    text.addEventListener("mouseover", (event) => point(made, event.target.closest(".cell")));
+    const panel = element("section", "panel", element("div", "head", element("h2", "", trajectory.title), counts));
+    panel.append(element("div", "share", share), text, settings(trajectory, last));
+    panel.setAttribute("aria-label", trajectory.title);
+    const view = { trajectory, frames, panel, text, tokens, step, nfe, seen, share, index: -1, shown: [] };
+    text.addEventListener("mouseover", (event) => point(view, event.target.closest(".token")));
     text.addEventListener("mouseleave", () => point(null, null));
-    text.addEventListener("focusin", (event) => focus(made, event.target.closest(".cell")));
+    text.addEventListener("focusin", (event) => focus(view, event.target.closest(".token")));
     text.addEventListener("focusout", () => focus(null, null));
-    return made;
+    return view;
   }
 
-  function settings(recording, last) {
+  function settings(trajectory, last) {
     const list = element("dl");
-    const told = [...recording.settings, ["network evaluations", String(last.nfe)]];
-    if (recording.seconds > 0) told.push(["seconds", String(recording.seconds)]);
-    for (const [name, value] of told) list.append(element("dt", "", name), element("dd", "", value));
+    const rows = [...trajectory.settings, ["network evaluations", String(last.nfe)]];
+    if (trajectory.seconds > 0) rows.push(["seconds", String(trajectory.seconds)]);
+    for (const [name, value] of rows) list.append(element("dt", "", name), element("dd", "", value));
     return element("details", "", element("summary", "", "Settings"), list);
   }
 
   function draw(panel, index) {
-    const still = panel.stills[index];
-    still.cells.forEach((cell, place) => {
-      if (panel.shown[place] !== cell) drawCell(panel.cells[place], cell);
+    const frame = panel.frames[index];
+    frame.tokens.forEach((token, place) => {
+      if (panel.shown[place] !== token) drawToken(panel.tokens[place], token);
     });
-    panel.shown = still.cells;
+    panel.shown = frame.tokens;
     panel.index = index;
-    const visible = still.cells.filter((cell) => !isMasked(cell)).length;
-    panel.step.textContent = still.step;
-    panel.nfe.textContent = still.nfe;
+    const visible = frame.tokens.filter((token) => !isMasked(token)).length;
+    panel.step.textContent = frame.step;
+    panel.nfe.textContent = frame.nfe;
     panel.seen.textContent = visible;
-    panel.share.style.transform = `scaleX(${still.cells.length ? visible / still.cells.length : 1})`;
+    panel.share.style.transform = `scaleX(${frame.tokens.length ? visible / frame.tokens.length : 1})`;
   }
 
-  function drawCell({ cell, parts, ghost }, now) {
+  function drawToken({ token, parts, ghost }, now) {
     const hidden = isMasked(now);
     const ink = parts[1];
-    cell.dataset.state = now.state;
-    cell.classList.toggle("anchor", now.isAnchor);
+    token.dataset.state = now.state;
+    token.classList.toggle("anchor", now.isAnchor);
     pieces(now.text).forEach((piece, i) => {
       if (parts[i].textContent !== piece) parts[i].textContent = piece;
       if (hidden) parts[i].dataset.ghost = ghost[i];
@@ -156,23 +156,23 @@
     else delete ink.dataset.guess;
   }
 
-  // --- The timeline: as many ticks as the longest recording has steps; the others keep pace by their share. ---
+  // --- The timeline: as many ticks as the longest trajectory has steps; the others keep pace by their share. ---
 
-  const panels = data.recordings.map(makePanel);
-  const ticks = Math.max(...panels.map((panel) => panel.stills.length)) - 1;
+  const panels = data.trajectories.map(makePanel);
+  const ticks = Math.max(...panels.map((panel) => panel.frames.length)) - 1;
   const scrub = byId("scrub");
   let tick = 0;
   let playing = false;
   let owed = 0;
   let clock = 0;
 
-  // At speed 1 a recording lasts about fourteen seconds, within what an eye can follow or wait for.
+  // At speed 1 a trajectory lasts about fourteen seconds, within what an eye can follow or wait for.
   const pace = Math.min(500, Math.max(60, 14000 / Math.max(1, ticks)));
 
   function show(to) {
     tick = Math.min(ticks, Math.max(0, to));
     for (const panel of panels) {
-      const index = ticks ? Math.round((tick * (panel.stills.length - 1)) / ticks) : 0;
+      const index = ticks ? Math.round((tick * (panel.frames.length - 1)) / ticks) : 0;
       if (index !== panel.index) draw(panel, index);
     }
     scrub.value = tick;
@@ -238,7 +238,7 @@
     End: () => stepTo(ticks),
     ArrowUp: () => walk(-1),
     ArrowDown: () => walk(1),
-    Escape: () => (point(null, null), focused.cell && focused.cell.blur()),
+    Escape: () => (point(null, null), focused.token && focused.token.blur()),
     g: () => byId("guesses").click(),
   };
   document.addEventListener("keydown", (event) => {
@@ -247,7 +247,7 @@
     const own = { BUTTON: [" "], SUMMARY: [" "], SELECT: [" ", "ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Home", "End"] };
     const tag = event.target.tagName;
     if ((own[tag] || []).includes(event.key) || (event.target.id === "guesses" && event.key === " ")) return;
-    if (event.key.startsWith("Arrow") && /Up|Down/.test(event.key) && !focused.cell) return;
+    if (event.key.startsWith("Arrow") && /Up|Down/.test(event.key) && !focused.token) return;
     event.preventDefault();
     keys[event.key]();
   });
@@ -255,48 +255,48 @@
   // --- The card of the token that is pointed at or has the focus. ---
 
   const card = byId("card");
-  let pointed = { panel: null, cell: null };
-  let focused = { panel: null, cell: null };
+  let pointed = { panel: null, token: null };
+  let focused = { panel: null, token: null };
   let marked = null;
 
-  function point(panel, cell) {
-    pointed = { panel, cell };
+  function point(panel, token) {
+    pointed = { panel, token };
     showCard();
   }
 
-  function focus(panel, cell) {
-    focused = { panel, cell };
-    if (cell) {
-      pointed = { panel: null, cell: null };
-      for (const each of panel.cells) each.cell.tabIndex = each.cell === cell ? 0 : -1;
+  function focus(panel, token) {
+    focused = { panel, token };
+    if (token) {
+      pointed = { panel: null, token: null };
+      for (const each of panel.tokens) each.token.tabIndex = each.token === token ? 0 : -1;
     }
     showCard();
   }
 
   function walk(by) {
-    const next = focused.panel.cells[Number(focused.cell.dataset.place) + by];
-    if (next) next.cell.focus();
+    const next = focused.panel.tokens[Number(focused.token.dataset.place) + by];
+    if (next) next.token.focus();
   }
 
   function showCard() {
-    const { panel, cell } = pointed.cell ? pointed : focused;
-    if (marked && marked !== cell) {
+    const { panel, token } = pointed.token ? pointed : focused;
+    if (marked && marked !== token) {
       marked.classList.remove("shown");
       marked.removeAttribute("aria-describedby");
     }
-    marked = cell;
-    card.hidden = !cell;
-    if (!cell) return;
-    cell.classList.add("shown");
-    cell.setAttribute("aria-describedby", "card");
-    card.replaceChildren(...cardParts(panel, Number(cell.dataset.place)));
-    placeCard(cell.querySelector(".ink").getClientRects()[0] || cell.getBoundingClientRect());
+    marked = token;
+    card.hidden = !token;
+    if (!token) return;
+    token.classList.add("shown");
+    token.setAttribute("aria-describedby", "card");
+    card.replaceChildren(...cardParts(panel, Number(token.dataset.place)));
+    placeCard(token.querySelector(".ink").getClientRects()[0] || token.getBoundingClientRect());
   }
 
   function cardParts(panel, place) {
-    const now = panel.stills[panel.index].cells[place];
+    const now = panel.frames[panel.index].tokens[place];
     const hidden = isMasked(now);
-    const kinds = [hidden ? "" : now.state, now.isAnchor ? "anchor" : "", `token ${place + 1} of ${panel.cells.length}`];
+    const kinds = [hidden ? "" : now.state, now.isAnchor ? "anchor" : "", `token ${place + 1} of ${panel.tokens.length}`];
     const name = element("div", "name", hidden ? element("b", "", now.state) : element("q", "", plain(now.text)));
     name.append(element("span", "", kinds.filter(Boolean).join(" · ")));
     return [name, ...guessParts(panel, place), element("h3", "", "History"), historyList(panel, place)];
@@ -305,9 +305,9 @@
   function guessParts(panel, place) {
     // A visible token has no guesses any more: then those it had last.
     let index = panel.index;
-    while (index > 0 && !panel.stills[index].cells[place].guesses.length) index--;
-    const { guesses, state } = panel.stills[index].cells[place];
-    if (!guesses.length) return state === "given" ? [] : [element("h3", "", `No guesses of the ${panel.recording.guesser} here`)];
+    while (index > 0 && !panel.frames[index].tokens[place].guesses.length) index--;
+    const { guesses, state } = panel.frames[index].tokens[place];
+    if (!guesses.length) return state === "given" ? [] : [element("h3", "", `No guesses of the ${panel.trajectory.guesser} here`)];
     const list = element("ol", "guesses");
     for (const [guess, p] of guesses) {
       const fill = element("i");
@@ -315,19 +315,19 @@
       const share = p >= 0.9995 || p < 0.0005 ? (100 * p).toFixed(0) : (100 * p).toFixed(1);
       list.append(element("li", "", element("q", "", plain(guess)), element("span", "meter", fill), element("span", "share-of", `${share}%`)));
     }
-    return [element("h3", "", `Guesses of the ${panel.recording.guesser} at step ${panel.stills[index].step}`), list];
+    return [element("h3", "", `Guesses of the ${panel.trajectory.guesser} at step ${panel.frames[index].step}`), list];
   }
 
   function historyList(panel, place) {
-    const events = history(panel.stills, place);
+    const events = history(panel.frames, place);
     const current = events.filter(([index]) => index <= panel.index).length - 1;
     // A token that came and went often: the changes around this step.
     const first = Math.max(0, Math.min(current - 3, events.length - 7));
     const list = element("ol", "history");
     if (first > 0) list.append(element("li", "", element("span", "", "…"), element("span", "", `${first} earlier`)));
-    events.slice(first, first + 7).forEach(([index, said], i) => {
+    events.slice(first, first + 7).forEach(([index, label], i) => {
       const state = first + i === current ? "now" : first + i > current ? "later" : "";
-      list.append(element("li", state, element("span", "", `step ${panel.stills[index].step}`), element("span", "", said)));
+      list.append(element("li", state, element("span", "", `step ${panel.frames[index].step}`), element("span", "", label)));
     });
     const rest = events.length - first - 7;
     if (rest > 0) list.append(element("li", "later", element("span", "", "…"), element("span", "", `${rest} later`)));
@@ -348,12 +348,12 @@
 
   // --- The page. ---
 
-  const every = panels.flatMap((panel) => panel.stills.flatMap((still) => still.cells));
-  const has = { given: (cell) => cell.state === "given", visible: (cell) => cell.state === "visible" };
-  has.guesses = (cell) => cell.guesses.length > 0;
-  has.anchors = (cell) => isMasked(cell) && cell.isAnchor;
+  const every = panels.flatMap((panel) => panel.frames.flatMap((frame) => frame.tokens));
+  const has = { given: (token) => token.state === "given", visible: (token) => token.state === "visible" };
+  has.guesses = (token) => token.guesses.length > 0;
+  has.anchors = (token) => isMasked(token) && token.isAnchor;
   for (const [name, test] of Object.entries(has)) {
-    if (!every.some(test)) for (const found of document.querySelectorAll(`.only-${name}`)) found.hidden = true;
+    if (!every.some(test)) for (const item of document.querySelectorAll(`.only-${name}`)) item.hidden = true;
   }
   const guessing = byId("guesses");
   const setGuessing = () => document.body.classList.toggle("guessing", guessing.checked);
@@ -367,6 +367,6 @@
   scrub.disabled = byId("play").disabled = byId("restart").disabled = ticks === 0;
   setGuessing();
   show(0);
-  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const opening = setTimeout(() => !still && play(), 900);
+  const reduceMotion = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const opening = setTimeout(() => !reduceMotion && play(), 900);
 })();

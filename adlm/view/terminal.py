@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from rich import box
@@ -19,8 +20,6 @@ from rich.text import Text
 
 from adlm.view import look
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TrajectoryFrame
-
-Frames = list[TrajectoryFrame]
 
 # Three columns and a space are about the width of a token, so a text hardly grows while it appears.
 BLOCKS = {HIDDEN: "░░░", REMASKED: "▒▒▒"}
@@ -80,8 +79,14 @@ def count_hidden(frame: TrajectoryFrame) -> int:
     return sum(token.is_masked for token in frame.tokens)
 
 
-def _format_step(frame: TrajectoryFrame, steps: int | None) -> str:
+def format_step(frame: TrajectoryFrame, steps: int | None) -> str:
+    """Format the step, and how many there are where that is known."""
     return f"step {frame.step}" if steps is None else f"step {frame.step} of {steps}"
+
+
+def format_counts(frame: TrajectoryFrame) -> str:
+    """Format the network evaluations and the number of hidden tokens."""
+    return f"NFE {frame.nfe} · {count_hidden(frame)} of {len(frame.tokens)} hidden"
 
 
 @dataclass
@@ -126,8 +131,8 @@ class DenoisingView:
         if room is not None and len(lines) > room:
             shown = max(1, room - 1)
             top = self.tops[i] = _find_top(lines, self.tops.get(i, 0), shown)
-            note = Text(f"⋯ lines {top + 1}–{top + shown} of {len(lines)}", "dim", no_wrap=True, overflow="ellipsis")
-            lines = [*lines[top : top + shown], *[note][: room - shown]]
+            more = Text(f"⋯ lines {top + 1}–{top + shown} of {len(lines)}", "dim", no_wrap=True, overflow="ellipsis")
+            lines = [*lines[top : top + shown], *[more][: room - shown]]
         floor = self.rows[i] = min(max(len(lines), self.rows.get(i, 0)), room or len(lines) + self.rows.get(i, 0))
         return lines + [Text()] * (floor - len(lines))
 
@@ -139,12 +144,13 @@ class DenoisingView:
         counter.add_column(ratio=1)
         done = look.BAR_DONE
         bar = ProgressBar(steps, frame.step, style=look.BAR_REST, complete_style=done, finished_style=done)
-        counter.add_row(_format_step(frame, steps), bar if steps else "")
-        counts = Text(f"NFE {frame.nfe} · {count_hidden(frame)} of {len(frame.tokens)} hidden", "not dim")
+        counter.add_row(format_step(frame, steps), bar if steps else "")
+        counts = Text(format_counts(frame), "not dim")
         title = Text(escape_controls(self.titles[i].replace("\n", " ")), "bold not dim")
         body = Group(counter, Text(), *lines, *[Text()] * (rows - len(lines)))
-        ends = {"title": title, "title_align": "left", "subtitle": counts, "subtitle_align": "right"}
-        return Panel(body, box.ROUNDED, border_style="dim", **ends)  # type: ignore[arg-type]
+        panel = Panel(body, box.ROUNDED, title=title, title_align="left", border_style="dim")
+        panel.subtitle, panel.subtitle_align = counts, "right"
+        return panel
 
 
 def _find_top(lines: Sequence[Text], top: int, room: int) -> int:
@@ -170,73 +176,32 @@ def watch(
     steps: Sequence[int | None],
     pause: float = 0.0,
     show_guesses: bool = True,
-) -> list[Frames]:
+) -> list[list[TrajectoryFrame]]:
     """Draw the streams as they arrive, a frame of each at a time, and return the frames of every stream.
 
-    The last drawing stays. Without a terminal, a few frames are printed as plain text.
+    The last drawing stays, even after an interrupt. Without a terminal only the last texts are printed, plainly.
     """
-    if not len(streams) == len(titles) == len(steps) > 0:
-        raise ValueError(f"streams: {len(streams)}, titles: {len(titles)}, steps: {len(steps)}; give 1 or more of each")
-    seen: list[Frames] = [[] for _ in streams]
-    view = DenoisingView([], titles, steps, show_guesses)
-    if console.is_terminal and not console.is_dumb_terminal:
-        _draw_live(_advance(streams, seen), seen, view, console, pause)
-    else:
-        _print_some(_advance(streams, seen), seen, view, console)
-    return seen
-
-
-def _advance(streams: Sequence[Iterator[TrajectoryFrame]], seen: list[Frames]) -> Iterator[list[int]]:
-    """Append a frame of every stream to `seen`; yield which streams had one, until none has."""
-    while True:
-        advanced = []
-        for i, stream in enumerate(streams):
-            frame = next(stream, None)
-            if frame is not None:
-                seen[i].append(frame)
-                advanced.append(i)
-        if empty := [i for i, frames in enumerate(seen, 1) if not frames]:
-            raise ValueError(f"stream {empty[0]} of {len(seen)} ended before its first frame: give a fresh iterator")
-        if not advanced:
-            return
-        yield advanced
-
-
-def _draw_live(
-    rounds: Iterator[list[int]], seen: list[Frames], view: DenoisingView, console: Console, pause: float
-) -> None:
-    """Draw the live view; however it ends, the cursor is restored and the last drawing stays."""
-    drawn = -MIN_REFRESH
+    seen: list[list[TrajectoryFrame]] = [[] for _ in streams]
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    view, drawn = DenoisingView([], titles, steps, show_guesses), -MIN_REFRESH
+    live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
     try:
-        with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
-            for _ in rounds:
-                if time.monotonic() - drawn >= MIN_REFRESH:
+        with live if is_live else nullcontext():
+            while any(frames := [next(stream, None) for stream in streams]):
+                for frame, earlier in zip(frames, seen):
+                    if frame is not None:
+                        earlier.append(frame)
+                if is_live and time.monotonic() - drawn >= MIN_REFRESH:
                     drawn = time.monotonic()
-                    view.frames, view.height = [frames[-1] for frames in seen], console.height - 1
+                    view.frames, view.height = [each[-1] for each in seen], console.height - 1
                     live.update(view, refresh=True)
-                time.sleep(pause)
+                time.sleep(pause if is_live else 0)
     finally:
-        if all(seen):
-            console.print(DenoisingView([frames[-1] for frames in seen], view.titles, view.steps, view.show_guesses))
-
-
-def _print_some(rounds: Iterator[list[int]], seen: list[Frames], view: DenoisingView, console: Console) -> None:
-    """Print each text when a quarter of it is visible, when half is, and at its end; without guesses."""
-
-    def show(i: int) -> None:
-        frame = seen[i][-1]
-        counts = f"NFE {frame.nfe}, {count_hidden(frame)} of {len(frame.tokens)} hidden"
-        line = f"{escape_controls(view.titles[i])}: {_format_step(frame, view.steps[i])}, {counts}"
-        console.print(line, style="bold", markup=False, highlight=False, soft_wrap=True)
-        console.print(draw_frame(frame, show_guesses=False), soft_wrap=True)
-
-    due = [[0.75, 0.5] for _ in seen]  # shares of the tokens hidden at first
-    for advanced in rounds:
-        for i in advanced:
-            hidden, at_first = count_hidden(seen[i][-1]), count_hidden(seen[i][0])
-            rest = [share for share in due[i] if not 0 < hidden <= share * at_first]
-            if rest != due[i]:
-                show(i)
-            due[i] = rest
-    for i in range(len(seen)):
-        show(i)
+        if all(seen) and is_live:
+            console.print(DenoisingView([frames[-1] for frames in seen], titles, steps, show_guesses))
+        elif all(seen):
+            for frames, title, count in zip(seen, titles, steps):
+                counts = f"{format_step(frames[-1], count)}, {format_counts(frames[-1])}"
+                console.print(f"{escape_controls(title)}: {counts}", style="bold", markup=False, soft_wrap=True)
+                console.print(draw_frame(frames[-1], show_guesses=False), soft_wrap=True)
+    return seen

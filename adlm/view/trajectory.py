@@ -41,11 +41,22 @@ class Trajectory:
     """One text from all masks to its end."""
 
     title: str
-    text: str  # the sample, which is the last frame's text
     frames: tuple[TrajectoryFrame, ...]
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     guesser: str = "anchor network"  # which network the tokens' guesses come from
+
+    def __post_init__(self) -> None:
+        lengths = {len(frame.tokens) for frame in self.frames}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"trajectory {self.title!r} has {len(self.frames)} frames of {sorted(lengths)} tokens: record at least "
+                "one frame, and every position in each"
+            )
+
+    @property
+    def text(self) -> str:
+        return self.frames[-1].text
 
     @property
     def nfe(self) -> int:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from adlm.view import look
 from adlm.view.gif import (
     HOLD_SECONDS,
-    LINE_HEIGHT,
     MARGIN,
     SIZES,
     TEXT_TOP,
@@ -25,8 +24,8 @@ from adlm.view.gif import (
     write_gif,
 )
 from adlm.view.player import read_asset
-from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
-from tests.view.trajectories import PARAGRAPH, record
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory
+from tests.view.trajectories import PARAGRAPH, make_trajectory, simulate
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -46,57 +45,46 @@ def read_frames(path: Path) -> tuple[list["Image.Image"], list[int], int | None]
         return [frame for frame, _ in frames], [duration for _, duration in frames], image.info.get("loop")
 
 
-def make_trajectory(*states: list[TokenState]) -> Trajectory:
-    frames = tuple(TrajectoryFrame(step, step, tuple(tokens)) for step, tokens in enumerate(states))
-    return Trajectory("made", frames[-1].text, frames)
+def find_places(trajectory: Trajectory) -> list[tuple[int, int, int, int]]:
+    """The rectangles of the tokens in the image, a little inside: letters of a neighbor may lean over."""
+    from PIL import ImageFont
+
+    fonts = [ImageFont.load_default(size) for size in SIZES]
+    panel = GifPanel("", trajectory.frames, MARGIN, TEXT_TOP, 720 - 2 * MARGIN, fonts)
+    return [(left + 2, top, left + max(3, width - 2), top + 25) for left, top, width in panel.places]
 
 
 @pytest.mark.parametrize(("steps", "seconds", "count"), [(9, 2.0, 10), (63, 1.5, 30), (1, 1.0, 2)])
 def test_frames_seconds_and_loop(tmp_path: Path, steps: int, seconds: float, count: int) -> None:
-    path = write_gif([record(steps=steps)], tmp_path / "new" / "folder" / "a.gif", seconds=seconds, width=500)
+    path = write_gif([simulate(steps=steps)], tmp_path / "new" / "folder" / "a.gif", seconds=seconds)
     frames, durations, loop = read_frames(path)
     assert path == tmp_path / "new" / "folder" / "a.gif"
-    assert len(frames) == count and {frame.width for frame in frames} == {500}
+    assert len(frames) == count and {frame.width for frame in frames} == {720}
     assert sum(durations) == 1000 * (seconds + HOLD_SECONDS) and durations[-1] == 1000 * HOLD_SECONDS
     assert loop == 0
     assert frames[0].tobytes() != frames[-1].tobytes()
 
 
 @given(st.integers(2, 2000), st.floats(0.3, 60))
-def test_a_plan_has_first_and_last_in_order_and_not_too_fast(count: int, seconds: float) -> None:
+def test_first_and_last_frame_are_shown_and_none_too_briefly(count: int, seconds: float) -> None:
     picks, durations = plan_frames(count, seconds)
     assert picks[0] == 0 and picks[-1] == count - 1 and picks == sorted(set(picks))
     assert len(durations) == len(picks) and all(duration % 10 == 0 and duration >= 40 for duration in durations)
     assert abs(sum(durations) - 1000 * (seconds + HOLD_SECONDS)) <= 5
 
 
-def test_two_panels_share_the_width(tmp_path: Path) -> None:
-    one, two = record(steps=4), record(steps=2, seed=1, title="quick")
-    single, _, _ = read_frames(write_gif([one], tmp_path / "one.gif", seconds=1))
-    double, _, _ = read_frames(write_gif([one, two], tmp_path / "two.gif", seconds=1))
-    assert single[0].width == double[0].width == 720 and double[0].height > 1.2 * single[0].height
-    assert len(double) == 5  # as many as the longer has
+def test_two_panels(tmp_path: Path) -> None:
+    trajectories = [simulate(steps=4), simulate(steps=2, seed=1, title="quick")]
+    frames, _, _ = read_frames(write_gif(trajectories, tmp_path / "two.gif", seconds=1))
+    assert frames[0].width == 1080 and len(frames) == 5  # as many as the longer has
     # The short one has ended: its half stays the same while the other changes.
-    right = [frame.crop((370, 0, 720, 300)).tobytes() for frame in double]
-    left = [frame.crop((0, 0, 350, 300)).tobytes() for frame in double]
+    right = [frame.crop((550, 0, 1080, 300)).tobytes() for frame in frames]
+    left = [frame.crop((0, 0, 530, 300)).tobytes() for frame in frames]
     assert len(set(right[-2:])) == 1 and len(set(left)) == 5
 
 
-def find_places(trajectory: Trajectory) -> list[tuple[int, int, int, int]]:
-    """The rectangles of the tokens in the image, a little inside: letters of a neighbor may lean over."""
-    from PIL import ImageFont
-
-    fonts = [ImageFont.load_default(size) for size in SIZES]
-    panel = GifPanel(trajectory, MARGIN, 720 - 2 * MARGIN, fonts, True)
-    tops = [TEXT_TOP + box.row * LINE_HEIGHT for box in panel.boxes]
-    return [
-        (MARGIN + box.left + 2, top, MARGIN + box.left + max(3, box.width - 2), top + 25)
-        for box, top in zip(panel.boxes, tops, strict=True)
-    ]
-
-
 def test_words_do_not_move(tmp_path: Path) -> None:
-    trajectory = record(steps=12)
+    trajectory = simulate(steps=12)
     frames, _, _ = read_frames(write_gif([trajectory], tmp_path / "a.gif"))
     places, compared = find_places(trajectory), 0
     for image, frame in zip(frames, trajectory.frames, strict=True):
@@ -108,12 +96,11 @@ def test_words_do_not_move(tmp_path: Path) -> None:
 
 
 def test_a_block_does_not_show_the_text_below(tmp_path: Path) -> None:
-    trajectory = record(steps=6, remask=0)
-    frames, _, _ = read_frames(write_gif([trajectory], tmp_path / "a.gif", show_guesses=False))
+    trajectory = simulate(steps=6, remask=0, with_guesses=False)
+    frames, _, _ = read_frames(write_gif([trajectory], tmp_path / "a.gif"))
     first, final = trajectory.frames[0].tokens, trajectory.frames[-1].tokens
     hidden = [p for p, a, b in zip(find_places(trajectory), first, final) if a.is_masked and len(b.text.strip()) > 2]
-    for place in hidden:
-        left, top, right, bottom = place
+    for left, top, right, bottom in hidden:
         assert len(frames[0].crop((left + 2, top + 2, right - 2, bottom - 4)).getcolors() or []) == 1
     assert len(hidden) > 50
 
@@ -122,7 +109,7 @@ def test_a_gif_has_the_colors_of_the_page() -> None:
     light = read_asset("player.css").partition("@media")[0]
     page = dict(re.findall(r"--([\w-]+): (#\w{6});", light))
     names = {"revealed": "REVEALED_GROUND", "remasked": "REMASKED_GROUND", "sure": "SURE_BLOCK", "given": "GIVEN_INK"}
-    same = ("paper", "ink", "quiet", "line", "accent", "block", "anchor-mark", "revealed-mark", "remasked-mark")
+    same = ("paper", "ink", "quiet", "block", "anchor-mark", "revealed-mark", "remasked-mark")
     names |= {name: name.upper().replace("-", "_") for name in same}
     assert {name: page[name] for name in names} == {name: getattr(look, names[name]) for name in names}
 
@@ -135,9 +122,7 @@ def test_every_look_differs(tmp_path: Path) -> None:
         TokenState("", HIDDEN, ((" word", 0.1),)),
         TokenState("", HIDDEN, guesses, is_anchor=True),
         TokenState("", REMASKED, guesses),
-        TokenState(" word", REVEALED),
-        TokenState(" word", VISIBLE),
-        TokenState(" word", GIVEN),
+        *(TokenState(" word", state) for state in (REVEALED, VISIBLE, GIVEN)),
         TokenState(" ward", VISIBLE),
     ]
     final = [TokenState(" word", GIVEN if each.state == GIVEN else VISIBLE) for each in looks]
@@ -150,8 +135,7 @@ def test_every_look_differs(tmp_path: Path) -> None:
 def test_a_wide_word_in_a_narrow_place_is_drawn_in_full_and_in_green(tmp_path: Path) -> None:
     from PIL import ImageColor, ImageFont
 
-    wide, narrow = TokenState(" often", REVEALED), TokenState(" a", VISIBLE)
-    trajectory = make_trajectory([wide], [narrow])
+    trajectory = make_trajectory([TokenState(" often", REVEALED)], [TokenState(" a", VISIBLE)])
     ((left, top, right, bottom),) = find_places(trajectory)
     assert right + 2 - left >= ImageFont.load_default(SIZES[-1]).getlength("often") - 2
     frames, _, _ = read_frames(write_gif([trajectory], tmp_path / "a.gif"))
@@ -164,71 +148,59 @@ def test_tokens_are_laid_out_in_order_inside_the_width(texts: list[str], width: 
     boxes = lay_out_tokens(texts, [len(clean_text(text)) for text in texts], 1, width)
     assert len(boxes) == len(texts)
     drawn = [(box, clean_text(text)) for box, text in zip(boxes, texts) if text.strip()]
-    assert all(box.left >= 0 and box.left + box.width <= width and box.width == len(text) for box, text in drawn)
-    places = [(box.row, box.left) for box, _ in drawn]
+    assert all(left >= 0 and left + size <= width and size == len(text) for (left, _, size), text in drawn)
+    places = [(row, left) for (left, row, _), _ in drawn]
     assert places == sorted(places)
     # Tokens of a word that fits in a line are in one row.
     for (one, first), (two, second) in zip(zip(boxes, texts), list(zip(boxes, texts))[1:]):
         joins = first.strip() and second.strip() and not first[-1].isspace() and not second[0].isspace()
         word = len(first.split()[-1]) + len(second.split()[0]) if joins else 0
-        if joins and len(" ".join(first.split())) + len(" ".join(second.split())) == word and one.left + word <= width:
-            assert two.row == one.row or sum(len(text) for text in texts) > width
+        if joins and len(" ".join(first.split())) + len(" ".join(second.split())) == word and one[0] + word <= width:
+            assert two[1] == one[1] or sum(len(text) for text in texts) > width
 
 
 def test_odd_trajectories_are_drawn(tmp_path: Path) -> None:
-    nasty = [
-        TokenState("\x1b[31m\r\x00", VISIBLE),
-        TokenState("", VISIBLE),
-        TokenState("\n\n", VISIBLE),
-        TokenState("\ud800\u202e中—", GIVEN),
-    ]
+    nasty = [TokenState(text, VISIBLE) for text in ("\x1b[31m\r\x00", "", "\n\n", "\ud800\u202e中—")]
     hidden = [
         TokenState("", HIDDEN, (("\n\x1b", 0.3),)),
         TokenState("", REMASKED),
         TokenState("", HIDDEN, ((" of\nthe", 1.0),)),
     ]
-    last = TokenState("x" * 300, VISIBLE)
+    long = TokenState("x" * 300, VISIBLE)
     trajectories = [
         make_trajectory([*hidden, TokenState("", HIDDEN)], nasty),
-        make_trajectory([*hidden, last]),  # one frame, which is not the end
+        make_trajectory([*hidden, long]),  # one frame, which is not the end
         make_trajectory([]),
-        make_trajectory([TokenState("", HIDDEN)], [last]),
+        make_trajectory([TokenState("", HIDDEN)], [long], title="a title wider than the image " * 9),
     ]
     for number, trajectory in enumerate(trajectories):
         frames, durations, _ = read_frames(write_gif([trajectory], tmp_path / f"{number}.gif"))
         assert len(frames) == len(trajectory.frames) and durations[-1] in (0, 1000 * HOLD_SECONDS)
-    long = Trajectory("a title wider than the image " * 9, "x", make_trajectory([TokenState("x", VISIBLE)]).frames)
-    assert write_gif([long], tmp_path / "title.gif", width=300).is_file()
 
 
 @pytest.mark.slow
 def test_an_ordinary_trajectory_is_a_small_file(tmp_path: Path) -> None:
-    trajectory = record(steps=127)
+    trajectory = simulate(steps=127)
     path = write_gif([trajectory], tmp_path / "a.gif")
     assert len(read_frames(path)[0]) == 120 and path.stat().st_size < 3e6
     assert trajectory.text == PARAGRAPH
 
 
 @pytest.mark.parametrize(
-    ("trajectories", "name", "options", "message"),
+    ("count", "name", "options", "message"),
     [
-        ([], "a.gif", {}, "0 trajectories"),
-        ([Trajectory("empty", "", ())], "a.gif", {}, "has 0 frames"),
-        ([make_trajectory([], [TokenState("x", VISIBLE)])], "a.gif", {}, "every frame must hold every position"),
-        ([record(steps=2)], "a.png", {}, r"'a\.png' does not end in \.gif: call it a\.gif"),
-        ([record(steps=2)], "a.gif", {"seconds": 0.0}, "seconds is 0.0: expected more than 0"),
-        ([record(steps=2)] * 2, "a.gif", {"width": 400}, "width 400 is too narrow for 2 panels: give at least 492"),
+        (0, "a.gif", {}, "0 trajectories"),
+        (1, "a.png", {}, r"'a\.png' does not end in \.gif: call it a\.gif"),
+        (1, "a.gif", {"seconds": 0.0}, "seconds is 0.0: expected more than 0"),
     ],
 )
-def test_bad_arguments(
-    tmp_path: Path, trajectories: list[Trajectory], name: str, options: dict[str, Any], message: str
-) -> None:
+def test_errors(tmp_path: Path, count: int, name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        write_gif(trajectories, tmp_path / name, **options)
+        write_gif([simulate(steps=2)] * count, tmp_path / name, **options)
     assert not list(tmp_path.iterdir())
 
 
 def test_missing_pillow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"pip install 'adlm\[view\]'"):
-        write_gif([record(steps=1)], tmp_path / "a.gif")
+        write_gif([simulate(steps=1)], tmp_path / "a.gif")

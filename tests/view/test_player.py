@@ -16,29 +16,29 @@ from hypothesis import strategies as st
 
 from adlm.view.player import TITLE, render_player, write_player
 from adlm.view.trajectory import STATES, TokenState, Trajectory, TrajectoryFrame
-from tests.view.trajectories import record
+from tests.view.trajectories import make_trajectory, simulate
 
 NASTY = '</script><script>window.broken=1</script><!-- <b>&amp; "quotes" \' \u2028 {{script}} \\u003c \ud800 \x00 \r\n'
 
 
-def data_in(page: str) -> Any:
-    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert len(found) == 1
-    return json.loads(found[0])
+def read_data(page: str) -> Any:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data.isascii() and not set("<>&") & set(data)
+    return json.loads(data)
 
 
-def decoded(recording: dict[str, Any]) -> list[TrajectoryFrame]:
-    """The stills as the page's script reads them."""
-    stills, cells = [], [TokenState("", "") for _ in range(recording["cells"])]
-    for step, nfe, flat in recording["stills"]:
+def decode_frames(trajectory: dict[str, Any], count: int) -> list[TrajectoryFrame]:
+    """The frames of `count` tokens as the page's script reads them."""
+    frames, tokens = [], [TokenState("", "")] * count
+    for step, nfe, flat in trajectory["frames"]:
         numbers, at = iter(flat), -1
         for gap in numbers:
             at += gap
-            kind, text, count = (next(numbers) for _ in range(3))
-            pairs = [(recording["strings"][next(numbers)], next(numbers) / 1000) for _ in range(count)]
-            cells[at] = TokenState(recording["strings"][text], STATES[kind // 2], tuple(pairs), kind % 2 == 1)
-        stills.append(TrajectoryFrame(step, nfe, tuple(cells)))
-    return stills
+            kind, text, guesses = (next(numbers) for _ in range(3))
+            pairs = [(trajectory["strings"][next(numbers)], next(numbers) / 1000) for _ in range(guesses)]
+            tokens[at] = TokenState(trajectory["strings"][text], STATES[kind // 2], tuple(pairs), kind % 2 == 1)
+        frames.append(TrajectoryFrame(step, nfe, tuple(tokens)))
+    return frames
 
 
 def units(text: str) -> bytes:
@@ -46,75 +46,75 @@ def units(text: str) -> bytes:
     return text.encode("utf-16-le", "surrogatepass")
 
 
-def rounded(still: TrajectoryFrame) -> tuple[object, ...]:
-    cells = [
-        (units(c.text), c.state, [(units(g), round(1000 * p)) for g, p in c.guesses], c.is_anchor) for c in still.tokens
+def round_frame(frame: TrajectoryFrame) -> tuple[object, ...]:
+    tokens = [
+        (units(token.text), token.state, [(units(g), round(1000 * p)) for g, p in token.guesses], token.is_anchor)
+        for token in frame.tokens
     ]
-    return still.step, still.nfe, cells
+    return frame.step, frame.nfe, tokens
 
 
 TEXTS = st.text(st.characters(), max_size=5)  # surrogates and controls included
 GUESSES = st.lists(st.tuples(TEXTS, st.floats(0, 1)), max_size=3).map(tuple)
-CELLS = st.builds(TokenState, TEXTS, st.sampled_from(STATES), GUESSES, st.booleans())
+TOKENS = st.builds(TokenState, TEXTS, st.sampled_from(STATES), GUESSES, st.booleans())
 
 
 @st.composite
-def recordings(draw: st.DrawFn) -> Trajectory:
-    """Stills in which most cells are as before."""
-    cells = draw(st.lists(CELLS, max_size=6))
-    stills = [TrajectoryFrame(0, draw(st.integers(0, 3)), tuple(cells))]
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    """Frames in which most tokens are as before."""
+    tokens = draw(st.lists(TOKENS, max_size=6))
+    frames = [TrajectoryFrame(0, draw(st.integers(0, 3)), tuple(tokens))]
     for step in range(1, draw(st.integers(1, 5))):
-        for at in draw(st.sets(st.integers(0, len(cells) - 1))) if cells else ():
-            cells[at] = draw(CELLS)
-        stills.append(TrajectoryFrame(step, stills[-1].nfe + draw(st.integers(0, 2)), tuple(cells)))
-    return Trajectory(draw(TEXTS), stills[-1].text, tuple(stills), draw(st.floats(0, 100)), {"seed": 1}, draw(TEXTS))
+        for at in draw(st.sets(st.integers(0, len(tokens) - 1))) if tokens else ():
+            tokens[at] = draw(TOKENS)
+        frames.append(TrajectoryFrame(step, frames[-1].nfe + draw(st.integers(0, 2)), tuple(tokens)))
+    return Trajectory(draw(TEXTS), tuple(frames), draw(st.floats(0, 100)), {"seed": 1}, draw(TEXTS))
 
 
-@given(st.lists(recordings(), min_size=1, max_size=3), TEXTS)
+@given(st.lists(trajectories(), min_size=1, max_size=3), TEXTS)
 @settings(deadline=None)
-def test_every_still_comes_back(made: list[Trajectory], title: str) -> None:
-    data = data_in(render_player(made, title))
+def test_every_frame_comes_back(given_trajectories: list[Trajectory], title: str) -> None:
+    data = read_data(render_player(given_trajectories, title))
     assert units(data["title"]) == units(title) and data["states"] == list(STATES)
-    assert len(data["recordings"]) == len(made)
-    for found, recording in zip(data["recordings"], made):
-        assert [rounded(still) for still in decoded(found)] == [rounded(still) for still in recording.frames]
-        assert units(found["title"]) == units(recording.title)
-        assert units(found["guesser"]) == units(recording.guesser)
-        assert found["seconds"] == pytest.approx(recording.seconds, abs=1e-3)
+    for decoded, trajectory in zip(data["trajectories"], given_trajectories, strict=True):
+        frames = decode_frames(decoded, len(trajectory.frames[0].tokens))
+        assert [round_frame(frame) for frame in frames] == [round_frame(frame) for frame in trajectory.frames]
+        assert units(decoded["title"]) == units(trajectory.title)
+        assert units(decoded["guesser"]) == units(trajectory.guesser)
+        assert decoded["seconds"] == pytest.approx(trajectory.seconds, abs=1e-3)
 
 
-def test_a_still_holds_what_changed() -> None:
-    same = tuple(TokenState(token, "given") for token in (" a", " b", " c"))
-    changed = (same[0], TokenState(" d", "given"), same[2])
-    stills = (TrajectoryFrame(0, 0, same), TrajectoryFrame(1, 1, same), TrajectoryFrame(2, 2, changed))
-    found = data_in(render_player([Trajectory("t", " a d c", stills)]))["recordings"][0]
-    assert [still[:2] for still in found["stills"]] == [[0, 0], [1, 1], [2, 2]]
-    assert found["stills"][1][2] == [] and found["stills"][2][2][0] == 2  # the second cell: two after -1
-    assert found["strings"] == [" a", " b", " c", " d"]
+def test_a_frame_holds_what_changed() -> None:
+    same = [TokenState(text, "given") for text in (" a", " b", " c")]
+    changed = [same[0], TokenState(" d", "given"), same[2]]
+    (data,) = read_data(render_player([make_trajectory(same, same, changed)]))["trajectories"]
+    assert [frame[:2] for frame in data["frames"]] == [[0, 0], [1, 1], [2, 2]]
+    assert data["frames"][1][2] == [] and data["frames"][2][2][0] == 2  # the second token: two after -1
+    assert data["strings"] == [" a", " b", " c", " d"]
 
 
-def test_an_ordinary_recording_is_a_small_file(tmp_path: Path) -> None:
+def test_an_ordinary_trajectory_is_a_small_file() -> None:
     rng = random.Random(0)
     words = [f" word{number}" for number in range(8000)]
 
-    def cell(at: int, step: int) -> TokenState:
+    def token(at: int, step: int) -> TokenState:
         if at < step:
             return TokenState(words[at], "visible")
         return TokenState("", "hidden", tuple((rng.choice(words), rng.random()) for _ in range(3)))
 
-    stills = tuple(TrajectoryFrame(step, step, tuple(cell(at, step) for at in range(128))) for step in range(129))
-    path = write_player([Trajectory("128 × 128", stills[-1].text, stills)], tmp_path / "a.html")
-    assert path.stat().st_size < 600_000
+    frames = ([token(at, step) for at in range(128)] for step in range(129))
+    assert len(render_player([make_trajectory(*frames)])) < 600_000
 
 
 class Elements(HTMLParser):
     """The elements of a page as a parser sees them, and the text of each kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {"": []}
+        self.texts: dict[str, str] = {}
         self.inside = ""
+        self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -124,92 +124,56 @@ class Elements(HTMLParser):
         self.inside = ""
 
     def handle_data(self, data: str) -> None:
-        self.texts.setdefault(self.inside, []).append(data)
-
-
-def elements(page: str) -> Elements:
-    found = Elements()
-    found.feed(page)
-    return found
+        self.texts[self.inside] = self.texts.get(self.inside, "") + data
 
 
 def nasty() -> Trajectory:
-    cells = (TokenState(NASTY, "revealed"), TokenState("", "hidden", ((NASTY, 0.5),)))
-    return Trajectory(NASTY, NASTY, (TrajectoryFrame(0, 0, cells),), 0.0, {NASTY: NASTY, "nan": float("nan")}, NASTY)
+    tokens = (TokenState(NASTY, "revealed"), TokenState("", "hidden", ((NASTY, 0.5),)))
+    return Trajectory(NASTY, (TrajectoryFrame(0, 0, tokens),), 0.0, {NASTY: NASTY, "nan": float("nan")}, NASTY)
 
 
 def test_no_text_breaks_out(tmp_path: Path) -> None:
     page = write_player([nasty()], tmp_path / "a.html", title=NASTY).read_text("utf-8")
-    harmless = render_player([Trajectory("t", "x", (TrajectoryFrame(0, 0, (TokenState("x", "given"),)),))], "t")
-    assert [tag for tag, _ in elements(page).tags] == [tag for tag, _ in elements(harmless).tags]
-    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
-    assert data and data[1].isascii() and not set("<>&") & set(data[1])
-    found = data_in(page)
-    assert found["title"] == NASTY and found["recordings"][0]["settings"] == [[NASTY, NASTY], ["nan", "NaN"]]
-    assert "".join(elements(page).texts["title"]).startswith("</script><script>window.broken=1")
+    harmless = render_player([make_trajectory([TokenState("x", "given")])], "t")
+    assert [tag for tag, _ in Elements(page).tags] == [tag for tag, _ in Elements(harmless).tags]
+    data = read_data(page)
+    assert data["title"] == NASTY and data["trajectories"][0]["settings"] == [[NASTY, NASTY], ["nan", "NaN"]]
+    assert Elements(page).texts["title"].startswith("</script><script>window.broken=1")
 
 
 def test_the_page_loads_nothing_and_may_run_its_own_script_only() -> None:
-    found = elements(render_player([record(steps=3)]))
-    for tag, attributes in found.tags:
+    elements = Elements(render_player([simulate(steps=3)]))
+    for tag, attributes in elements.tags:
         assert tag not in ("img", "iframe", "object", "embed", "base", "form"), tag
         for name, value in attributes.items():
             assert not name.startswith("on") and name not in ("src", "style"), (tag, name)
             assert name != "href" or (value or "").startswith("data:"), value
-    policy = next(a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
+    policy = next(a["content"] for tag, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy
-    for kind in ("style", "script"):
-        content = "".join(found.texts[kind])
-        if kind == "script":
-            content = content[content.index("\n") :]  # the data comes first, on one line, and is not run
+    script = elements.texts["script"]
+    script = script[script.index("\n") :]  # the data comes first, on one line, and is not run
+    for kind, content in (("style", elements.texts["style"]), ("script", script)):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{kind}-src 'sha256-{digest}'" in policy
-    ways_in = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b"
-    assert not re.search(ways_in, "".join(found.texts["script"]))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script)
 
 
 def test_title_and_parents(tmp_path: Path) -> None:
-    recording = record(steps=2)
-    path = write_player([recording], tmp_path / "not" / "there" / "a.html", title="Müll & <Co>")
-    assert path == tmp_path / "not" / "there" / "a.html"
+    trajectory, path = simulate(steps=2), tmp_path / "not" / "there" / "a.html"
+    assert write_player([trajectory], path, title="Müll & <Co>") == path
     page = path.read_text("utf-8")
-    assert html.unescape("".join(elements(page).texts["title"])) == "Müll & <Co>"
-    assert page == render_player([recording], "Müll & <Co>")  # the same recording, the same page
-    assert f"<title>{TITLE}</title>" in render_player([recording])
+    assert html.unescape(Elements(page).texts["title"]) == "Müll & <Co>"
+    assert page == render_player([trajectory], "Müll & <Co>")  # the same trajectory, the same page
+    assert f"<title>{TITLE}</title>" in render_player([trajectory])
 
 
-def still(*cells: TokenState, step: int = 0) -> TrajectoryFrame:
-    return TrajectoryFrame(step, step, cells)
-
-
-@pytest.mark.parametrize(
-    ("made", "told"),
-    [
-        ([], "there are 0 trajectories: give at least one"),
-        ([Trajectory("empty", "", ())], "'empty' has 0 frames"),
-        ([Trajectory("a", "abc", (still(TokenState("abd", "given")),))], "'abc' differs from its last frame, 'abd'"),
-        (
-            [Trajectory("a", "x", (still(), still(TokenState("x", "given"), step=1)))],
-            "step 1 has 1 tokens and the first frame 0",
-        ),
-        (
-            [Trajectory("a", "x", (still(TokenState("x", "seen")),))],
-            "position 0: state 'seen' is unknown: expected one of hidden, remasked",
-        ),
-        (
-            [Trajectory("a", "", (still(TokenState("", "hidden", (("x", 1.2),))),))],
-            "guess 'x' has probability 1.2: expected one from 0 to 1",
-        ),
-        ([Trajectory("a", "", (still(TokenState("", "hidden", (("x", float("nan")),))),))], "probability nan"),
-        ([Trajectory("a", "", (still(),), float("inf"))], "has inf seconds"),
-    ],
-)
-def test_errors_name_the_value_and_the_expectation(made: list[Trajectory], told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
-        write_player(made, tmp_path / "new" / "a.html")
-    assert not list(tmp_path.iterdir())  # nothing half done
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are 0 trajectories: give at least one"):
+        write_player([], tmp_path / "new" / "a.html")
     with pytest.raises(ValueError, match=r"is a folder: give the name of a file, such as .*sample\.html"):
-        write_player([record(steps=2)], tmp_path)
+        write_player([simulate(steps=2)], tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"'empty' has 0 frames of \[\] tokens: record at least one frame"):
+        make_trajectory(title="empty")
+    with pytest.raises(ValueError, match=r"has 2 frames of \[0, 1\] tokens: .* every position in each"):
+        make_trajectory([], [TokenState("x", "given")])

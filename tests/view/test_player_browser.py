@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from adlm.view.player import write_player
-from adlm.view.trajectory import TokenState, Trajectory, TrajectoryFrame
-from tests.browser import console, media, open_browser, requests
+from adlm.view.player import write_player
+from adlm.view.trajectory import TokenState, Trajectory
+from tests.browser import emulate_media, open_browser, read_console, read_requests
 from tests.view.test_player import NASTY, nasty, units
-from tests.view.trajectories import record
+from tests.view.trajectories import make_trajectory, simulate
 
 # One token that was given, one that came, went and came back, one that comes last.
 STORY = (

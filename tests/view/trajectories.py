@@ -14,7 +14,12 @@ PARAGRAPH = (
 )
 
 
-def record(
+def make_trajectory(*states: list[TokenState], title: str = "made") -> Trajectory:
+    """A trajectory from the tokens of every frame."""
+    return Trajectory(title, tuple(TrajectoryFrame(step, step, tuple(tokens)) for step, tokens in enumerate(states)))
+
+
+def simulate(
     paragraph: str = PARAGRAPH,
     *,
     steps: int = 64,
@@ -22,30 +27,32 @@ def record(
     prompt: int = 5,
     seed: int = 0,
     title: str = "loop",
+    with_guesses: bool = True,
 ) -> Trajectory:
     """Simulate the denoising of a paragraph: tokens appear at random, some are hidden again, guesses grow surer."""
     rng = random.Random(seed)
     words = re.findall(r"\s*[A-Za-z]{1,6}|\s*[^A-Za-z\s]|\s+", paragraph)
-    standing = [i < prompt for i in range(len(words))]
-    before, stills = list(standing), []
+    visible = [i < prompt for i in range(len(words))]
+    before, frames = list(visible), []
 
-    def cell_at(i: int, progress: float) -> TokenState:
+    def token_at(i: int, progress: float) -> TokenState:
         is_rare = len(words[i].strip()) >= 5 and words.count(words[i]) == 1
         if i < prompt:
             return TokenState(words[i], GIVEN)
-        if standing[i]:
+        if visible[i]:
             return TokenState(words[i], VISIBLE if before[i] else REVEALED, is_anchor=is_rare)
         sure = min(0.99, rng.random() * (0.3 + progress))
         guess = words[i] if rng.random() < 0.3 + progress / 2 else rng.choice(words)
-        return TokenState("", REMASKED if before[i] else HIDDEN, ((guess, sure), (" the", sure / 2)), is_rare)
+        guesses = ((guess, sure), (" the", sure / 2)) if with_guesses else ()
+        return TokenState("", REMASKED if before[i] else HIDDEN, guesses, is_rare)
 
     for step in range(steps + 1):
-        before = list(standing)
-        hidden = [i for i, stands in enumerate(standing) if not stands]
+        before = list(visible)
+        hidden = [i for i, is_visible in enumerate(visible) if not is_visible]
         for i in rng.sample(hidden, -(-len(hidden) // (steps - step + 1)) if step else 0):
-            standing[i] = True
+            visible[i] = True
         for i in range(prompt, len(words)):
             if before[i] and step < 0.8 * steps and rng.random() < remask:
-                standing[i] = False
-        stills.append(TrajectoryFrame(step, step, tuple(cell_at(i, step / steps) for i in range(len(words)))))
-    return Trajectory(title, paragraph, tuple(stills))
+                visible[i] = False
+        frames.append([token_at(i, step / steps) for i in range(len(words))])
+    return make_trajectory(*frames, title=title)
