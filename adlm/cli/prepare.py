@@ -47,7 +47,7 @@ def prepare(
         str | None, typer.Option(help="Detokenizer of benchmark text, or none. [default: the corpus's]")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tokenizing processes. [default: all cores]")] = None,
-    shard_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a shard. [default: 33554432]")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 2**25,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace data prepared before in --out.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Verify the checksums of --out.")] = False,
     is_json: options.Json = False,
@@ -56,7 +56,6 @@ def prepare(
     console = Console(highlight=False, soft_wrap=True, stderr=is_json)
     began = time.perf_counter()
     with report_errors():
-        from adlm.data.prepare import SHARD_TOKENS
         from adlm.data.prepare import prepare as prepare_data
         from adlm.data.shards import MANIFEST, open_data
         from adlm.data.sources import list_unread_files
@@ -69,11 +68,11 @@ def prepare(
             settings: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "rows": rows, "split": split}
             settings |= {"valid": valid, "valid_share": valid_share, "train_tokenizer": train_tokenizer}
             settings |= {"column": column, "documents": documents, "detokenizer": detokenizer, "workers": workers}
-            settings |= {"shard_tokens": shard_tokens or SHARD_TOKENS}
+            settings |= {"shard_tokens": shard_tokens, "overwrite": overwrite}
             is_prepared = (out / MANIFEST).is_file() and not overwrite
             try:
                 with show_progress(console) as on_progress:
-                    prepare_data(source, out, **settings, overwrite=overwrite, on_progress=on_progress)
+                    prepare_data(source, out, **settings, on_progress=on_progress)
             except KeyboardInterrupt:
                 console.print("stopped; running the same command again resumes after the last complete shard")
                 raise typer.Exit(130) from None
@@ -127,9 +126,9 @@ def format_progress(progress: PrepareProgress) -> str:
 
 def print_summary(console: Console, manifest: dict[str, Any], out: Path) -> None:
     """Print a table of the splits, the tokenizer and the next command."""
-    table = Table()
-    for column in ("split", "rows", "tokens", "documents", "text"):
-        table.add_column(column, justify="left" if column == "split" else "right")
+    table = Table("split")
+    for column in ("rows", "tokens", "documents", "text"):
+        table.add_column(column, justify="right")
     for name, split in manifest["splits"].items():
         text = split["bytes"]
         size = f"{text / 1e6:,.1f} MB" if text >= 1e6 else f"{text / 1e3:,.1f} KB"

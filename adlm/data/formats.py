@@ -136,7 +136,7 @@ def read_columns(path: Path) -> dict[str, bool]:
 
 
 def read_table(path: Path, names: tuple[str, ...]) -> Documents:
-    """Yield the documents of a table: its rows, the named columns joined with a space."""
+    """Yield the documents of a table, one for each row."""
     for row, position, place in TABLES[get_suffix(path)](path, names):
         yield join_columns(row, names, place), position
 

@@ -102,13 +102,10 @@ class Packer:
         self.carry: Ids = np.empty(0, dtype=np.int64)
 
     def feed(self, ids: Ids, lengths: Ids, sizes: Ids) -> PackedRows:
-        """Return the rows that these documents complete; `sizes` are the documents' bytes."""
+        """Return the rows that these documents, at least one, complete; `sizes` are the documents' bytes."""
         return self._wrap(ids, lengths, sizes) if self.is_wrapped else self._frame(ids, lengths, sizes)
 
     def _wrap(self, ids: Ids, lengths: Ids, sizes: Ids) -> PackedRows:
-        if not len(lengths):
-            ids, empty = ids[:0], np.empty((0, 3), dtype=np.int64)
-            return PackedRows(ids.reshape(0, self.framing.length), None, empty)
         form, payload = self.framing, self.framing.length - 2
         spans = lengths.astype(np.int64) + 1  # with the EOS behind each
         sizes = sizes.astype(np.int64)
@@ -136,5 +133,5 @@ class Packer:
         rows, kept = frame_rows(ids, lengths, form.length, bos_id=form.bos_id, eos_id=form.eos_id, pad_id=form.pad_id)
         text = self.bytes + np.cumsum(sizes.astype(np.int64) * (kept - 2) // np.maximum(lengths, 1))
         count = np.arange(1, len(lengths) + 1) + self.documents
-        self.documents, self.bytes = self.documents + len(lengths), int(text[-1]) if len(text) else self.bytes
+        self.documents, self.bytes = self.documents + len(lengths), int(text[-1])
         return PackedRows(rows, kept, np.stack([count, np.zeros_like(count), text], axis=1))

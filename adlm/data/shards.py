@@ -36,11 +36,6 @@ def choose_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def get_disk_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the little-endian form of a type."""
-    return np.dtype(dtype).newbyteorder("<")
-
-
 @dataclass(frozen=True)
 class ShardedRows:
     """The memory-mapped rows of one split; a pickled copy maps them again."""
@@ -63,7 +58,7 @@ class ShardedRows:
 
     @cached_property
     def _tokens(self) -> list[NDArray[Any]]:
-        dtype = get_disk_dtype(self.dtype)
+        dtype = np.dtype(self.dtype).newbyteorder("<")
         return [np.memmap(self.folder / file, dtype, "r", shape=(rows, self.length)) for file, rows in self.shards]
 
     @cached_property
@@ -200,17 +195,18 @@ class ShardWriter:
         keep_ends: bool = False,
         on_shard: Callable[[dict[str, Any], list[int]], None],
     ) -> None:
-        self.folder, self.split, self.dtype, self.shard_rows = folder, split, get_disk_dtype(dtype), shard_rows
+        self.folder, self.split, self.shard_rows = folder, split, shard_rows
+        self.dtype = np.dtype(dtype).newbyteorder("<")
         self.number, self.keep_ends, self.on_shard = first, keep_ends, on_shard
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
+        self.path = self.folder / f"{self.split}-{self.number:05d}.bin"
         self.file: IO[bytes] | None = None
         self.rows = 0
         self.digest = hashlib.sha256()
         self.lengths: list[NDArray[Any]] = []
         self.ends: list[NDArray[np.int64]] = []
-
-    @property
-    def name(self) -> str:
-        return f"{self.split}-{self.number:05d}.bin"
 
     def add(self, packed: PackedRows) -> None:
         """Write rows; a full shard is closed and reported to `on_shard`."""
@@ -218,7 +214,7 @@ class ShardWriter:
             room = self.shard_rows - self.rows
             part, packed = packed[:room], packed[room:]
             if self.file is None:
-                self.file = (self.folder / f"{self.name}.part").open("wb")
+                self.file = self.path.with_suffix(".bin.part").open("wb")
             content = np.ascontiguousarray(part.rows, dtype=self.dtype).data.cast("B")
             self.file.write(content)
             self.digest.update(content)
@@ -237,21 +233,20 @@ class ShardWriter:
         os.fsync(self.file.fileno())
         size = self.file.tell()
         self.file.close()
-        digest = self.digest.hexdigest()
-        record: dict[str, Any] = {"file": self.name, "rows": self.rows, "bytes": size, "sha256": digest}
+        record: dict[str, Any] = {"file": self.path.name, "rows": self.rows, "bytes": size}
+        record["sha256"] = self.digest.hexdigest()
         if self.lengths:
-            content = np.concatenate(self.lengths).astype(LENGTH_DTYPE).tobytes()
-            write_atomically((self.folder / self.name).with_suffix(".len"), content)
-            record["lengths_sha256"] = hashlib.sha256(content).hexdigest()
-            record["tokens"] = sum(int(each.sum()) for each in self.lengths)
+            lengths = np.concatenate(self.lengths).astype(LENGTH_DTYPE)
+            write_atomically(self.path.with_suffix(".len"), lengths.tobytes())
+            record |= {"lengths_sha256": hashlib.sha256(lengths).hexdigest(), "tokens": int(lengths.sum())}
         ends = np.concatenate(self.ends)
         if self.keep_ends:
-            write_atomically((self.folder / self.name).with_suffix(".ends"), ends.astype(END_DTYPE).tobytes())
-        (self.folder / f"{self.name}.part").replace(self.folder / self.name)
+            write_atomically(self.path.with_suffix(".ends"), ends.astype(END_DTYPE).tobytes())
+        self.path.with_suffix(".bin.part").replace(self.path)
         fsync_path(self.folder)
         self.on_shard(record, ends[-1].tolist())
-        self.file, self.rows, self.digest, self.lengths, self.ends = None, 0, hashlib.sha256(), [], []
         self.number += 1
+        self._begin_shard()
 
 
 def shorten_shards(folder: Path, shards: list[dict[str, Any]], rows: int, row_bytes: int) -> list[dict[str, Any]]:
@@ -280,14 +275,14 @@ def shorten_shards(folder: Path, shards: list[dict[str, Any]], rows: int, row_by
 def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
     """Raise an error if a file is missing or has another size or SHA-256; None is not checked."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {PREPARE_AGAIN}")
-    problem = None
-    if size is not None and (actual := path.stat().st_size) != size:
+        problem = "is missing"
+    elif size is not None and (actual := path.stat().st_size) != size:
         problem = f"has {actual:,} bytes, {size:,} expected"
     elif sha256 is not None and (digest := hash_file(path)) != sha256:
         problem = f"has the checksum {digest[:12]}…, {sha256[:12]}… expected"
-    if problem:
-        raise ValueError(f"{path} {problem}: copy it again or {PREPARE_AGAIN}")
+    else:
+        return
+    raise ValueError(f"{path} {problem}: copy it again or {PREPARE_AGAIN}")
 
 
 def read_json(path: Path, remedy: str = "the file is damaged") -> Any:

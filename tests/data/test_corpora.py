@@ -1,8 +1,7 @@
-"""Named data sets: the same documents from the Hub's Parquet and from the files that circulate."""
+"""Named datasets: the same documents from the Hub's Parquet and from the files that circulate."""
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,16 @@ import pytest
 from adlm.data.corpora import ALIASES, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES
-from adlm.data.sources import Source, Split, open_source
-from tests.data.test_sources import FIXTURES, need, texts
+from adlm.data.sources import Split, open_source
+from tests.data.test_sources import FIXTURES, make_parquet, need, texts
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    need("pyarrow")
-    import pyarrow
-    import pyarrow.parquet
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    path.write_bytes(make_parquet(rows))
 
 
-# The table.
-
-
-def test_every_entry_speaks_of_things_there_are() -> None:
+def test_every_entry_names_what_exists() -> None:
     lineage = ["lm1b", "openwebtext-split", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "text8"]
     assert set(CORPORA) == {*lineage, "scientific_papers_pubmed", "scientific_papers_arxiv"}
     for corpus in CORPORA.values():
@@ -36,16 +28,11 @@ def test_every_entry_speaks_of_things_there_are() -> None:
         assert set(corpus.splits) <= {"train", "valid", "test"}
         assert all(str(Split.parse(split)) == split for split in corpus.splits.values())
         assert corpus.characters.keys() <= corpus.splits.keys()
-
-
-def test_aliases() -> None:
-    assert {alias: find_corpus(f"{alias}:PATH") for alias in ALIASES} == {
-        alias: CORPORA[name] for alias, name in ALIASES.items()
-    }
+    assert all(find_corpus(f"{alias}:PATH") is CORPORA[name] for alias, name in ALIASES.items())
     assert find_corpus("c4") is find_corpus(Path("lm1b")) is None
 
 
-# Local files of the same content. The sentences are made up, but for the excerpt of WikiText.
+# Local files of the same content. The sentences are made up, except the excerpt of WikiText.
 
 
 def test_wikitext_lines_are_rows() -> None:
@@ -71,7 +58,7 @@ def test_billion_words(tmp_path: Path) -> None:
         "The cat's gone.",
         "So it is, they said.",
         "It is two.",
-        "Ten .",  # the clean-up wants a blank before the last word
+        "Ten .",  # the detokenizer needs a space before the last word
     ]
     held_out = open_source(f"lm1b:{tmp_path}", split="valid")
     assert texts(held_out) == ['He said: "Why not?"']
@@ -120,8 +107,7 @@ def test_text8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (tmp_path, tmp_path / "text8"):
         parts = [texts(open_source(f"text8:{place}", split=split)) for split in ("train", "valid", "test")]
         assert parts == [[text[:90]], [text[90:95]], [text[95:]]]
-    train, valid = (open_source(f"text8:{tmp_path}", split=split).identity for split in ("train", "valid"))
-    assert train != valid
+    assert open_source(f"text8:{tmp_path}").identity != open_source(f"text8:{tmp_path}", split="valid").identity
     (tmp_path / "text8").write_text(text[:99])
     with pytest.raises(ValueError, match="has 99 characters, its splits need 100"):
         texts(open_source(f"text8:{tmp_path}", split="test"))
@@ -144,31 +130,27 @@ def small_openwebtext(monkeypatch: pytest.MonkeyPatch) -> Corpus:
     return corpus
 
 
-def split_texts(open_split: Callable[[str], Source]) -> tuple[list[str], list[str]]:
-    return texts(open_split("train")), texts(open_split("valid"))
+def split_texts(spec: str) -> tuple[list[str], list[str]]:
+    return texts(open_source(spec, split="train")), texts(open_source(spec, split="valid"))
 
 
 @pytest.mark.usefixtures("small_openwebtext")
 def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
     write_parquet(tmp_path / "0.parquet", [{"text": str(i)} for i in range(4)])
     write_parquet(tmp_path / "1.parquet", [{"text": str(i)} for i in range(4, 9)])
-    train, valid = split_texts(lambda split: open_source(f"openwebtext:{tmp_path}", split=split))
-    assert train == list("012345") and valid == list("678")
+    assert split_texts(f"openwebtext:{tmp_path}") == (list("012345"), list("678"))
     with pytest.raises(ValueError, match=r"no split 'test': choose train or valid"):
         open_source(f"openwebtext:{tmp_path}", split="test")
-    (tmp_path / "1.parquet").unlink()
-    assert split_texts(lambda split: open_source(f"openwebtext:{tmp_path}", split=split)) == (["0"], list("123"))
     with pytest.raises(ValueError, match="is a slice already"):
         open_source(f"openwebtext:{tmp_path}", split="valid[:1]")
+    (tmp_path / "1.parquet").unlink()
+    assert split_texts(f"openwebtext:{tmp_path}") == (["0"], list("123"))
+    write_parquet(tmp_path / "0.parquet", [{"text": "0"}])
+    with pytest.raises(ValueError, match=r"needs at least 3 documents, and there are 1"):
+        open_source(f"openwebtext:{tmp_path}", split="valid").read()
 
 
-def test_too_few_documents_to_hold_out(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(ValueError, match=r"needs at least 100,000 documents, and there are 1"):
-        open_source(f"openwebtext-split:{tmp_path}", split="valid").read()
-
-
-# The Hub, which a folder of Parquet files stands in for: all but the name of the repository is the real thing.
+# The Hub, replaced by a folder of Parquet files.
 
 
 @pytest.fixture
@@ -190,15 +172,20 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def card(config: str, **examples: int) -> str:
-    splits = "".join(f"  - name: {split}\n    num_examples: {n}\n    num_bytes: 1\n" for split, n in examples.items())
-    files = "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in examples)
-    features = "  features:\n  - name: text\n    dtype: string\n"
-    info = f"dataset_info:\n- config_name: {config}\n{features}  splits:\n{splits}"
-    return f"---\n{info}configs:\n- config_name: {config}\n  data_files:\n{files}---\n"
+def make_card(examples: dict[str, int]) -> str:
+    """A dataset card with the number of training examples of each configuration."""
+    info = "".join(
+        f"- config_name: {config}\n  features:\n  - name: text\n    dtype: string\n"
+        f"  splits:\n  - name: train\n    num_examples: {n}\n    num_bytes: 1\n"
+        for config, n in examples.items()
+    )
+    files = "".join(
+        f"- config_name: {config}\n  data_files:\n  - split: train\n    path: {config}/train-*\n" for config in examples
+    )
+    return f"---\ndataset_info:\n{info}configs:\n{files}---\n"
 
 
-def test_a_data_set_of_the_hub(hub: Path) -> None:
+def test_a_dataset_of_the_hub(hub: Path) -> None:
     write_parquet(hub / "me/words/data/train-00000-of-00001.parquet", [{"n": i, "body": f"w {i}"} for i in range(5)])
     write_parquet(hub / "me/words/data/validation-00000-of-00001.parquet", [{"n": 9, "body": "v"}])
     source = open_source("me/words")
@@ -208,21 +195,17 @@ def test_a_data_set_of_the_hub(hub: Path) -> None:
     assert json.loads(json.dumps(source.identity)) == source.identity == open_source("me/words").identity
     assert texts(open_source("me/words", split="valid")) == ["v"]
     assert texts(open_source("me/words", split="train[1:3]", detokenizer="lambada")) == ["\nw 1", "\nw 2"]
-    with pytest.raises(ValueError, match=r"no split 'test': choose one of train, validation"):
-        open_source("me/words", split="test")
-    with pytest.raises(ValueError, match=r"me/words has no text column 'text'.*'n', 'body'"):
-        open_source("me/words", column="text")
-    with pytest.raises(ValueError, match="which me/words does not have"):
-        open_source("me/words", split="train[-1:]")
-    with pytest.raises(ValueError, match="a row is a document"):
-        open_source("me/words", documents="line")
-
-
-def test_what_the_hub_does_not_have(hub: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="me/nothing is no file, and loading me/nothing from the Hub failed"):
-        open_source("me/nothing")
-    with pytest.raises(FileNotFoundError, match="to read local files, give ptb:PATH"):
-        open_source("ptb")
+    errors: list[tuple[str, dict[str, str], str]] = [
+        ("me/words", {"split": "test"}, r"no split 'test': choose one of train, validation"),
+        ("me/words", {"column": "text"}, r"me/words has no text column 'text'.*'n', 'body'"),
+        ("me/words", {"split": "train[-1:]"}, "which me/words does not have"),
+        ("me/words", {"documents": "line"}, "a row is a document"),
+        ("me/nothing", {}, "me/nothing is no file, and loading me/nothing from the Hub failed"),
+        ("ptb", {}, "to read local files, give ptb:PATH"),
+    ]
+    for spec, options, message in errors:
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            open_source(spec, **options)
 
 
 @pytest.mark.usefixtures("small_openwebtext")
@@ -231,9 +214,8 @@ def test_the_hubs_last_documents_are_held_out(hub: Path) -> None:
     for shard in range(3):
         rows = [{"text": str(3 * shard + i)} for i in range(3)]
         write_parquet(folder / f"plain_text/train-0000{shard}-of-00003.parquet", rows)
-    (folder / "README.md").write_text(card("plain_text", train=9))
-    train, valid = split_texts(lambda split: open_source("openwebtext-split", split=split))
-    assert train == list("012345") and valid == list("678")
+    (folder / "README.md").write_text(make_card({"plain_text": 9}))
+    assert split_texts("openwebtext-split") == (list("012345"), list("678"))
 
 
 @pytest.mark.parametrize(
@@ -256,13 +238,10 @@ def test_the_branch_of_conversions(hub: Path, name: str, folder: str, column: st
 
 def test_configurations(hub: Path) -> None:
     repo = hub / "Salesforce/wikitext"
-    for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
+    configs = ("wikitext-2-raw-v1", "wikitext-103-raw-v1")
+    for config in configs:
         write_parquet(repo / config / "train-00000-of-00001.parquet", [{"text": ""}, {"text": f" {config} , so \n"}])
-    cards = [card(config, train=2) for config in ("wikitext-2-raw-v1", "wikitext-103-raw-v1")]
-    heads = [part.strip("-\n").split("configs:\n") for part in cards]
-    infos = "".join(head[0].removeprefix("dataset_info:\n") for head in heads)
-    configs = "\n".join(head[1] for head in heads)
-    (repo / "README.md").write_text(f"---\ndataset_info:\n{infos}configs:\n{configs}\n---\n")
+    (repo / "README.md").write_text(make_card(dict.fromkeys(configs, 2)))
     assert texts(open_source("wikitext2")) == ["", " wikitext-2-raw-v1, so\n"]
     assert texts(open_source("wikitext103")) == ["", " wikitext-103-raw-v1, so\n"]
     assert texts(open_source("Salesforce/wikitext:wikitext-2-raw-v1")) == ["", " wikitext-2-raw-v1 , so \n"]

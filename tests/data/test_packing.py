@@ -1,4 +1,4 @@
-"""Rows are the stream, cut: the authors' rows where they cut as we do, and never a matter of chunks."""
+"""Rows are the stream, cut: the authors' rows where they cut as we do, independent of the chunks."""
 
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from adlm.data.packing import Framing, PackedRows, Packer, end_documents, frame_
 from tests.goldens import arrays, facts
 
 GOLDEN = facts("packing")
+ARRAYS = {name: array.numpy() for name, array in arrays("packing").items()}
 NONE = np.empty(0, dtype=np.int64)
 FRAMING = Framing(length=7, bos_id=90, eos_id=91, pad_id=92)
 
@@ -24,49 +25,48 @@ def test_small_streams_are_wrapped_as_the_authors_do(case: dict) -> None:
 
 
 def test_a_fresh_packer_for_every_thousand_documents_gives_the_authors_rows() -> None:
-    found = {name: array.numpy() for name, array in arrays("packing").items()}
-    lengths, eos_id = found["doc_lengths"], GOLDEN["eos_id_appended_to_each_document"]
+    lengths, eos_id = ARRAYS["doc_lengths"], GOLDEN["eos_id_appended_to_each_document"]
     stops = np.cumsum(lengths)
     framing = Framing(GOLDEN["block_size_wrapped"], GOLDEN["bos_id"], eos_id, 0)
     rows = []
     for first in range(0, len(lengths), 1000):
         here = slice(first, first + 1000)
-        ids = found["doc_tokens"][stops[here][0] - lengths[first] : stops[here][-1]]
+        ids = ARRAYS["doc_tokens"][stops[here][0] - lengths[first] : stops[here][-1]]
         rows.append(Packer(framing, is_wrapped=True).feed(ids, lengths[here], lengths[here]).rows)
-    assert np.array_equal(np.concatenate(rows), found["blocks_num_proc1"])
+    assert np.array_equal(np.concatenate(rows), ARRAYS["blocks_num_proc1"])
     # One packer for all loses one remainder in place of three.
-    whole = Packer(framing, is_wrapped=True).feed(found["doc_tokens"], lengths, lengths).rows
-    assert len(whole) == (lengths.sum() + len(lengths)) // (framing.length - 2)
-    assert len(whole) >= len(found["blocks_num_proc1"])
+    whole = Packer(framing, is_wrapped=True).feed(ARRAYS["doc_tokens"], lengths, lengths).rows
+    assert len(whole) == (lengths.sum() + len(lengths)) // (framing.length - 2) >= len(ARRAYS["blocks_num_proc1"])
 
 
 def test_one_document_a_row_is_padded_and_cut_as_the_authors_do() -> None:
-    found = {name: array.numpy() for name, array in arrays("packing").items()}
-    lengths = found["doc_lengths"][: len(found["unwrapped_input_ids"])]
-    ids = found["doc_tokens"][: lengths.sum()]
+    lengths = ARRAYS["doc_lengths"][: len(ARRAYS["unwrapped_input_ids"])]
+    ids = ARRAYS["doc_tokens"][: lengths.sum()]
     length = GOLDEN["block_size_unwrapped"]
     rows, kept = frame_rows(ids, lengths, length, bos_id=GOLDEN["bos_id"], eos_id=GOLDEN["sep_id"], pad_id=0)
-    assert np.array_equal(rows, found["unwrapped_input_ids"])
-    assert np.array_equal(np.arange(length) < kept[:, None], found["unwrapped_attention_mask"].astype(bool))
+    assert np.array_equal(rows, ARRAYS["unwrapped_input_ids"])
+    assert np.array_equal(np.arange(length) < kept[:, None], ARRAYS["unwrapped_attention_mask"].astype(bool))
     assert (lengths > length - 2).any() and (lengths < length - 2).any()  # the golden has both kinds
 
 
 DOCUMENTS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 60)), min_size=1, max_size=30)
 
 
-def numbered(lengths: np.ndarray) -> np.ndarray:
+Documents = list[tuple[int, int]]  # tokens and bytes of each
+
+
+def make_ids(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum(), dtype=np.uint16) % 80  # never one of the special ids
 
 
-def fed(
-    documents: list[tuple[int, int]], cuts: set[int], is_wrapped: bool, start: tuple[int, ...] = (0, 0, 0)
-) -> PackedRows:
-    """All rows, the documents from `start` on given in the chunks that the cuts make."""
+def pack(documents: Documents, cuts: set[int], is_wrapped: bool, start: tuple[int, ...] = (0, 0, 0)) -> PackedRows:
+    """All rows of the documents from `start` on, fed in the chunks that the cuts make."""
     lengths, sizes = (np.array(column, dtype=np.int64) for column in zip(*documents))
-    ids, stops = numbered(lengths), np.cumsum(lengths)
+    ids, stops = make_ids(lengths), np.cumsum(lengths)
     packer = Packer(FRAMING, is_wrapped=is_wrapped, start=start)
     edges = sorted({start[0], len(documents)} | {cut for cut in cuts if start[0] < cut < len(documents)})
-    parts = [packer.feed(NONE, NONE, NONE)]
+    no_lengths = None if is_wrapped else NONE
+    parts = [PackedRows(np.empty((0, FRAMING.length), np.uint16), no_lengths, np.empty((0, 3), np.int64))]
     for first, last in pairwise(edges):
         begin = stops[first] - lengths[first]
         parts.append(packer.feed(ids[begin : stops[last - 1]], lengths[first:last], sizes[first:last]))
@@ -77,29 +77,24 @@ def same(one: PackedRows, other: PackedRows) -> bool:
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("rows", "lengths", "ends"))
 
 
-@given(DOCUMENTS, st.sets(st.integers(1, 29)), st.booleans())
-def test_rows_do_not_depend_on_chunks(documents: list[tuple[int, int]], cuts: set[int], is_wrapped: bool) -> None:
-    assert same(fed(documents, cuts, is_wrapped), fed(documents, set(), is_wrapped))
-
-
 @given(DOCUMENTS, st.sets(st.integers(1, 29)), st.booleans(), st.integers(0, 100))
-def test_a_packer_goes_on_from_the_end_of_any_row(
-    documents: list[tuple[int, int]], cuts: set[int], is_wrapped: bool, which: int
+def test_rows_do_not_depend_on_chunks_and_packing_resumes_after_any_row(
+    documents: Documents, cuts: set[int], is_wrapped: bool, which: int
 ) -> None:
-    whole = fed(documents, set(), is_wrapped)
-    if not len(whole.rows):
-        return
-    row = which % len(whole.rows)
-    rest = fed(documents, cuts, is_wrapped, start=tuple(whole.ends[row].tolist()))
-    assert same(rest, whole[row + 1 :])
+    whole = pack(documents, set(), is_wrapped)
+    assert same(pack(documents, cuts, is_wrapped), whole)
+    if len(whole.rows):
+        row = which % len(whole.rows)
+        rest = pack(documents, cuts, is_wrapped, start=tuple(whole.ends[row].tolist()))
+        assert same(rest, whole[row + 1 :])
 
 
 @given(DOCUMENTS)
-def test_wrapped_rows_hold_the_stream_and_lose_only_its_remainder(documents: list[tuple[int, int]]) -> None:
+def test_wrapped_rows_hold_the_stream_and_lose_only_its_remainder(documents: Documents) -> None:
     lengths = np.array([tokens for tokens, _ in documents])
-    stream = end_documents(numbered(lengths), lengths, FRAMING.eos_id)
+    stream = end_documents(make_ids(lengths), lengths, FRAMING.eos_id)
     assert (stream[np.cumsum(lengths + 1) - 1] == FRAMING.eos_id).all() and len(stream) == (lengths + 1).sum()
-    packed = fed(documents, set(), is_wrapped=True)
+    packed = pack(documents, set(), is_wrapped=True)
     assert (packed.rows[:, 0] == FRAMING.bos_id).all() and (packed.rows[:, -1] == FRAMING.eos_id).all()
     inside = packed.rows[:, 1:-1].ravel()
     assert np.array_equal(inside, stream[: len(inside)])
@@ -107,8 +102,8 @@ def test_wrapped_rows_hold_the_stream_and_lose_only_its_remainder(documents: lis
 
 
 @given(DOCUMENTS, st.booleans())
-def test_the_bytes_of_all_rows_are_the_text_that_is_in_them(documents: list[tuple[int, int]], is_wrapped: bool) -> None:
-    packed = fed(documents, set(), is_wrapped)
+def test_the_bytes_of_all_rows_are_the_text_that_is_in_them(documents: Documents, is_wrapped: bool) -> None:
+    packed = pack(documents, set(), is_wrapped)
     assert (np.diff(packed.ends[:, 2]) >= 0).all()
     total = sum(size for _, size in documents)
     if not is_wrapped and all(tokens <= 5 for tokens, _ in documents if tokens):
