@@ -276,12 +276,12 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
         # `recipes/x.yaml` works from any folder: the recipes are also in the package.
         name = path.name.removesuffix(".yaml")
         if name not in recipes or (path.parent != Path() and path.parent.name != "recipes"):
-            raise ValueError(f"there is no recipe {str(recipe)!r}: give a file or one of {', '.join(recipes)}")
+            raise ValueError(f"unknown recipe {str(recipe)!r}: expected a file or one of {', '.join(recipes)}")
         path = recipes[name]
     try:
         loaded = OmegaConf.load(path)
     except YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} is not YAML ({' '.join(str(error).split())}): correct this line") from error
     if not OmegaConf.is_dict(loaded):
         raise ValueError(f"{path.name} is not a recipe: its top level must be `key: value` lines")
     return loaded
@@ -301,5 +301,5 @@ def _explain_error(error: OmegaConfBaseException, source: str) -> str:
         return f"config: {key}: {first}"
     known = list(_flatten(Config()))
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-    return f"config: there is no key {key!r}; {hint}"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(known)}"
+    return f"config: unknown key {key!r}: {hint}"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from adlm.diffusion import anchors, orders, plans, schedules
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
-from adlm.models.language_model import ModelConfig
-from adlm.models.presets import PRESETS
+from adlm.models.language_model import PRESETS, ModelConfig
 
 Entry = TypeVar("Entry")
 
@@ -83,7 +82,7 @@ def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
     """Return the entry of a name or alias; the error for an unknown one lists the known names."""
     entry = table.get(name, table.get(ALIASES.get(name, "")))
     if entry is None:
-        raise ValueError(f"unknown {kind} {name!r}; known: {', '.join(table)}")
+        raise ValueError(f"unknown {kind} {name!r}: expected one of {', '.join(table)}")
     return entry
 
 
@@ -112,23 +111,24 @@ def _build(table: Mapping[str, Callable[..., Entry]], name: str, kind: str, opti
     known = inspect.signature(factory).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"{kind} {name!r} has no option {', '.join(unknown)}; it takes: {', '.join(known) or 'none'}")
+        expected = f"expected one of {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"unknown option {unknown[0]!r} of {kind} {name!r}: {expected}")
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in options]
     if missing:
-        raise ValueError(f"{kind} {name!r} needs {', '.join(missing)}")
+        raise ValueError(f"{kind} {name!r} needs {', '.join(missing)}: give {missing[0]}=VALUE")
     return factory(**options)
 
 
 def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | None, **changes: Any) -> ModelConfig:
     """Build the config of a method in a preset's size; one stage has the anchor network's depth, as in the paper."""
-    shape, size = look_up(METHODS, method, "method"), asdict(look_up(PRESETS, preset, "preset"))
+    shape, size = look_up(METHODS, method, "method"), look_up(PRESETS, preset, "preset")
     if not shape.two_stages:
-        size |= {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}
+        size = size | {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}
     if shape.is_causal:
-        size |= {"cond_dim": None}  # the lineage's causal layers have no modulation
+        size = size | {"cond_dim": None}  # the lineage's causal layers have no modulation
     known = [field.name for field in fields(ModelConfig)]
     unknown = [change for change in changes if change not in known]
     if unknown:
-        raise ValueError(f"a model has no setting {', '.join(unknown)}; it has: {', '.join(known)}")
+        raise ValueError(f"unknown setting {unknown[0]!r} of a model: expected one of {', '.join(known)}")
     settings = size | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id} | changes
     return ModelConfig(**settings)

@@ -3,7 +3,7 @@
 import resource
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ("step=5", "there is no key 'step'; did you mean steps"),
-        ("optimizer.lrr=1", "there is no key 'optimizer.lrr'; did you mean optimizer.lr"),
+        ("step=5", "unknown key 'step': did you mean steps"),
+        ("optimizer.lrr=1", "unknown key 'optimizer.lrr': did you mean optimizer.lr"),
         ("optimiser.lr=1", "did you mean optimizer"),
         ("checkpoint.evry=8", "checkpoint.every"),
-        ("zzzzzzzz=1", "known: folder, method, steps"),
+        ("zzzzzzzz=1", "expected one of folder, method, steps"),
         ("steps=many", "config: steps: "),
         ("steps=1.5", "config: steps: "),
         ("data.verify=perhaps", "data.verify"),
@@ -43,15 +43,15 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
         ("precision=float16", "auto, float32, bfloat16"),
     ],
 )
-def test_a_wrong_change_is_named(change: str, said: str) -> None:
+def test_a_wrong_change_is_named(change: str, message: str) -> None:
     with pytest.raises(ValueError, match=r"\S") as caught:
         load_config(GIVEN, change)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="write key=value"):
         load_config(GIVEN, [change])  # type: ignore[arg-type]
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_settings_are_named() -> None:
     with pytest.raises(ValueError, match=r"config: folder must be given, for example folder=FOLDER"):
         load_config(data={"path": "data"})
 
@@ -89,9 +89,6 @@ def test_a_saved_config_is_the_config(tmp_path: Path) -> None:
     assert load_config(tmp_path / "config.yaml") == config
     assert load_config(config) == config
     assert load_config(config, "steps=7") == replace(config, steps=7)
-    for section, key in ((config, "steps"), (config.data, "path")):
-        with pytest.raises(FrozenInstanceError):
-            setattr(section, key, "x")
 
 
 def test_a_config_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -137,15 +134,15 @@ def test_every_recipe_is_a_run_on_any_data(path: Path) -> None:
 
 def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    wanted = load_config(ROOT / "recipes/cpu-nano.yaml", **GIVEN)
+    expected = load_config(ROOT / "recipes/cpu-nano.yaml", **GIVEN)
     for name in ("cpu-nano", "cpu-nano.yaml", "recipes/cpu-nano.yaml"):
-        assert load_config(name, **GIVEN) == wanted
-    with pytest.raises(ValueError, match=r"no recipe 'cpu-nono': give a file or one of .*cpu-nano"):
+        assert load_config(name, **GIVEN) == expected
+    with pytest.raises(ValueError, match=r"unknown recipe 'cpu-nono': expected a file or one of .*cpu-nano"):
         load_config("cpu-nono", **GIVEN)
     for content, message in (
         ("- 1\n", r"bad\.yaml is not a recipe"),
         ("steps: [1\n", r"bad\.yaml is not YAML"),
-        ("optimizer:\n  lr_: 1\n", r"'optimizer\.lr_'; did you mean optimizer\.lr"),
+        ("optimizer:\n  lr_: 1\n", r"'optimizer\.lr_': did you mean optimizer\.lr"),
     ):
         (tmp_path / "bad.yaml").write_text(content, "utf-8")
         with pytest.raises(ValueError, match=message):
@@ -158,11 +155,11 @@ def test_a_folders_name_is_taken_as_it_is(name: str) -> None:
     assert (config.folder, config.data.path, config.data.stream) == (name, name, None)
 
 
-@pytest.mark.parametrize("name", [f"{data}-{method}" for data in ("owt", "lm1b") for method in METHODS])
-def test_a_recipe_of_the_paper_has_the_papers_settings(name: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("corpus", ["owt", "lm1b"])
+def test_a_recipe_of_the_paper_has_the_papers_settings(corpus: str, method: str) -> None:
     """The numbers of METHOD, section 3, whatever the defaults become."""
-    data, method = name.split("-")
-    config = load_config(list_recipes()[name], **GIVEN)
+    config = load_config(f"{corpus}-{method}", **GIVEN)
     optimizer, objective = config.optimizer, config.objective
     assert (config.method, config.batch, config.ema) == (method, 512, 0.9999)
     assert config.steps == (500_000 if METHODS[method].is_causal else 1_000_000)
@@ -171,7 +168,7 @@ def test_a_recipe_of_the_paper_has_the_papers_settings(name: str) -> None:
     assert (optimizer.warmup, optimizer.decay) == (2500, "constant")
     assert (objective.schedule, objective.anchor_rule, objective.max_count) == ("loglinear", "rare_in_sequence", 5)
     assert (objective.anchor_weight, objective.anchor_ramp, objective.anchor_scope) == (3e-3, True, "all")
-    assert objective.attend_padding == (data == "lm1b" and not METHODS[method].is_causal)
+    assert objective.attend_padding == (corpus == "lm1b" and not METHODS[method].is_causal)
     changes = {key for key, value in vars(config.model).items() if value is not None}
     assert changes == {"preset"} | ({"time_conditioning"} if method == "sedd" else set())
     assert config.model.preset == "small"

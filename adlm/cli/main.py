@@ -59,6 +59,3 @@ def version(is_json: options.Json = False) -> None:
 for command in (demo, sample, infill, score, prepare, train, plot, doctor):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
-
-if __name__ == "__main__":
-    app()

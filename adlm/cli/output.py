@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
 BARS = " ▁▂▃▄▅▆▇█"
-MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first, then to the second
+MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
 
 Value = TypeVar("Value", str, int, float)
@@ -71,8 +71,7 @@ def print_table(table: Table, console: Console | None = None) -> None:
         for i in (i for i, column in enumerate(columns) if not column.is_text):
             for line in lines:
                 line[i] = re.sub(r" (?=[±(])|(?<=/)", "\n", line[i])
-        fits = [fit_columns(columns, lines, min_text, console.width) for min_text in MIN_TEXT_WIDTHS]
-        widths = next((each for each in fits if sum(each.values()) < console.width), fits[-1])
+        widths = fit_columns(columns, lines, MIN_TEXT_WIDTHS[1], console.width)
     grid = RichTable(title=escape(table.title) or None, title_justify="left")
     for i, width in widths.items():
         side, name = "left" if columns[i].is_text else "right", escape(lines[0][i])
@@ -153,9 +152,7 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
             continue
         if path.is_dir():
             raise ValueError(f"{option} {path} is a folder: give the name of a file in it")
-        existing = path if path.exists() else path.absolute().parent
-        while not existing.exists():
-            existing = existing.parent
+        existing = next(each for each in (path, *path.absolute().parents) if each.exists())
         if existing != path and not existing.is_dir():
             raise ValueError(f"{option} {path}: {existing} is a file, not a folder: give another name")
         if not os.access(existing, os.W_OK):

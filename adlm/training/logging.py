@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -107,25 +107,16 @@ def cut_metrics(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path | str) -> list[Record]:
-    """Read all records of a file; an incomplete last line is left out."""
-    *lines, last = Path(path).read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
+    """Read all records of a file; a last line without a line end was being written at a kill and is left out."""
+    content, records = Path(path).read_bytes(), []
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].split(b"\n")[:-1], 1):
         try:
-            records.append(_parse_line(line))
-        except ValueError as error:
-            problem = f"{path}, line {number} is damaged: {line[:80]!r} ({error})"
+            record = json.loads(line, object_hook=_restore_numbers)
+            records.append({"step": int(record["step"])} | record)
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{path}, line {number} is no object with a step: {line[:80]!r} ({error})"
             raise ValueError(f"{problem}; delete this line, or restore the file") from error
-    with suppress(ValueError):  # empty, or a line whose write was interrupted
-        records.append(_parse_line(last))
     return records
-
-
-def _parse_line(line: bytes) -> Record:
-    record = json.loads(line, object_hook=_restore_numbers)
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError('expected an object with "step", an int')
-    return record
 
 
 def _to_json(value: Any) -> Any:
@@ -268,9 +259,8 @@ class RunLogger:
         seconds = max(now - self.last_log - self.paused, 1e-9)
         speed = (metrics.step - self.last_step) * self.tokens_per_step / seconds
         self.last_log, self.last_step, self.paused = now, metrics.step, 0.0
-        mfu = None
-        if self.peak_flops is not None:
-            mfu = speed * self.flops_per_token / (self.peak_flops * self.context.world_size)
+        peak = self.peak_flops
+        mfu = None if peak is None else speed * self.flops_per_token / (peak * self.context.world_size)
         record = {
             "step": metrics.step,
             **means,
@@ -281,13 +271,10 @@ class RunLogger:
             "time": {"seconds": self.seconds, "tokens_per_second": speed, "mfu": mfu, "stall": stall / seconds},
         }
         self.log(record)
-        self._show_progress(record, speed, mfu)
-
-    def _show_progress(self, record: Record, speed: float, mfu: float | None) -> None:
-        """Show the latest means in the bar or, without a terminal, on a line every few seconds."""
-        text = f"nll {record['train/nll']:.3f}  {speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.0%}")
+        # The latest means are in the bar or, without a terminal, on a line every few seconds.
+        text = f"nll {means['train/nll']:.3f}  {speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.0%}")
         self.bar.update(self.task, description=text)
-        now, step, steps = time.perf_counter(), record["step"], self.config.steps
+        step, steps = metrics.step, self.config.steps
         if not self.has_bar and (now - self.last_line >= SECONDS_BETWEEN_LINES or step >= steps):
             self.last_line = now
             left = timedelta(seconds=round((now - self.start) / (step - self.first_step) * (steps - step)))

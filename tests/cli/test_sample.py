@@ -136,7 +136,7 @@ def test_a_prompt_comes_by_stdin() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--sampler", "best"), "unknown sampler 'best'; known: ancestral,"),
+        (("--sampler", "best"), "unknown sampler 'best': expected one of ancestral,"),
         (("--temperature", "-1"), "temperature must be 0 (take the likeliest token) or above, got -1.0"),
         (("--top-p", "2"), "top_p must be above 0 and at most 1"),
         (("--length", "33"), "between 1 and 31, got 33"),

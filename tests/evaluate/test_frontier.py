@@ -57,9 +57,9 @@ def test_every_other_combination_is_a_point() -> None:
     ("changes", "message"),
     [
         ({"steps": []}, "steps, .* is empty: give at least one"),
-        ({"samplers": ["fast"]}, "unknown sampler 'fast'; known: ancestral"),
-        ({"n": 1}, "n must be at least 2, got 1"),
-        ({"repeats": 1}, "repeats must be at least 2, got 1"),
+        ({"samplers": ["fast"]}, "unknown sampler 'fast': expected one of ancestral"),
+        ({"n": 1}, "n must be a whole number from 2 on, got 1"),
+        ({"repeats": 1}, "repeats must be a whole number from 2 on, got 1"),
         ({"window": 8}, r"window=8 needs a scoring model"),
         ({"models": []}, "models is empty"),
     ],
@@ -94,7 +94,7 @@ def test_a_point_measures_the_texts_of_generate() -> None:
     assert point["seconds"] > 0 and point["timings"] == 2 and point["gen_ppl"] > 1
     assert {"gen_ppl_se", "entropy", "entropy_se", "distinct_2", "repetition_4", "is_pareto"} <= point.keys()
     assert result.figures["frontier"] == {"kind": "frontier", "points": [point], "reference": None}
-    names = {"models", "n", "length", "seed", "batch", "repeats", "threads", "device", "judge", "samplers"}
+    names = {"models", "n", "length", "seed", "batch", "repeats", "threads", "device", "scorer", "samplers"}
     assert names <= result.settings.keys() and json.dumps(result.settings)
     (point,) = measure(lm("ar"))["points"]
     assert (point["nfe"], point["steps"], point["sampler"]) == (12, None, "left_to_right")
@@ -128,6 +128,6 @@ def test_reference_texts_are_as_long_as_samples_and_evenly_spaced(tmp_path: Path
     path.write_text("".join(f"{number:03d} " for number in range(300)), "utf-8")
     texts, about = draw_reference_texts(path, tokenizer, 40, 5)
     assert [len(tokenizer.encode(text)) for text in texts] == [40] * 5
-    assert texts[0].startswith("000") and "290" in texts[-1] and about["stretches"] == 5
+    assert texts[0].startswith("000") and "290" in texts[-1] and about["texts"] == 5
     with pytest.raises(ValueError, match="30 texts of 40 tokens, but 31"):
         draw_reference_texts(path, tokenizer, 40, 31)

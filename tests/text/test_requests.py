@@ -50,7 +50,7 @@ def refused(call: Any, *said: str) -> None:
         ({"seed": -1}, ("seed must be a whole number from 0", "got -1")),
         ({"sampler": "ancestral", "eta": 0.1}, ("no setting eta", "ancestral", "steps", "temperature, top_p")),
         ({"temprature": 0.1}, ("no setting temprature", "remask_loop", "eta", "temperature")),
-        ({"sampler": "first_hitting", "steps": 5}, ("first_hitting", "no option steps")),
+        ({"sampler": "first_hitting", "steps": 5}, ("first_hitting", "unknown option 'steps'")),
         ({"template": "a ___", "prompt": "a"}, ("leave prompt, length and max_new_tokens out",)),
         ({"prompt": "hello", "length": 9, "max_new_tokens": 4}, ("length=9", "max_new_tokens=4", "give one")),
         ({"prompt": "hello", "max_new_tokens": 58}, ("max_new_tokens is 58", "at most 62", "up to 57")),

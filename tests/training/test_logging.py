@@ -65,10 +65,9 @@ def test_an_incomplete_last_line_is_left_out_and_cut(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for lost in range(1, len(format_record(records[2]))):
         path.write_bytes(whole[:-lost])
-        left = 3 if lost == 1 else 2  # only the end of the line is missing
-        assert read_metrics(path) == records[:left]
+        assert read_metrics(path) == records[:2]
         cut_metrics(path, 3)
-        write(path, *range(left + 1, 4))
+        write(path, 3)
         assert path.read_bytes() == whole
 
 
@@ -91,7 +90,7 @@ def test_an_interrupted_cut_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 def test_a_damaged_line_is_an_error_with_its_number(tmp_path: Path, damage: str, after: str) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text(f"{format_record(record(1))}{damage}\n{after}", "utf-8")
-    with pytest.raises(ValueError, match=r"m\.jsonl, line 2 is damaged: "):
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 2 is no object with a step: "):
         cut_metrics(path, 5)
 
 
