@@ -49,12 +49,12 @@ def draw_page(trajectories: list[adlm.Trajectory], path: Path) -> None:
     """Take a screenshot of the player at that frame, with the predictions of one token open."""
     from selenium.webdriver import ActionChains
 
-    from tests.browser import media, open_browser
+    from tests.browser import emulate_media, open_browser
 
     with TemporaryDirectory() as folder, open_browser(Path(folder)) as driver:
         page = adlm.write_player(trajectories, Path(folder) / "page.html", title="Two samplers on one seed")
         driver.set_window_size(1180, 860)
-        media(driver, prefers_reduced_motion="reduce")
+        emulate_media(driver, prefers_reduced_motion="reduce")
         driver.get(page.as_uri())
         driver.execute_script(f"scrub.value = {int(MOMENT * STEPS)}; scrub.dispatchEvent(new Event('input'))")
         tokens = driver.find_elements("css selector", ".text .token[data-state=hidden]")
