@@ -1,10 +1,8 @@
 """Negative log-likelihood of rows of tokens: the NELBO of masked models, exact for causal ones, or under an order.
 
-A masked model that reveals tokens in an order which depends only on what is visible has a computable likelihood
-(`estimate_order_nll`): −log p(x) = Σ −log p(x_i | what is visible when i is revealed). It is exact for the sampler that
-decodes in this order (`denoise`, temperature 1, no top-k or top-p) from a row of known length; tokens of one step are
-independent of each other. In a random order it is a bound, the mean of −log p(x | order); without time conditioning its
-expectation is the NELBO of continuous time, with less noise.
+A masked model that reveals tokens in an order which depends only on what is visible has a computable likelihood,
+−log p(x) = Σ −log p(x_i | what is visible when i is revealed), that of the sampler which decodes in this order. In a
+random order it is a bound, whose expectation without time conditioning is the NELBO of continuous time.
 """
 
 from __future__ import annotations
@@ -82,7 +80,10 @@ def summarize_rows(row_nats: Tensor, row_tokens: Tensor, documents: Tensor | Non
     row_nats, row_tokens = row_nats.double().cpu(), row_tokens.double().cpu()
     infinite = (~torch.isfinite(row_nats)).nonzero()[:, 0].tolist()
     if infinite:
-        raise FloatingPointError(f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}")
+        raise FloatingPointError(
+            f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}: check the weights, "
+            "then the rows"
+        )
     unit, units = group_rows(len(row_nats), documents)
     sums = torch.zeros(2, units, dtype=torch.float64).index_add_(1, unit, torch.stack([row_nats, row_tokens]))
     tokens, (_, stderr) = float(row_tokens.sum()), estimate_ratio(*sums.numpy())
@@ -112,12 +113,10 @@ def group_rows(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]
     """The unit of each row (rows,) for a standard error over documents or rows, and the number of units, at least 2."""
     unit = torch.arange(rows) if documents is None else documents.cpu()
     if unit.shape != (rows,):
-        raise ValueError(f"{rows} rows need as many document numbers, got a shape of {tuple(unit.shape)}")
+        raise ValueError(f"documents has a shape of {tuple(unit.shape)}: give one number for each of {rows} rows")
     distinct, unit = unit.unique(return_inverse=True)
     if len(distinct) < 2:
-        units = (
-            "rows: give more text or shorter rows" if documents is None else "documents: give more, or no `documents`"
-        )
+        units = "rows: give more text or shorter rows" if documents is None else "documents: give more, or none"
         raise ValueError(f"a standard error needs more than {len(distinct)} {units}")
     return unit, len(distinct)
 
@@ -351,7 +350,7 @@ def estimate_order_nll(
     scored, is_random = None, False
     if isinstance(order, str):
         if order not in ORDERS:
-            raise ValueError(f"unknown order {order!r}; known: {', '.join(ORDERS)}, or a permutation of the positions")
+            raise ValueError(f"unknown order {order!r}: expected one of {', '.join(ORDERS)}, or a permutation")
         scored, is_random = SCORED_ORDERS.get(order), order == RANDOM
     elif isinstance(order, Order):
         if order.score is None:

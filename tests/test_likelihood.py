@@ -22,7 +22,7 @@ from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
 from tests.goldens import MASK, arrays
 from tests.goldens import model as golden_model
-from tests.world import TinyWorld, law_of, random_model
+from tests.world import TinyWorld, exact_law, random_model
 
 VOCAB = 50
 GIVEN = (0, 1)
@@ -37,8 +37,8 @@ def assert_close(estimate: NllEstimate, expected: NllEstimate, rel: float = 1e-5
     assert fields(estimate) == pytest.approx(fields(expected), rel=rel)
 
 
-def tiny(method: str, scale: float = 0.0) -> LanguageModel:
-    """An untrained model, or with a scale one that predicts something."""
+def tiny(method: str, scale: float = 0.3) -> LanguageModel:
+    """A model that predicts something; with a scale of 0 an untrained one."""
     layers = {"anchor_layers": 1, "denoiser_layers": 1} if METHODS[method].two_stages else {"denoiser_layers": 1}
     config = build_config(method, "nano", vocab_size=VOCAB, mask_id=VOCAB - 1, dim=16, heads=2, length=16, **layers)
     model, rng = LanguageModel(config), torch.Generator().manual_seed(1)
@@ -46,10 +46,6 @@ def tiny(method: str, scale: float = 0.0) -> LanguageModel:
         for parameter in model.parameters():
             parameter.add_(scale * torch.randn(parameter.shape, generator=rng))
     return model
-
-
-def awake(method: str) -> LanguageModel:
-    return tiny(method, 0.3)
 
 
 def padded(filler: int = 0) -> TensorRows:
@@ -60,7 +56,7 @@ def padded(filler: int = 0) -> TensorRows:
 
 @pytest.mark.parametrize("method", ["ar", "a2r", "mdlm", "adlm"])
 def test_an_untrained_model_is_uniform(method: str) -> None:
-    bound, is_causal = estimate_nll(tiny(method), ROWS, draws=64), METHODS[method].is_causal
+    bound, is_causal = estimate_nll(tiny(method, 0), ROWS, draws=64), METHODS[method].is_causal
     assert bound.tokens == 40 * (16 - is_causal) and bound.ppl == pytest.approx(math.exp(bound.nll))
     assert bound.stderr < (1e-6 if is_causal else 0.2)
     assert abs(bound.nll - math.log(VOCAB - 1)) < 4 * bound.stderr + 1e-5
@@ -70,11 +66,8 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     model = tiny("adlm").train()
     assert estimate_nll(model, ROWS, max_rows=10) == estimate_nll(model, ROWS[:10])
     assert estimate_nll(model, ROWS, max_rows=1000) == estimate_nll(model, ROWS)
-    assert model.training
-    assert all(p.grad is None for p in model.parameters())
-    assert estimate_nll(awake("adlm"), ROWS, seed=1).nll != pytest.approx(
-        estimate_nll(awake("adlm"), ROWS).nll, rel=1e-5
-    )
+    assert model.training and all(p.grad is None for p in model.parameters())
+    assert estimate_nll(model, ROWS, seed=1).nll != pytest.approx(estimate_nll(model, ROWS).nll, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     [
         ("mdlm", ROWS[:1], {}, "more than 1 rows"),
         ("ar", ROWS, {"documents": torch.zeros(40, dtype=torch.int64)}, "more than 1 documents"),
-        ("ar", ROWS, {"documents": torch.arange(39)}, "40 rows need as many document numbers"),
+        ("ar", ROWS, {"documents": torch.arange(39)}, r"a shape of \(39,\): give one number for each of 40 rows"),
         ("mdlm", ROWS, {"draws": 0}, "draws and batch must be at least 1, got 0 and 32"),
         ("mdlm", torch.zeros(4, 5, dtype=torch.int64), {"given_tokens": (0,)}, "counted tokens in 2 of 4 units, got 0"),
     ],
@@ -102,7 +95,7 @@ def test_bits_per_byte_and_the_unigram_baseline() -> None:
 
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
 def test_padding_is_neither_read_nor_counted(method: str) -> None:
-    model = awake(method)
+    model = tiny(method)
     bound = estimate_nll(model, padded(), draws=2)
     assert bound == estimate_nll(model, padded(filler=7), draws=2)
     is_causal = METHODS[method].is_causal
@@ -118,7 +111,7 @@ def test_padding_is_neither_read_nor_counted(method: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None:
     """Each calls the network as often as the others, even where no batch is left for it."""
-    model, calls, everyone = awake(method).eval(), [0] * size, Barrier(size)
+    model, calls, everyone = tiny(method).eval(), [0] * size, Barrier(size)
     sent: dict[int, Tensor] = {}
 
     def shared(rank_of_this: int) -> NllEstimate:
@@ -148,14 +141,20 @@ def test_the_number_of_processes_changes_nothing(method: str, size: int) -> None
 @pytest.mark.parametrize("method", ["adlm", "ar"])
 def test_one_draw_is_that_of_earlier_versions(method: str) -> None:
     """The numbers are of the version before draws were spread."""
-    bound = estimate_nll(awake(method), ROWS)
+    bound = estimate_nll(tiny(method), ROWS)
     expected = {"adlm": (29.459060406684877, 3.162097461106151, 640), "ar": (4.676235535939535, 0.054104946070015, 600)}
     assert fields(bound)[:3] == pytest.approx(expected[method], rel=1e-6)
     assert bound.draws == 1
     assert bound.noise_stderr == (None if method == "adlm" else 0)  # unknown, and none
 
 
-UNUSED = tiny("mdlm")
+UNUSED = tiny("mdlm", 0)
+
+
+def constant_loss(cost: Tensor) -> Loss:
+    """A loss with these nats of each row."""
+    zero = torch.zeros(())
+    return Loss(zero, zero, zero, cost, torch.zeros(len(cost)))
 
 
 def times(draws: int, count: int = 40, batch: int = 40, seed: int = 0) -> Tensor:
@@ -164,12 +163,10 @@ def times(draws: int, count: int = 40, batch: int = 40, seed: int = 0) -> Tensor
 
     def loss_fn(noised: NoisyBatch) -> Loss:
         found.append(noised.t.double())
-        zero = torch.zeros(())
-        return Loss(zero, zero, zero, torch.rand(len(noised.t)), torch.zeros(len(noised.t)))
+        return constant_loss(torch.rand(len(noised.t)))
 
     estimate_nll(UNUSED, ROWS[:count], batch=batch, draws=draws, seed=seed, loss_fn=loss_fn)
-    pieces = [torch.stack(found[at : at + draws], 1) for at in range(0, len(found), draws)]
-    return torch.cat(pieces)
+    return torch.cat([torch.stack(found[at : at + draws], 1) for at in range(0, len(found), draws)])
 
 
 @pytest.mark.parametrize("draws", [2, 5, 8])
@@ -207,8 +204,7 @@ def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int, is_early: 
     """Half of the rows cost their masked share, half cost nothing: a quarter, whichever rows they are."""
 
     def loss_fn(noisy: NoisyBatch) -> Loss:
-        zero, cost = torch.zeros(()), noisy.t * (noisy.x0[:, 0] == 1) * noisy.x0.shape[1]
-        return Loss(zero, zero, zero, cost, torch.zeros(len(noisy.t)))
+        return constant_loss(noisy.t * (noisy.x0[:, 0] == 1) * noisy.x0.shape[1])
 
     rows = (torch.arange(8) % 2 == (0 if is_early else 1)).long()[:, None].expand(8, 4)  # in turn
     seeds = 150
@@ -218,7 +214,7 @@ def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int, is_early: 
 
 @pytest.mark.parametrize("draws", [4, 16])
 def test_the_error_from_noise_is_the_spread_over_seeds(draws: int) -> None:
-    model = awake("adlm")
+    model = tiny("adlm")
     bounds = [estimate_nll(model, ROWS[:20], batch=20, draws=draws, seed=seed) for seed in range(40)]
     spread = float(torch.tensor([bound.nll for bound in bounds]).std())
     squares = torch.tensor([bound.noise_stderr or 0.0 for bound in bounds]).square()
@@ -227,7 +223,7 @@ def test_the_error_from_noise_is_the_spread_over_seeds(draws: int) -> None:
 
 def test_rows_of_one_document_are_one_unit() -> None:
     """Two copies of every row say nothing new: the error over documents knows, the error over rows does not."""
-    model = awake("ar")
+    model = tiny("ar")
     once, twice = estimate_nll(model, ROWS), ROWS.repeat_interleave(2, 0)
     number = torch.arange(40).repeat_interleave(2)
     by_document = estimate_nll(model, twice, documents=number)
@@ -252,24 +248,21 @@ def framed() -> TensorRows:
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
 def test_marks_are_given_and_not_counted(method: str) -> None:
     """What is counted is the text's own tokens; the marks are seen, by a masked model at every time."""
-    model, seen = awake(method), []
+    model = tiny(method)
 
     def loss_fn(noised: NoisyBatch) -> Loss:
         if not model.config.is_causal:
             assert (noised.xt[noised.x0 < 2] == noised.x0[noised.x0 < 2]).all()
-        seen.append(noised)
         return training_loss(model, noised)
 
     bound = estimate_nll(model, framed(), draws=2, given_tokens=GIVEN, loss_fn=loss_fn)
-    assert seen
     lengths = framed().lengths
     assert lengths is not None and bound.tokens == int((lengths - 2).sum()) - 1
     lineage = estimate_nll(model, framed(), draws=2)
     assert lineage.tokens == int((lengths - int(model.config.is_causal)).sum())
     if model.config.is_causal:  # the nats of marks are what differs
         assert lineage.nll * lineage.tokens > bound.nll * bound.tokens
-        text_only = estimate_nll(model, framed(), given_tokens=(1,))
-        assert text_only == bound  # the first token of a row is never asked for
+        assert estimate_nll(model, framed(), given_tokens=(1,)) == bound  # the first token of a row is never scored
     for batch in (1, 7, 40):  # a batch may hold nothing that counts
         assert_close(estimate_nll(model, framed(), draws=2, given_tokens=GIVEN, batch=batch), bound)
 
@@ -284,8 +277,8 @@ def enumerated(world: TinyWorld, rows: Tensor) -> float:
         is_hidden = torch.tensor(pattern)
         n = int(is_hidden.sum())
         share = float((weight * hides**n * (1 - hides) ** (world.length - n)).mean())
-        said = log_probs[world.number(torch.where(is_hidden, world.mask, rows))]
-        nats -= share * float((said.gather(2, rows[..., None])[..., 0] * is_hidden).sum())
+        scores = log_probs[world.number(torch.where(is_hidden, world.mask, rows))]
+        nats -= share * float((scores.gather(2, rows[..., None])[..., 0] * is_hidden).sum())
     return nats
 
 
@@ -296,7 +289,7 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
     Also of rows in order of their text, though a row's place decides its first time: further draws make up for it.
     """
     world = TinyWorld(random_model(seed=113, positions="learned"))
-    law = law_of(world, first_hitting())[world.texts]
+    law = exact_law(world, first_hitting())[world.texts]
     picks = torch.multinomial(law, 3000, replacement=True, generator=torch.Generator().manual_seed(1))
     picks = picks.sort().values if is_sorted else picks
     rows = world.states[world.texts][picks]
@@ -342,8 +335,7 @@ def test_long_sums_stay_exact() -> None:
 def test_the_error_is_that_of_a_ratio() -> None:
     """By hand: three units of nats and tokens."""
     nats, tokens = torch.tensor([1.0, 2.0, 6.0, 3.0]), torch.tensor([1.0, 1.0, 2.0, 2.0])
-    mean = 12 / 6
-    apart = [1 - mean * 1 + 2 - mean * 1, 6 - mean * 2, 3 - mean * 2]
+    apart = [1 - 2 * 1 + 2 - 2 * 1, 6 - 2 * 2, 3 - 2 * 2]  # from the mean, 12 / 6
     expected = math.sqrt(3 / 2 * sum(x * x for x in apart)) / 6
     found = summarize_rows(nats, tokens, torch.tensor([5, 5, 7, 9]))
     assert found.stderr == pytest.approx(expected, rel=1e-12)

@@ -175,8 +175,7 @@ def estimate_texts(
             try:
                 estimates.append(estimate_text(name, lm, *networks[lm.name], data, settings, cache, **running))
             except (FloatingPointError, ValueError) as error:
-                remedy = "" if isinstance(error, ValueError) else ": check its weights, then the rows"
-                raise ValueError(f"{lm.name} cannot be evaluated on {name}: {error}{remedy}") from error
+                raise ValueError(f"{lm.name} cannot be evaluated on {name}: {error}") from error
     return estimates
 
 

@@ -32,14 +32,14 @@ def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float =
     names = {name: convert_name(name) for name in bare}
     unknown = [name for name, ours in names.items() if ours is None and not name.endswith(IGNORED)]
     if unknown:
-        raise ValueError(f"{len(unknown)} keys of the state dict are not GPT-2's: {unknown[:8]}")
+        raise ValueError(f"{len(unknown)} keys of the state dict are not GPT-2's: remove {unknown[:8]}")
     renamed: dict[str, Tensor] = {}
     for name, ours in names.items():
         if ours is not None:
             is_conv = bare[name].dim() == 2 and name not in NAMES
             renamed[ours] = bare[name].t().contiguous() if is_conv else bare[name]
     if head is not None and not bool((head == renamed["embed.weight"]).all()):
-        raise ValueError("lm_head.weight is not wte.weight: only GPT-2 with tied embeddings can be converted")
+        raise ValueError("lm_head.weight is not wte.weight: convert a GPT-2 with tied embeddings")
     vocab_size, dim = renamed["embed.weight"].shape
     config = ModelConfig(
         vocab_size=vocab_size,

@@ -1,7 +1,7 @@
 """Models for EleutherAI's evaluation harness (lm-eval): `--model adlm`.
 
-A log-likelihood is exact for a causal model and minus the bound for a masked one: a lower bound, up to the error of its
-draws. The context stays visible, only the continuation is masked. Results depend on the request and the seed alone.
+A log-likelihood is exact for a causal model, for a masked one a lower bound, up to the error of its draws. Only the
+continuation is masked. Results depend on the request and the seed alone.
 
 lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.13 do not look there: for them
 `python -m adlm.interop.lm_eval` (or the command `adlm-lm-eval`) is their command line with the model registered.
@@ -13,10 +13,10 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,21 +36,20 @@ GENERATION_KWARGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ScoredRow:
+class ScoredRow(NamedTuple):
     """A row of tokens, and which of them are scored; the others are given."""
 
     ids: tuple[int, ...]
     is_scored: tuple[bool, ...]
 
 
-def split_windows(total: int, start: int, room: int) -> Iterator[tuple[int, int, int]]:
+def iterate_windows(total: int, start: int, room: int) -> Iterator[tuple[int, int, int]]:
     """Tokens `start` to `total` as windows (begin, end, first scored) of at most `room` tokens; each is scored once.
 
     A window begins with at least one token of context, the last one with as much context as there is room for.
     """
     if room < 2:
-        raise ValueError(f"windows of {room} tokens have no room for context: this model's rows are too short")
+        raise ValueError(f"rows of {room} tokens have no room for context: give a model with longer rows")
     begin, scored = max(0, start - 1), start
     if total - begin <= room:
         yield max(0, total - room), total, start
@@ -73,7 +72,7 @@ def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
     first = () if lm.tokenizer.bos_id is None else (lm.tokenizer.bos_id,)
     last = (lm.tokenizer.eos_id,) if lm.row_format.is_framed and lm.tokenizer.eos_id is not None else ()
     rows = []
-    for begin, end, scored in split_windows(len(ids), start, lm.row_format.longest) if start < len(ids) else ():
+    for begin, end, scored in iterate_windows(len(ids), start, lm.row_format.longest) if start < len(ids) else ():
         is_scored = [False] * len(first) + [i >= scored for i in range(begin, end)] + [False] * len(last)
         if lm.row_format.is_causal:
             is_scored[0] = False  # nothing predicts the first token
@@ -101,17 +100,13 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
     return is_greedy
 
 
-@dataclass(frozen=True)
-class ContinuationRequest:
-    """A context to continue, with its sampling settings."""
+class ContinuationRequest(NamedTuple):
+    """A context to continue up to any of `until`, with its sampling settings."""
 
     context: str
-    tokens: int  # to generate
-    length: int  # of the context and these
     until: tuple[str, ...]
-    temperature: float
-    top_p: float
-    top_k: int | None
+    tokens: int  # to generate
+    sampling: tuple[tuple[str, Any], ...]  # arguments of `build_request`
 
 
 class HarnessModel:
@@ -192,7 +187,7 @@ class HarnessModel:
             places[self._parse_request(*request.args)].append(place)
         groups: dict[tuple[Any, ...], list[ContinuationRequest]] = defaultdict(list)  # generated together
         for each, repeats in places.items():
-            groups[each.length, each.tokens, each.temperature, each.top_p, each.top_k, len(repeats)].append(each)
+            groups[each.tokens, each.sampling, len(repeats)].append(each)
         texts = [""] * len(requests)
         parts = [part for group in groups.values() for part in _split(group, self.batch)]
         for part in _track(parts, "texts", disable_tqdm):
@@ -223,34 +218,25 @@ class HarnessModel:
     def _parse_request(self, context: str, kwargs: dict[str, Any]) -> ContinuationRequest:
         if unknown := [name for name in kwargs if name not in GENERATION_KWARGS]:
             known = ", ".join(GENERATION_KWARGS)
-            raise ValueError(f"generation_kwargs {', '.join(unknown)}: an adlm model takes {known}")
+            raise ValueError(f"unknown generation_kwargs {', '.join(unknown)}: expected some of {known}")
         until = kwargs.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         temperature = float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample", True) else 0.0
         context, tokens = fit_context(self.lm, context, int(kwargs.get("max_gen_toks") or self.max_gen_toks))
-        length, top_p = count_context_tokens(self.lm, context) + tokens, float(kwargs.get("top_p") or 1.0)
-        return ContinuationRequest(context, tokens, length, until, temperature, top_p, kwargs.get("top_k"))
+        sampling = {"length": count_context_tokens(self.lm, context) + tokens, "temperature": temperature}
+        sampling |= {"top_p": float(kwargs.get("top_p") or 1.0), "top_k": kwargs.get("top_k")}
+        return ContinuationRequest(context, until, tokens, tuple(sampling.items()))
 
     def _generate(self, part: Sequence[ContinuationRequest], n: int) -> list[str]:
         """`n` texts for each request, without their contexts."""
-        first, sampler, steps = part[0], self.sampler, self.steps
+        sampling: dict[str, Any] = dict(part[0].sampling)
+        sampler, steps = self.sampler, self.steps
         if not self.lm.row_format.is_causal:
-            sampler = sampler or ("confidence" if first.temperature == 0 else None)
+            sampler = sampler or ("confidence" if sampling["temperature"] == 0 else None)
             if sampler in ("confidence", "margin") and steps is None:
-                steps = first.tokens
-        request = self.lm.build_request(
-            [each.context for each in part],
-            length=first.length,
-            n=n,
-            sampler=sampler,
-            steps=steps,
-            temperature=first.temperature,
-            top_p=first.top_p,
-            top_k=first.top_k,
-            seed=self.seed,
-            batch=self.batch,
-            **self.options,
-        )
+                steps = part[0].tokens
+        sampling |= {"sampler": sampler, "steps": steps, "seed": self.seed, "batch": self.batch, **self.options}
+        request = self.lm.build_request([each.context for each in part], n=n, **sampling)
         return [row.pieces[-1][0] for row in self.lm.run_request(request).rows]
 
 

@@ -82,7 +82,7 @@ def from_state_dict(
         else:
             renamed[ours] = value
     if unknown:
-        raise ValueError(f"{len(unknown)} keys of the state dict are not the reference's: {unknown[:8]}")
+        raise ValueError(f"{len(unknown)} keys of the state dict are not the reference's: remove {unknown[:8]}")
 
     def count_layers(stage: str) -> int:
         return len({name.split(".")[2] for name in renamed if name.startswith(f"{stage}.layers.")})

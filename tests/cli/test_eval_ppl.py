@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +45,14 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_the_bundled_model_in_a_process_of_its_own() -> None:
     words = ("eval", "ppl", "--data", documents(), "--limit", 6, "--length", 24, "--draws", 2, "--device", "cpu")
     done = process(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"\n") == 1
+    assert done.returncode == 0 and done.stdout.count(b"\n") == 1, done.stderr
     found = json.loads(done.stdout)
-    assert found.keys() >= KEYS
+    assert found.keys() >= KEYS and found["provenance"]["versions"]["torch"] == torch.__version__
     settings = found["settings"]
     assert settings["model"] == DEFAULT and settings["draws"] == 2 and settings["count"] == "lineage"
     assert settings["weights_sha256"] == hash_weights(adlm.load(DEFAULT, device="cpu").model)
     assert settings["data"]["length"] == 24 and settings["data"]["rows"] == "wrapped" and found["rows"] == 6
     assert settings["data"]["tokenizer_sha256"] and found["is_bound"] is True and found["tokens"] == 6 * 24
-    assert math.isclose(found["ppl"], math.exp(found["nll"]), rel_tol=1e-9)
-    assert found["provenance"]["versions"]["torch"] == torch.__version__
-
-
-@cache
-def estimate(method: str, *words: object) -> dict[str, Any]:
-    return run_ppl(trained(method), "--draws", 2, "--limit", 50, *words)
-
-
-@pytest.mark.parametrize("rows", ["wrapped", "documents"])
-@pytest.mark.parametrize("method", ["adlm", "ar"])
-def test_batch_and_workers_change_nothing(method: str, rows: str) -> None:
-    assert_same(estimate(method, "--rows", rows, "--batch", 7, "--workers", 4), estimate(method, "--rows", rows))
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
@@ -77,8 +62,8 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     words = (*words, "--batch", 7, "--device", "cpu")
     expected = run_ppl(*models, *words)
     run_ppl(models[0], *words, "--out", tmp_path)
-    given = ["eval", "ppl", *models, *map(str, words), "--data", str(documents()), "--out", str(tmp_path)]
-    done = torchrun(2, "-m", "adlm", *given, "--json")
+    given = (*models, *map(str, words), "--data", str(documents()), "--out", str(tmp_path), "--json")
+    done = torchrun(2, "-m", "adlm", "eval", "ppl", *given)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert found["provenance"]["processes"] == 2 and json.loads((tmp_path / "perplexity.json").read_text()) == found
@@ -89,21 +74,18 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 
 
 def test_several_models_and_texts(tmp_path: Path) -> None:
-    """Text by text a list, with paired differences to the first model; each entry is that of the model alone."""
-    second = tmp_path / "second.txt"
-    second.write_text(TEXT[:8000], "utf-8")
-    models, words = (trained(), trained("ar")), ("--limit", 12, "--draws", 2)
-    found = evaluate("ppl", *models, "--data", f"docs={documents()}", "--data", f"book={second}", *words)
-    assert [(each["data"], each["model"]) for each in found["models"]] == list(
-        itertools.product(("docs", "book"), models)
-    )
-    alone = run_ppl(models[1], *words, source=second)
-    assert alone.keys() >= KEYS and found["models"][3].keys() >= KEYS - {"provenance"}
-    assert all(alone[name] == found["models"][3][name] for name in (*METRICS, "settings"))
-    result = invoke("eval", "ppl", *models, "--data", f"docs={documents()}", "--data", f"book={second}", *words)
+    """Text by text a list, with paired differences to the first model."""
+    (second := tmp_path / "second.txt").write_text(TEXT[:8000], "utf-8")
+    words = (trained(), trained("ar"), "--limit", 12, "--draws", 2)
+    words = (*words, "--data", f"docs={documents()}", "--data", f"book={second}")
+    found = evaluate("ppl", *words)
+    expected = list(itertools.product(("docs", "book"), words[:2]))
+    assert [(each["data"], each["model"]) for each in found["models"]] == expected
+    assert found["models"][3].keys() >= KEYS - {"provenance"}
+    result = invoke("eval", "ppl", *words)
     rows = [line.strip("│").split("│") for line in result.stdout.splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in row[:2]] for row in rows[:4]] == [
-        [name, model] for name in ("docs", "book") for model in ("run-adlm", "run-ar")
+    assert [(row[0].strip(), row[1].strip()) for row in rows[:4]] == [
+        (name, Path(str(run)).name) for name, run in expected
     ]
     assert ["≤" in row[3] for row in rows[:4]] == [True, False] * 2
     assert rows[4][1].strip() == "run-ar − run-adlm" and f"{found['differences'][0]['difference']:.4f} ±" in rows[4][3]
@@ -124,21 +106,20 @@ def test_an_order_is_a_second_estimate() -> None:
 
 
 def test_settings_are_those_of_the_estimate() -> None:
-    discrete = estimate("adlm", "--steps", 8)
+    few = (trained(), "--limit", 20)
+    discrete, single = run_ppl(*few, "--steps", 8), run_ppl(*few, "--draws", 1)
     assert discrete["kind"] == "discrete_nelbo" and discrete["settings"]["steps"] == 8
-    assert discrete["nll"] != estimate("adlm")["nll"]
-    assert run_ppl(trained(), "--limit", 20, "--draws", 1)["se_noise"] is None
-    assert estimate("ar")["se_noise"] == 0 and estimate("ar")["settings"]["draws"] == 1
+    assert discrete["nll"] != run_ppl(*few)["nll"] and single["se_noise"] is None
     words = ("--rows", "documents", "--limit", 30, "--draws", 2, "--seed", 5, "--count", "text")
     found, plain = run_ppl(trained(), *words, "--attend-padding"), run_ppl(trained(), *words)
     lm = adlm.load(trained(), device="cpu")
-    loaded, frame = load_eval_data(documents(), lm.tokenizer, 32, rows="documents", limit=30), list[Any]()
-    frame += [lm.tokenizer.bos_id, lm.tokenizer.eos_id]
-    nll = estimate_nll(lm.model, loaded.rows, draws=2, seed=5, attend_padding=True, given_tokens=frame)
+    rows, given = load_eval_data(documents(), lm.tokenizer, 32, rows="documents", limit=30).rows, list[Any]()
+    given += [lm.tokenizer.bos_id, lm.tokenizer.eos_id]
+    nll = estimate_nll(lm.model, rows, draws=2, seed=5, attend_padding=True, given_tokens=given)
     assert math.isclose(found["nll"], nll.nll, rel_tol=1e-5) and found["tokens"] == plain["tokens"] == nll.tokens
     assert found["nll"] != plain["nll"] and found["settings"] == plain["settings"] | {"attend_padding": True}
     causal = run_ppl(trained("ar"), *words, "--attend-padding")  # padding comes after the text and is never read
-    assert causal["settings"]["attend_padding"] is False
+    assert causal["settings"]["attend_padding"] is False and causal["settings"]["draws"] == 1
 
 
 def write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, method: str, rows: str) -> None:
@@ -162,26 +143,21 @@ def test_warnings(tmp_path: Path) -> None:
     assert "documents are longer than a row and cut" in cut.stderr
 
 
-def test_the_table_has_the_numbers_of_the_json() -> None:
+def test_the_table_has_the_numbers_of_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
     words = (trained(), "--draws", 2, "--limit", 20, "--order", "left_to_right", "--tokens-per-step", 8)
     result, found = invoke("eval", "ppl", *words, "--data", documents()), run_ppl(*words)
-    assert result.exit_code == 0, result.output
     first, second = (line for line in result.stdout.splitlines() if line.startswith("│"))
     assert "NELBO " in first and f"≤ {found['nll']:.4f} ± {found['se']:.4f}" in first
     assert f"≤ {found['ppl']:,.2f}" in first and f"{found['se_noise']:.4f}" in first
     assert "left_to_right order: exact" in second and f" {found['unmasking']['nll']:.4f} ±" in second
     assert "≤" not in second and found["rows_hash"][:8] in second
     assert "an upper bound" in result.stdout and "every token but padding" in result.stdout
-
-
-@pytest.mark.parametrize("columns", [80, 60])
-def test_no_number_is_cut_on_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (trained(), trained("mdlm"), "--draws", 2, "--limit", 12)
-    found = run_ppl(*words)
-    lines = narrow_table(monkeypatch, columns, "eval", "ppl", *words, "--data", documents())
-    for entry in found["models"]:
-        assert all(any(f"{entry[name]:,.{digits}f} " in line for line in lines) for name, digits in DIGITS.items())
-    assert any(f"{found['differences'][0]['difference']:.4f} ± " in line for line in lines)
+    found = run_ppl(trained("mdlm"), *words[:5])
+    for columns in (80, 60):  # no number is cut on a narrow terminal
+        lines = narrow_table(monkeypatch, columns, "eval", "ppl", trained("mdlm"), *words[:5], "--data", documents())
+        for entry in found["models"]:
+            assert all(any(f"{entry[name]:,.{digits}f} " in line for line in lines) for name, digits in DIGITS.items())
+        assert any(f"{found['differences'][0]['difference']:.4f} ± " in line for line in lines)
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
@@ -204,7 +180,6 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
     found = run_ppl(tmp_path, "--rows", rows, "--limit", 60)
     assert found["tokens"] == tokens and found["is_bound"] is False and found["kind"] == "exact"
     assert math.isclose(found["nll"], nats / tokens, rel_tol=1e-5)
-    assert math.isclose(found["ppl"], math.exp(nats / tokens), rel_tol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -227,13 +202,10 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
         (("--data", "TEXT", "--draws", "0"), "--draws"),
         (("--data", "TEXT", "--out", "TEXT"), "is a file: give the name of a folder"),
         (("nobody", "--data", "TEXT"), "'nobody'"),
+        (("CAUSAL", "--data", "TEXT", "--order", "margin"), "leave order out"),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    places = {"TEXT": documents(), "SHORT": tmp_path / "short.txt"}
-    places["SHORT"].write_text("few words", "utf-8")
+    places = {"TEXT": documents(), "SHORT": tmp_path / "short.txt", "CAUSAL": trained("ar")}
+    (tmp_path / "short.txt").write_text("few words", "utf-8")
     assert_told(invoke("eval", "ppl", trained(), *(places.get(word, word) for word in words), "--json"), message)
-
-
-def test_a_causal_model_has_no_order_to_choose() -> None:
-    assert_told(invoke("eval", "ppl", trained("ar"), "--data", documents(), "--order", "margin"), "leave order out")

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +28,14 @@ def run_zeroshot(*words: object) -> dict[str, Any]:
     return evaluate("zeroshot", trained(), *words)
 
 
-def assert_same(found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> None:
-    """The same entries of the same rows with the same settings, their metrics to 1e-5."""
-    for mine, theirs in zip(found, expected, strict=True):
-        for name in METRICS:
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
-        rest = [{key: value for key, value in entry.items() if key not in METRICS} for entry in (mine, theirs)]
-        assert rest[0] == rest[1]
-
-
 def test_one_object_with_every_set(folder: Path) -> None:
     found = run_zeroshot("--data-dir", folder, "--limit", 12)
     assert [row["set"] for row in found["sets"]] == list(SETS) and found["missing"] == {}
     assert found["settings"]["draws"] == 2 and found["settings"]["length"] == 32 and found["provenance"]["versions"]
     for row in found["sets"]:
-        assert row["ppl"] == pytest.approx(math.exp(row["nll"])) and row["se"] > 0 and row["se_noise"] > 0
+        assert row["se"] > 0 and row["se_noise"] > 0 and len(row["rows_hash"]) == 64 and row["rows"] <= 12
         assert row["bits_per_byte"] == pytest.approx(row["nll"] * row["tokens"] / row["bytes"] / math.log(2))
-        assert len(row["rows_hash"]) == 64 and row["rows"] <= 12 and not row["is_comparable"]
-        assert row["settings"]["length"] == 32 and row["settings"]["rows"] == "wrapped"
+        assert row["settings"]["length"] == 32 and row["settings"]["rows"] == "wrapped" and not row["is_comparable"]
         assert any("not gpt2" in reason for reason in row["differs"])
     assert [row["set"] for row in found["sets"] if row["paper"] is None] == ["pubmed"]
 
@@ -59,7 +48,8 @@ def test_two_processes_evaluate_the_sets_that_rank_0_finds(folder: Path, tmp_pat
     done = torchrun(2, "-m", "tests.cli.test_eval_zeroshot", str(folder), str(tmp_path), trained(), *map(str, words))
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert_same(found["sets"], run_zeroshot("--data-dir", folder, *words[:-1])["sets"])
+    for row, alone in zip(found["sets"], run_zeroshot("--data-dir", folder, *words[:-1])["sets"], strict=True):
+        assert row == alone | {name: pytest.approx(alone[name], rel=1e-5) for name in METRICS}
     assert found["missing"] == {} and len(found["sets"]) == 2 and found["provenance"]["processes"] == 2
 
 
@@ -68,18 +58,12 @@ def main(*words: str) -> None:
     app(["eval", "zeroshot", "--data-dir", words[int(os.environ["RANK"])], *words[2:]])
 
 
-def test_several_models_are_each_alone(folder: Path) -> None:
-    words, models = ("--data-dir", folder, "--sets", "ptb,ag_news"), [trained(), trained("ar")]
-    found = run_zeroshot(models[1], *words)
+def test_several_models_are_paired(folder: Path) -> None:
+    models = [trained(), trained("ar")]
+    found = run_zeroshot(models[1], "--data-dir", folder, "--sets", "ptb,ag_news")
     assert [(row["set"], row["model"]) for row in found["sets"]] == [(s, m) for s in ("ptb", "ag_news") for m in models]
     assert [each["model"] for each in found["models"]] == models and "model" not in found
-    assert [(each["data"], each["unit"]) for each in found["differences"]] == [
-        ("ptb", "bits/byte"), ("ag_news", "bits/byte")
-    ]  # fmt: skip
-    for model in models:
-        alone = evaluate("zeroshot", model, *words, "--batch", 7)
-        assert_same([row for row in found["sets"] if row["model"] == model], alone["sets"])
-        assert alone["model"] == model and alone["method"] == alone["models"][0]["method"]
+    assert [each["data"] for each in found["differences"]] == ["ptb", "ag_news"]
     causal = found["sets"][1]
     assert not causal["is_bound"] and causal["settings"]["draws"] == 1 and causal["se_noise"] == 0
 
@@ -96,26 +80,16 @@ def test_the_table_has_the_numbers_of_the_json(folder: Path, monkeypatch: pytest
         shown = "".join(narrow_table(monkeypatch, columns, "eval", "zeroshot", trained(), *words))
         for text in (result.stdout, shown):
             for row in sets:
-                values = (
-                    f"{row['nll']:.3f} ",
-                    f"± {row['se']:.3f} ",
-                    f"{row['ppl']:,.2f} ",
-                    f"{row['bits_per_byte']:.3f}",
-                )
-                assert all(value in text for value in values)
+                assert f"{row['nll']:.3f} " in text and f"± {row['se']:.3f} " in text and f"{row['ppl']:,.2f} " in text
+                assert f"{row['bits_per_byte']:.3f}" in text
             assert all(each in text for each in ("44.32", "47.52", "51.28", "stand-in")) and "37.56" not in text
 
 
-def test_missing_sets_are_an_error_or_skipped(folder: Path, tmp_path: Path) -> None:
+def test_missing_sets_are_skipped(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "ptb").symlink_to(folder / "ptb")
-    words = ("--data-dir", tmp_path, "--sets", "ptb,lm1b")
-    result = invoke("eval", "zeroshot", trained(), *words)
-    assert_told(result, "lm1b is not in", "put its files there as lm1b or", "--skip-missing")
-    found = run_zeroshot(*words, "--skip-missing")
+    found = run_zeroshot("--data-dir", tmp_path, "--sets", "ptb,lm1b", "--skip-missing")
     assert [row["set"] for row in found["sets"]] == ["ptb"] and list(found["missing"]) == ["lm1b"]
     assert found["warnings"][-1].startswith("missing: lm1b is not in") and "--skip" not in found["warnings"][-1]
-    none = invoke("eval", "zeroshot", trained(), "--data-dir", tmp_path, "--sets", "lm1b", "--skip-missing")
-    assert_told(none, "none of the sets was found")
 
 
 def test_a_set_may_be_anywhere(folder: Path) -> None:
@@ -139,11 +113,13 @@ def test_a_set_may_be_anywhere(folder: Path) -> None:
         (("--sets", "ptb", "--data-dir", "SETS", "--length", "64"), "is more than the 32 tokens"),
         (("--sets", "ptb", "--data-dir", "SETS", "--rows", "lines"), "unknown rows 'lines': expected one of wrapped"),
         (("--out", "README.md"), "is a file"),
+        (("--data-dir", "EMPTY", "--sets", "lm1b"), "put its files there as lm1b or"),
+        (("--data-dir", "EMPTY", "--sets", "lm1b", "--skip-missing"), "none of the sets was found"),
     ],
 )
-def test_mistakes_are_one_line(words: tuple[str, ...], message: str, folder: Path) -> None:
-    given = [str(folder) if word == "SETS" else word for word in words]
-    assert_told(invoke("eval", "zeroshot", trained(), *given), message)
+def test_mistakes_are_one_line(words: tuple[str, ...], message: str, folder: Path, tmp_path: Path) -> None:
+    places = {"SETS": str(folder), "EMPTY": str(tmp_path)}
+    assert_told(invoke("eval", "zeroshot", trained(), *(places.get(word, word) for word in words)), message)
 
 
 if __name__ == "__main__":

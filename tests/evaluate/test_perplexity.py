@@ -76,11 +76,6 @@ def test_an_entry_is_the_estimate_of_the_nll(texts: dict[str, Path], method: str
     assert found["rows_hash"] == data.rows_hash and json.loads(json.dumps(found.as_dict())) == found.as_dict()
 
 
-def test_one_document_has_an_se_unit_its_rows(texts: dict[str, Path]) -> None:
-    found = measure(small(), texts, "one")
-    assert found["se_unit"] == "rows" and found["se_count"] == found["rows"] and found["se"] > 0
-
-
 def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """And a model's estimates do not depend on the other models and texts."""
     reads: list[str] = []
@@ -97,9 +92,7 @@ def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypa
     assert [(each["data"], each["model"]) for each in found["models"]] == [
         (text, model.name) for text in ("first", "second") for model in models
     ]
-    assert list(dict.fromkeys(stages))[:4] == [
-        "first: reading", "first: small", "first: one stage", "first: of words"
-    ]  # fmt: skip
+    assert list(dict.fromkeys(stages))[:3] == ["first: reading", "first: small", "first: one stage"]
     alone = [entry for model in models for entry in list_entries(measure(model, texts, "first"))]
     assert list_entries(found)[:3] == alone
     assert alone[0]["rows_hash"] == alone[1]["rows_hash"] != alone[2]["rows_hash"]
@@ -131,8 +124,10 @@ def test_two_masked_models_are_paired_in_nats_per_token(texts: dict[str, Path]) 
     pulls = (apart - apart.sum() / tokens.sum() * tokens) / tokens.sum()
     expected = math.sqrt(len(pulls) / (len(pulls) - 1) * float(pulls.square().sum()))
     assert difference["se"] == pytest.approx(expected, rel=1e-6) and difference["se_count"] == len(pulls)
-    (same,) = measure([small(), small(name="twin")], texts, "one")["differences"]
-    assert same["difference"] == 0 == same["se"] and same["se_unit"] == "rows"
+    twins = measure([small(), small(name="twin")], texts, "one")  # one document: the units are rows
+    (same,), entry = twins["differences"], twins["models"][0]
+    assert same["difference"] == 0 == same["se"] and same["se_unit"] == entry["se_unit"] == "rows"
+    assert entry["se_count"] == entry["rows"] == same["se_count"] and entry["se"] > 0
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
@@ -198,7 +193,7 @@ def test_errors_name_model_and_text(texts: dict[str, Path], tmp_path: Path) -> N
     for models, data, options, error in (
         (small(), texts, {"limit": 1}, r"small cannot be evaluated on second: a standard error needs more than 1 rows"),
         (small(), blank, {}, r"blank\.jsonl has 3 rows without any text: give another text"),
-        (broken, texts, {}, "small cannot be evaluated on second: the loss is nan.*check its weights"),
+        (broken, texts, {}, "small cannot be evaluated on second: the loss is nan"),
         ([small(), broken], texts, {}, "two different models are named 'small'"),
         ([], texts, {}, "models is empty"),
     ):  # fmt: skip
@@ -206,20 +201,13 @@ def test_errors_name_model_and_text(texts: dict[str, Path], tmp_path: Path) -> N
             measure(models, data, "blank" if data is blank else "second", **options)  # type: ignore[arg-type]
 
 
-NAMES, MODELS = ("ptb", "lambada"), ("a", "b")
-
-
 @pytest.mark.parametrize(
     ("marked", "which"),
-    [
-        ([(text, model) for text in NAMES for model in MODELS], "all"),
-        ([("ptb", "a")], "ptb (a)"),
-        ([("ptb", "a"), ("lambada", "a"), ("lambada", "b")], "ptb (a), lambada (a), lambada (b)"),
-    ],
+    [("0123", "all"), ("0", "ptb (a)"), ("023", "ptb (a), lambada (a), lambada (b)")],
 )
-def test_a_warning_names_what_it_applies_to(marked: list[tuple[str, str]], which: str) -> None:
-    entries = [{"set": text, "model": model} for text in NAMES for model in MODELS]
-    reasons = [["other rows"] * ((entry["set"], entry["model"]) in marked) for entry in entries]
+def test_a_warning_names_what_it_applies_to(marked: str, which: str) -> None:
+    entries = [{"set": text, "model": model} for text in ("ptb", "lambada") for model in ("a", "b")]
+    reasons = [["other rows"] * (str(number) in marked) for number in range(4)]
     assert group_warnings(reasons, entries, "set") == [f"{which}: other rows"]
     assert group_warnings([["other rows"]], entries[:1], "set") == ["other rows"]
     few: dict[str, Any] = {"se_count": 19, "se_unit": "documents"}

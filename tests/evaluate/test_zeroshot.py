@@ -19,7 +19,6 @@ from adlm.evaluate.zeroshot import (
     list_deviations,
     load_set,
     locate_set,
-    locate_sets,
     zero_shot,
 )
 from adlm.likelihood import estimate_nll
@@ -29,7 +28,9 @@ from tests.evaluate.test_perplexity import small
 from tests.text.models import tokenizer
 
 
-def jsonl(*documents: dict[str, str]) -> str:
+def jsonl(**fields: str) -> str:
+    """Twelve documents, with their numbers in place of {n}."""
+    documents = [{name: text.format(n=n) for name, text in fields.items()} for n in range(12)]
     return "".join(json.dumps(each) + "\n" for each in documents)
 
 
@@ -39,11 +40,7 @@ WIKI = {
 }
 # Files of each set, with sentences of our own; only WikiText's are real (see tests/data/fixtures).
 FILES: dict[str, dict[str, str]] = {
-    "lambada": {
-        "lambada_test.jsonl": jsonl(
-            *({"text": f"“Is it {n}?” she asked. He did not know , and went home"} for n in range(12))
-        )
-    },
+    "lambada": {"lambada_test.jsonl": jsonl(text="“Is it {n}?” she asked. He did not know , and went home")},
     "ptb": {
         "ptb.valid.txt": " the board did n't say how many <unk> were sold \n its shares rose N N to $ N a share \n" * 8,
         "ptb.test.txt": " this is the other split \n" * 30,
@@ -56,16 +53,8 @@ FILES: dict[str, dict[str, str]] = {
     "ag_news": {
         "test.csv": "".join(f'"{n % 4 + 1}","Title {n}","A ""short"" report , of ours."\r\n' for n in range(12))
     },
-    "pubmed": {
-        "valid.jsonl": jsonl(
-            *({"title": "T", "abstract": f"we looked at {n} cells , and found them ( all ) ."} for n in range(12))
-        )
-    },
-    "arxiv": {
-        "valid.jsonl": jsonl(
-            *({"article": f"we prove lemma {n} . it follows .\n", "abstract": "not this"} for n in range(12))
-        )
-    },
+    "pubmed": {"valid.jsonl": jsonl(title="T", abstract="we looked at {n} cells , and found them ( all ) .")},
+    "arxiv": {"valid.jsonl": jsonl(article="we prove lemma {n} . it follows .\n", abstract="not this")},
 }
 # What the first documents become, by the lineage's clean-up.
 BEGINNINGS = {
@@ -98,8 +87,6 @@ def test_the_table_names_corpora_and_the_papers_numbers() -> None:
     assert [each.paper[0] for each in SETS.values()] == [44.32, 95.37, 31.94, 31.94, 64.43, 55.72, 37.56, 33.69]
     lineage = ["lm1b-gpt2", "wikitext-2", "scientific_papers_arxiv", "ptb"]
     assert [find_set(name) for name in lineage] == ["lm1b", "wikitext2", "arxiv", "ptb"]
-    with pytest.raises(ValueError, match=r"unknown set 'c4': expected one of lambada, ptb, .*, pubmed, arxiv"):
-        find_set("c4")
 
 
 def test_a_folder_of_sets(tmp_path: Path) -> None:
@@ -109,9 +96,7 @@ def test_a_folder_of_sets(tmp_path: Path) -> None:
     (tmp_path / "wikitext2").rename(tmp_path / "wikitext-2")
     assert locate_set("wikitext2", data_dir=tmp_path) == f"wikitext2:{tmp_path / 'wikitext-2'}"
     (tmp_path / "lambada").rename(tmp_path / "elsewhere")
-    with pytest.raises(
-        FileNotFoundError, match=r"lambada is not in .*put its files there as lambada or lambada_test\.jsonl\*"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"not in .*put its files there as lambada or lambada_test\.jsonl\*"):
         locate_set("lambada", data_dir=tmp_path)
     loose = tmp_path / "lambada_test.jsonl.gz"
     loose.write_bytes(b"")
@@ -120,12 +105,6 @@ def test_a_folder_of_sets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"may be any of .*choose one with --set lambada=PATH"):
         locate_set("lambada", data_dir=tmp_path)
     assert locate_set("lambada", data_dir=tmp_path, path=loose) == f"lambada:{loose}"
-    with pytest.raises(FileNotFoundError, match="no file or folder"):
-        locate_set("lambada", data_dir=tmp_path, path=tmp_path / "nowhere")
-    options: dict[str, Any] = {"data_dir": tmp_path, "paths": {}}
-    (tmp_path / "arxiv").rename(tmp_path / "other")
-    found, missing = locate_sets(["ptb", "arxiv"], **options, skip_missing=True)
-    assert list(found) == ["ptb"] and list(missing) == ["arxiv"] and "arxiv is not in" in missing["arxiv"]
 
 
 def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
@@ -135,9 +114,8 @@ def test_sets_of_the_hub(hub: Path) -> None:  # noqa: F811
     write_parquet(repo / "validation/0000.parquet", [{"sentence": each} for each in sentences])
     assert locate_set("ptb") == "ptb"
     reading = load_set("ptb", tokenizer("bytes"), 24)
-    words = tokenizer("bytes")
     text = "".join(chr(token) for row in reading.rows.fetch([0, 1])[0].tolist() for token in row if token < 256)
-    assert text.startswith("it isn't sono ? was found") and words.eos_id == 256
+    assert text.startswith("it isn't sono ? was found")
     assert reading.settings["identity"]["kind"] == "hub" and reading.settings["split"] == "valid"
     with pytest.raises(FileNotFoundError, match=r"lambada: .*from the Hub failed.*give --set lambada=PATH"):
         locate_set("lambada")
@@ -162,38 +140,29 @@ def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None
     assert (reading.settings["stand_in"] is not None) == (name == "pubmed")
 
 
-def test_a_file_that_is_another_split_is_read_and_said(tmp_path: Path) -> None:
+def test_a_file_of_another_split_is_read_and_listed(tmp_path: Path) -> None:
     root = write_sets(tmp_path)
-    given = {"ptb": root / "ptb/ptb.test.txt", "ag_news": root / "ag_news/test.csv"}
-    reading = load_set(locate_set("ptb", path=given["ptb"]), tokenizer("gpt2"), 32)
+    reading = load_set(locate_set("ptb", path=root / "ptb/ptb.test.txt"), tokenizer("gpt2"), 32)
     assert reading.settings["split"] == "test" and "split test, not valid" in list_deviations("ptb", reading.settings)
-    reading = load_set(locate_set("ag_news", path=given["ag_news"]), tokenizer("gpt2"), 32)
+    reading = load_set(locate_set("ag_news", path=root / "ag_news/test.csv"), tokenizer("gpt2"), 32)
     assert reading.settings["split"] == "valid"  # the lineage validates on this file
 
 
 PAPERS: dict[str, Any] = {
-    "stand_in": None,
-    "tokenizer": "gpt2",
-    "tokenizer_sha256": tokenizer("gpt2").sha256,
-    "unk_marks": 0,
-    "split": "valid",
-    "length": 1024,
-    "rows": "wrapped",
-    "limit": None,
-    "row_count": 80,
-    "documents": 3_365,
+    "stand_in": None, "tokenizer": "gpt2", "tokenizer_sha256": tokenizer("gpt2").sha256, "unk_marks": 0,
+    "split": "valid", "length": 1024, "rows": "wrapped", "limit": None, "row_count": 80, "documents": 3_365,
     "documents_dropped": 5,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reasons"),
     [
         ({}, []),
         ({"stand_in": "novels"}, ["stand-in: novels"]),
         (
-            {"tokenizer": "mine", "tokenizer_sha256": "0"},
-            ["tokenizer mine, not gpt2: perplexities per token do not compare"],
+            {"tokenizer": "my", "tokenizer_sha256": "0"},
+            ["tokenizer my, not gpt2: perplexities per token do not compare"],
         ),
         ({"unk_marks": 1234}, ["1,234 <unk> marks in the text, where the lineage reads the raw form"]),
         ({"split": "test"}, ["split test, not valid"]),
@@ -203,9 +172,9 @@ PAPERS: dict[str, Any] = {
         ({"documents": 70}, ["75 documents, where the whole split has 3,370"]),
     ],
 )
-def test_what_is_not_as_in_the_paper_is_said(change: dict[str, Any], said: list[str]) -> None:
-    assert list_deviations("ptb", PAPERS | change) == said
-    assert compare_with_paper("ptb", PAPERS | change)["is_comparable"] is not said
+def test_deviations_from_the_paper_are_listed(change: dict[str, Any], reasons: list[str]) -> None:
+    assert list_deviations("ptb", PAPERS | change) == reasons
+    assert compare_with_paper("ptb", PAPERS | change)["is_comparable"] == (not reasons)
 
 
 def test_plain_text_in_place_of_articles_is_a_stand_in(tmp_path: Path) -> None:
@@ -231,7 +200,6 @@ def test_an_entry_is_the_estimate_with_the_papers_numbers(tmp_path: Path) -> Non
 def test_a_label_replaces_the_papers_numbers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"paths": {"arxiv": write_sets(tmp_path / "sets") / "arxiv"}, "out": tmp_path / "out"}
     (line,) = zero_shot(small(), **options)["sets"]
-    (again,) = zero_shot(small(), **options, workers=2)["sets"]
-    assert again == line
+    assert zero_shot(small(), **options, workers=2)["sets"] == [line]
     (other,) = zero_shot(small(), **options, stand_ins={"scientific_papers_arxiv": "novels"})["sets"]
     assert other["label"] == "stand-in: novels" and other["nll"] == line["nll"] and other["paper"] is None
