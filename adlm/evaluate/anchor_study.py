@@ -31,6 +31,7 @@ from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.methods import ANCHOR_RULES, build_anchor_rule, look_up, takes_steps
+from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, load
 from adlm.text.templates import classify_tokens
 
@@ -78,7 +79,7 @@ def anchors(
     temperature: float = 1.0,
     top_p: float = 0.9,
     seed: int = 0,
-    batch: int = 32,
+    batch: int = 16,
     out: Path | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> EvalResult:
@@ -94,9 +95,7 @@ def anchors(
         samples: texts for every perturbation; `scorer` computes their Gen-PPL, in windows of `window` tokens.
         out: folder for finished models; running again resumes.
     """
-    for name, number in {"draws": draws, "batch": batch, "steps": steps}.items():
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+    check_whole_numbers(1, draws=draws, batch=batch, steps=steps)
     if samples == 1 or samples < 0:
         raise ValueError(f"samples must be 0 or at least 2, for a standard error; got {samples}")
     if scorer is not None and not samples:
@@ -115,20 +114,19 @@ def anchors(
         key = (lm.tokenizer.sha256, lm.model.config.length)
         if key not in shared:
             on_progress("loading", 0, 0)
-            if isinstance(scorer, str | Path):
-                scorer = load_scorer(scorer, device=lm.device)
+            scorer = None if scorer is None else load_scorer(scorer, device=lm.device)
             text_scorer = TextScorer(lm.tokenizer, scorer, window, batch)
             shared[key] = load_eval_data(data, lm.tokenizer, key[1], rows=rows, limit=limit), text_scorer
         (dataset, text_scorer), (rule, rule_settings) = shared[key], find_anchor_rule(lm, max_count)
         names = {"model": lm.name, "method": lm.method, "step": lm.step}
         identity = names | {"weights_sha256": hash_weights(lm.model), "anchors": rule_settings}
         identity |= {"data": {"rows_hash": dataset.rows_hash, **dataset.settings}, "device": str(lm.device)}
-        identity |= {"scorer": text_scorer.settings if samples else None}
+        identity |= text_scorer.settings if samples else {"scorer": None}
         entry = hash_settings(identity | settings | {"batch": None})  # the batch size changes speed only
         if entry not in cache:
-            of_rows = measure_rows(lm, dataset.rows, rule, perturbations, seed, on_progress, draws=draws, batch=batch)
-            of_texts = measure_texts(lm, rule, perturbations, {"n": samples, **sampling}, text_scorer, on_progress)
-            cache.put(entry, names | of_rows | of_texts)
+            study = measure_rows(lm, dataset.rows, rule, perturbations, seed, on_progress, draws=draws, batch=batch)
+            study |= measure_samples(lm, rule, perturbations, {"n": samples, **sampling}, text_scorer, on_progress)
+            cache.put(entry, names | study)
             cache.flush()
         studies.append(cache.get(entry))
         about.append(identity)
@@ -136,7 +134,7 @@ def anchors(
     if not studies:
         raise ValueError("models is empty: give at least one two-stage masked model")
     correlations, reasons = compare_studies(studies, about)
-    metrics = {"models": studies, "correlations": correlations, "no_correlation": reasons}
+    metrics = {"models": studies, "correlations": correlations, "skipped_correlations": reasons}
     settings = {"data": str(data), "window": window, **settings, "models": about}
     tables, figures = build_tables(studies, correlations), collect_figures(studies, correlations)
     provenance, warnings = collect_provenance(about[0]["device"]), reasons if len(studies) > 1 else []
@@ -162,7 +160,7 @@ def measure_rows(
     return {"guesses": tally.summarize(seed), "losses": losses}
 
 
-def measure_texts(
+def measure_samples(
     lm: LM,
     rule: AnchorRule,
     perturbations: Sequence[Perturbation],
@@ -415,11 +413,11 @@ def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], lis
 QUALITY = ("nfe", "gen_ppl", "entropy", "distinct_2", "repetition_4")
 STUDY_TABLES = {
     "guesses": ("guesses", ("head", "state", "kind"), ("tokens", "accuracy", "nll", "calibration_error")),
-    "losses": ("loss with perturbed anchor features", ("change",), ("nll", "cost")),
-    "samples": ("samples with perturbed anchor features", ("change",), QUALITY),
+    "losses": ("loss with perturbed anchor features", ("perturbation",), ("nll", "cost")),
+    "samples": ("samples with perturbed anchor features", ("perturbation",), QUALITY),
     "reveals": ("mean rank of reveals", ("sampler",), ("anchors", "others", "gap", "anchor_share")),
 }
-COLUMN_NAMES = {"change": "anchor features", "nfe": "NFE", "gen_ppl": "Gen-PPL", "anchor_share": "share of anchors"}
+COLUMN_NAMES = {"perturbation": "anchor features", "nfe": "NFE", "gen_ppl": "Gen-PPL"}
 
 
 def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Table]:
@@ -458,9 +456,8 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
 
 def _format_test(each: Row, name: str, prefix: str) -> list[Any]:
     """A correlation coefficient with its interval, and its p-value."""
-    p_value = each[f"{prefix}p_value"]
-    interval = (each[f"{prefix}low"], each[f"{prefix}high"])
-    return [Estimate(each[name], interval=interval), "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"]
+    p_value, *interval = (each[f"{prefix}{key}"] for key in ("p_value", "low", "high"))
+    return [Estimate(each[name], interval=tuple(interval)), "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"]
 
 
 def _get_cell(row: Row, name: str) -> Any:

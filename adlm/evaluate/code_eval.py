@@ -1,4 +1,4 @@
-"""Evaluates Python code: the share of generated and filled-in functions that parse, and pass@k of problems.
+"""Evaluates Python code: the share of generated and infilled functions that parse, and pass@k of problems.
 
 The functions are those of the running interpreter's standard library (PSF license): the same for one version of Python
 on every machine, which `hash_sources` shows. Problems have the form of HumanEval; `adlm.evaluate.sandbox` runs them.
@@ -34,7 +34,6 @@ from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
-from adlm.training.distributed import DistributedContext
 
 LICENSE = "PSF-2.0 (Python Software Foundation License, version 2)"
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "turtledemo"}
@@ -130,15 +129,15 @@ def code(
     if candidates is not None and problems is None:
         raise ValueError(f"candidates={str(candidates)!r} solve problems: give problems too")
     if (candidates is None) != bool(lms):
-        raise ValueError("give models, or problems with candidates, and not both")
+        raise ValueError(f"{len(lms)} models and candidates={candidates}: give models, or candidates, not both")
     if not k or min(k) < 1:
-        raise ValueError(f"k={list(k)} must be whole numbers from 1, for example 1,5")
+        raise ValueError(f"k={list(k)}: pass@k needs whole numbers from 1; give for example k=[1, 5] (--k 1,5)")
     if problems is not None and candidates is None and max(k) > n:
         raise ValueError(f"pass@{max(k)} needs at least {max(k)} candidates for each problem, n is {n}: raise n")
     if problems is not None and not unsafe and (reason := find_sandbox_problem()):
         raise ValueError(reason)
     limits, device = Limits(seconds, memory * 2**20), lms[0].device if lms else torch.device("cpu")
-    store = open_cache(None if out is None else Path(out), DistributedContext(device))
+    store = open_cache(out)
     shared: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
     extent: dict[str, Any] = {"texts": texts, "infills": infills, "prompt": PROMPT, "length": length}
     isolation = {"seconds": seconds, "memory_mib": memory, "isolation": "none" if unsafe else "bubblewrap"}
@@ -157,34 +156,31 @@ def code(
         about = {"model": None, "candidates_sha256": hash_file(Path(candidates))}
         measured = [CodeMetrics(about, store, on_progress, entry=given)]
     if problems is not None:
-        for found in measured:
-            found.settings |= {"problems": len(tasks), "problems_sha256": hash_file(Path(problems)), **isolation}
-            measure_passing(found, tasks, k, limits, workers)
+        for each in measured:
+            each.settings |= {"problems": len(tasks), "problems_sha256": hash_file(Path(problems)), **isolation}
+            measure_passing(each, tasks, k, limits, workers)
     rows, differences = compare_models(measured)
-    notes = [PARSE_NOTE if problems is None else PASS_NOTE, *(note for found in measured for note in found.notes)]
+    notes = [PARSE_NOTE if problems is None else PASS_NOTE, *(note for each in measured for note in each.notes)]
     columns = [Column("metric", is_text=True), Column("model", is_text=True), Column("share"), Column("of")]
-    end = (collect_provenance(device), [Table(columns, rows, notes=notes)])
-    remarks = list(dict.fromkeys(remark for found in measured for remark in found.warnings))
+    warned = list(dict.fromkeys(warning for each in measured for warning in each.warnings))
+    end = (collect_provenance(device), [Table(columns, rows, notes=notes)], warned)
     if len(measured) == 1:
-        return EvalResult("code", measured[0].entry, measured[0].settings, *end, remarks)
-    entries = [found.entry | {"settings": found.settings} for found in measured]
-    metrics = {"models": entries, "differences": differences}
-    return EvalResult("code", metrics, shared | {"sampler": sampler, "steps": steps}, *end, remarks)
+        return EvalResult("code", measured[0].entry, measured[0].settings, *end)
+    metrics = {"models": [each.entry | {"settings": each.settings} for each in measured], "differences": differences}
+    return EvalResult("code", metrics, shared | {"sampler": sampler, "steps": steps}, *end)
 
 
 def compare_models(measured: Sequence[CodeMetrics]) -> tuple[list[list[Cell]], list[dict[str, Any]]]:
     """Rows of a table by metric, and the paired differences to the first model of metrics on the same items."""
-    rows: list[list[Cell]] = []
-    differences = []
-    for metric in dict.fromkeys(metric for found in measured for metric in found.values):
-        first, *others = [found for found in measured if metric in found.values]
+    rows, differences = list[list[Cell]](), list[dict[str, Any]]()
+    for metric in dict.fromkeys(metric for each in measured for metric in each.values):
+        first, *others = [each for each in measured if metric in each.values]
         for each in (first, *others):
             rows.append([metric, each.name, estimate_share(each.values[metric]), len(each.values[metric])])
         for each in others:
             if each.items[metric] and each.items[metric] == first.items[metric]:
-                pairs = zip(each.values[metric], first.values[metric], strict=True)
+                count, pairs = len(each.items[metric]), zip(each.values[metric], first.values[metric], strict=True)
                 change = estimate_share([float(value) - float(other) for value, other in pairs])
-                count = len(each.values[metric])
                 rows.append([metric, f"{each.name} − {first.name}", replace(change, interval=None), count])
                 pair = {"metric": metric, "model": each.name, "baseline": first.name, "count": count}
                 differences.append(pair | {"difference": change.value, "se": change.stderr})
@@ -249,16 +245,16 @@ def read_json_lines(path: Path | str, fields: Sequence[str]) -> list[Row]:
     return rows
 
 
-def complete_problems(found: CodeMetrics, lm: LM, problems: Mapping[str, Row], sampling: Mapping[str, Any]) -> None:
+def complete_problems(metrics: CodeMetrics, lm: LM, problems: Mapping[str, Row], sampling: Mapping[str, Any]) -> None:
     """Add candidates for each problem: what the model generates after the prompt, to the end of the function."""
-    requests = {}
+    requests = []
     for task, prompt in ((task, problem["prompt"]) for task, problem in problems.items()):
         size = len(tokenize_piece(lm.tokenizer, prompt)[0]) + MAX_COMPLETION_TOKENS
-        requests[task] = prompt, lm.build_request(prompt, length=min(lm.row_format.longest, size), **sampling)
-    found.entry["candidates"] = [
+        requests.append((task, prompt, lm.build_request(prompt, length=min(lm.row_format.longest, size), **sampling)))
+    metrics.entry["candidates"] = [
         {"task_id": task, "completion": cut_function_body(text[len(prompt) :])}
-        for task, (prompt, request) in requests.items()
-        for text in found.generate(lm, "candidates", request, prompt)
+        for task, prompt, request in requests
+        for text in metrics.generate(lm, "candidates", request, prompt)
     ]
 
 
@@ -270,36 +266,36 @@ def cut_function_body(text: str) -> str:
 
 
 def measure_passing(
-    found: CodeMetrics, problems: Mapping[str, Row], ks: Sequence[int], limits: Limits, workers: int
+    metrics: CodeMetrics, problems: Mapping[str, Row], ks: Sequence[int], limits: Limits, workers: int
 ) -> None:
     """Run the candidates, and add pass@k as the mean over problems."""
-    unsafe = found.settings["isolation"] == "none"
-    candidates, ran, outcomes = found.entry["candidates"], [], {task: list[bool]() for task in problems}
+    unsafe, cache = metrics.settings["isolation"] == "none", metrics.cache
+    candidates, ran, outcomes = metrics.entry["candidates"], [], {task: list[bool]() for task in problems}
 
     def run(candidate: Row) -> tuple[str, dict[str, Any]]:
         problem = problems[candidate["task_id"]]
         job = {"program": problem["prompt"] + candidate["completion"], "test": problem["test"]}
         job |= {"reference": problem["prompt"] + problem["canonical_solution"], "entry_point": problem["entry_point"]}
         key = hash_settings([job, asdict(limits), unsafe])
-        return key, found.cache.get(key) or asdict(run_program(**job, limits=limits, unsafe=unsafe))
+        return key, cache.get(key) or asdict(run_program(**job, limits=limits, unsafe=unsafe))
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
         for candidate, (key, result) in zip(candidates, pool.map(run, candidates), strict=True):
-            if key not in found.cache:
-                found.cache.put(key, result)
+            if key not in cache:
+                cache.put(key, result)
             ran.append(candidate | result)
             outcomes[candidate["task_id"]].append(result["status"] == "passed")
-            found.on_progress(f"{found.name}: tests", len(ran), len(candidates))
-    found.cache.flush()
-    ends = Counter(each["status"] for each in ran)
-    found.notes.append(f"{found.name}: {', '.join(f'{count} {status}' for status, count in ends.items())}.")
-    found.entry |= {"candidates": ran, "ends": dict(ends), "pass": {}}
+            metrics.on_progress(f"{metrics.name}: tests", len(ran), len(candidates))
+    cache.flush()
+    counts = Counter(each["status"] for each in ran)
+    metrics.notes.append(f"{metrics.name}: {', '.join(f'{count} {status}' for status, count in counts.items())}.")
+    metrics.entry |= {"candidates": ran, "statuses": dict(counts), "pass": {}}
     for k in ks:
         rates = [estimate_pass_at_k(len(passed), sum(passed), k) for passed in outcomes.values()]
-        found.entry["pass"][f"pass@{k}"] = found.add(f"pass@{k}", rates, list(problems))
-    found.warnings += ["candidates ran without a sandbox (unsafe), which protects nothing"] * unsafe
+        metrics.entry["pass"][f"pass@{k}"] = metrics.add(f"pass@{k}", rates, list(problems))
+    metrics.warnings += ["candidates ran without a sandbox (unsafe), which protects nothing"] * unsafe
     if reasons := [each["reason"] for each in ran if each["status"] == "unsupported"]:
-        found.warnings.append(f"{len(reasons)} unsupported candidates count as failed, the first: {reasons[0]}")
+        metrics.warnings.append(f"{len(reasons)} unsupported candidates count as failed, the first: {reasons[0]}")
 
 
 def estimate_pass_at_k(n: int, passed: int, k: int) -> float:
@@ -310,29 +306,28 @@ def estimate_pass_at_k(n: int, passed: int, k: int) -> float:
 # Parsing
 
 
-def measure_parsing(found: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -> None:
+def measure_parsing(metrics: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -> None:
     """Generate functions and fill gaps, and add the shares that parse, equal the original, or have its syntax tree."""
-    texts, infills, length = (found.settings[name] for name in ("texts", "infills", "length"))
-    metrics: dict[str, list[Any]]
-    found.entry.update(written=None, filled_in=None)
+    texts, infills, length = (metrics.settings[name] for name in ("texts", "infills", "length"))
+    values: dict[str, list[Any]]
+    metrics.entry |= {"generated": None, "infilled": None}
     if texts:
         request = lm.build_request(PROMPT, n=texts, length=length, **sampling)
-        written = found.generate(lm, "texts", request, PROMPT)
-        metrics = {"parses": list(map(can_parse, written)), "parsing_lines": list(map(share_parsing_lines, written))}
-        shares = {name: found.add(f"written: {name}", values) for name, values in metrics.items()}
-        found.entry.update(written=shares, texts=written)
+        generated = metrics.generate(lm, "texts", request, PROMPT)
+        values = {"parses": list(map(can_parse, generated)), "parsing_lines": list(map(share_parsing_lines, generated))}
+        shares = {name: metrics.add(f"generated: {name}", each) for name, each in values.items()}
+        metrics.entry |= {"generated": shares, "texts": generated}
     if infills and lm.row_format.is_causal:
-        found.warnings.append(f"{lm.name} is causal, sees only what is before a gap, and fills none")
+        metrics.warnings.append(f"{lm.name} is causal, sees only what is before a gap, and fills none")
     elif infills:
-        found.settings["sources_sha256"], found.entry["filled_in"] = hash_sources(load_standard_library()), {}
+        metrics.settings["sources_sha256"], metrics.entry["infilled"] = hash_sources(load_standard_library()), {}
         for kind in ("lines", "expression"):
             gaps = choose_gaps(lm, infills, kind, sampling["seed"])
             items = [list(asdict(gap).values()) for gap in gaps]
             request = lm.build_request(template=[build_template(lm, gap) for gap in gaps], **sampling)
-            filled = found.generate(lm, kind, request, items)
-            pairs = list(zip(filled, gaps, strict=True))
-            metrics = {
-                "parses": list(map(can_parse, filled)),
+            pairs = list(zip(metrics.generate(lm, kind, request, items), gaps, strict=True))
+            values = {
+                "parses": [can_parse(text) for text, _ in pairs],
                 "equal": [text == gap.whole for text, gap in pairs],
                 "same_tree": [
                     can_parse(text) and ast.dump(ast.parse(text)) == ast.dump(ast.parse(gap.whole))
@@ -340,9 +335,9 @@ def measure_parsing(found: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -> 
                 ],
                 "parses_if_left_empty": [can_parse(gap.before + gap.after) for gap in gaps],
             }
-            shares = {name: found.add(f"filled in, {kind}: {name}", values, items) for name, values in metrics.items()}
-            examples = [asdict(gap) | {"written": text} for text, gap in pairs]
-            found.entry["filled_in"][kind] = {"shares": shares, "examples": examples}
+            shares = {name: metrics.add(f"infilled {kind}: {name}", each, items) for name, each in values.items()}
+            examples = [asdict(gap) | {"completion": text} for text, gap in pairs]
+            metrics.entry["infilled"][kind] = {"shares": shares, "examples": examples}
 
 
 def can_parse(text: str) -> bool:
@@ -421,12 +416,8 @@ def list_held_out_functions() -> dict[str, str]:
 
 def choose_gaps(lm: LM, count: int, kind: str, seed: int) -> list[Gap]:
     """Choose `count` functions of held-out files that fit the model, each with a gap."""
-    rng, longest, functions = (
-        np.random.default_rng(seed),
-        lm.row_format.longest,
-        list(list_held_out_functions().items()),
-    )
-    gaps: list[Gap] = []
+    rng, longest, gaps = np.random.default_rng(seed), lm.row_format.longest, list[Gap]()
+    functions = list(list_held_out_functions().items())
     for name, text in (functions[number] for number in rng.permutation(len(functions))):
         # A function with more characters is too long to be worth tokenizing.
         if len(text) <= 8 * longest and (spans := list_spans(text, kind)):

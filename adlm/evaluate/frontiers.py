@@ -25,8 +25,7 @@ from adlm.evaluate.ppl import list_models
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
-from adlm.evaluate.scorer import ScoringModel, load_scorer
-from adlm.evaluate.scoring import BATCH
+from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.methods import ALIASES, SAMPLERS, look_up, takes_steps
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, GeneratedRow

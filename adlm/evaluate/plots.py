@@ -6,7 +6,6 @@ A plot is drawn from the plain data in `EvalResult.figures`, without a window an
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -69,16 +68,14 @@ def new_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
 
 def set_log_scale(axes: Axes, side: str, base: int = 10) -> None:
     """Make the axis `x` or `y` logarithmic, with plain numbers that are dense enough for less than a decade."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     getattr(axes, f"set_{side}scale")("log", base=base)
     axis = getattr(axes, f"{side}axis")
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:.3g}")
     if base == 10:
         low, high = axis.get_view_interval()
-        decades = math.log10(high / low) if low > 0 else 1.0
-        subs = (1.0,) if decades > 3 else (1.0, 2.0, 5.0) if decades > 0.7 else (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
-        axis.set_major_locator(LogLocator(10, subs=subs))
+        axis.set_major_locator(LogLocator(10, subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
         axis.set_minor_formatter(NullFormatter())
 
 
@@ -213,7 +210,7 @@ def _draw_changes(axes: Axes, rows: Sequence[Row], name: str) -> None:
     """Draw a metric of every change of the features, from top to bottom."""
     for place, row, value, error in zip(range(len(rows))[::-1], rows, *_split_errors(rows, name), strict=True):
         axes.errorbar([value], [place], xerr=[2 * error], color=CHANGE_COLORS[row["kind"]], marker="o")
-    _label_rows(axes, [str(CHANGE_LABELS.get(row["change"], row["change"])) for row in rows])
+    _label_rows(axes, [str(CHANGE_LABELS.get(row["kind"], row["perturbation"])) for row in rows])
 
 
 def _label_rows(axes: Axes, names: Sequence[str]) -> None:

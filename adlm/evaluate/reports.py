@@ -39,6 +39,7 @@ from adlm.evaluate.sampling import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.zeroshot import zero_shot
 from adlm.methods import takes_steps
+from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM
 
 MAX_FRONTIER_TEXTS = 48  # for each of many points
@@ -65,7 +66,7 @@ QUICK_EXTENT: dict[str, dict[str, Any]] = {
 }
 METRIC_NAMES = {"bits_per_byte": "bits/byte", "gen_ppl": "Gen-PPL", "mauve": "MAUVE"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:[^\s/:'\"]+/)+([^\s/:'\"]+)")
-GENERATED = ("text", "texts", "completion", "written", "before", "removed", "after")  # values that stay as they are
+GENERATED = ("text", "texts", "completion", "before", "removed", "after")  # values that stay as they are
 
 
 @dataclass
@@ -126,20 +127,20 @@ def report(
     sampler. `quick` measures little of everything. `batch` is how many rows the models and the scorer take at a time;
     by default each evaluation's own. It changes the speed, results only by rounding. `command` is shown on the pages.
     """
-    if batch is not None and batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+    check_whole_numbers(1, batch=batch)
     if find_spec("matplotlib") is None:
         raise ImportError("the plots of a report need matplotlib: pip install 'adlm[eval]'")
     given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
     license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")
-    extent = choose_extent(n, length, limit, steps, samplers, quick, batch)
+    extent = choose_extent(n, length, limit, steps, samplers, quick)
+    for name in extent if batch is not None else ():
+        extent[name] |= {"batch": batch} | ({"scorer_batch": batch} if name in ("samples", "frontier") else {})
     for lm in lms:  # wrong settings are refused before anything runs
         lm.build_request(seed=seed, **fit_sampling(lm, extent["examples"]))
     paths = [str(each) for each in (data, reference, scorer, zeroshot_dir) if isinstance(each, str | Path)]
     files = {Path(path).name: hash_file(Path(path)) for path in paths if Path(path).is_file()}
-    if isinstance(scorer, str | Path):
-        scorer = load_scorer(scorer, device=lms[0].device)
+    scorer = None if scorer is None else load_scorer(scorer, device=lms[0].device)
     same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress}
     sections = {name: Section(name) for name in TITLES}
 
@@ -148,7 +149,9 @@ def report(
     if scorer is None:
         sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
     else:
-        sections["frontier"].add(frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"]))
+        sections["frontier"].add(
+            frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"])
+        )
         if find_spec("mauve") is None:
             sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
         for lm in lms if find_spec("mauve") else []:
@@ -161,8 +164,8 @@ def report(
     if zeroshot_dir is None:
         sections["zero_shot"].reason = "no folder of the sets was given (--zeroshot-dir)"
     else:
-        found = zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **same, **extent["zero_shot"])
-        sections["zero_shot"].add(found)
+        result = zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **same, **extent["zero_shot"])
+        sections["zero_shot"].add(result)
     sections["code"].reason = "" if code else "it was not requested (--code)"
     try:
         if code:
@@ -216,13 +219,7 @@ def name_models(lms: Sequence[LM]) -> list[LM]:
 
 
 def choose_extent(
-    n: int | None,
-    length: int | None,
-    limit: int | None,
-    steps: Sequence[int],
-    samplers: Sequence[str],
-    quick: bool,
-    batch: int | None = None,
+    n: int | None, length: int | None, limit: int | None, steps: Sequence[int], samplers: Sequence[str], quick: bool
 ) -> dict[str, dict[str, Any]]:
     """How much each section measures: the given numbers, else the defaults."""
     one = {"length": length, "steps": max(steps, default=None), "sampler": next(iter(samplers), None)}
@@ -238,7 +235,6 @@ def choose_extent(
     del given["frontier"]["sampler"]
     for section, chosen in given.items():
         defaults = (QUICK_EXTENT if quick else EXTENT).get(section, {})
-        chosen |= {"batch": batch, "scorer_batch": batch if section in ("samples", "frontier") else None}
         given[section] = defaults | {name: value for name, value in chosen.items() if value}
         if "sampler" in given[section] and not takes_steps(given[section]["sampler"]):
             given[section].pop("steps", None)
@@ -276,7 +272,7 @@ def collect_metrics(sections: Mapping[str, Section]) -> list[dict[str, Any]]:
             add(model, "bits_per_byte", "Bits per byte", data, value=bits, stderr=stderr)
     for result in sections["samples"].results:
         model, data = result.settings["samples"]["model"], result.settings["reference"]["name"]
-        names = {"gen_ppl": f"Gen-PPL ({result.settings['judge']['name']})", "mauve": "MAUVE", "entropy": "Entropy"}
+        names = {"gen_ppl": f"Gen-PPL ({result.settings['scorer']['name']})", "mauve": "MAUVE", "entropy": "Entropy"}
         for kind, name in names.items():
             add(model, kind, name, data, **result.metrics["samples"][kind])
     for entry in (entry for result in sections["zero_shot"].results for entry in result.metrics["sets"]):

@@ -23,8 +23,7 @@ from adlm.evaluate.cache import Cache, hash_settings, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
-from adlm.evaluate.scorer import ScoringModel, load_scorer
-from adlm.evaluate.scoring import BATCH
+from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
@@ -115,11 +114,8 @@ def samples(
     settings |= {"reference": {"name": source.name, "identity": source.identity, **cut}}
     settings |= {"reference_seed": seed, "samples": about}
     metrics = {"samples": measured.as_dict(), "reference": baseline.as_dict()}
-    tables, warnings = (
-        [tabulate_samples(measured, baseline, settings)],
-        measured.mauve.warnings if measured.mauve else (),
-    )
-    return EvalResult("samples", metrics, settings, collect_provenance(scoring_model.model.device), tables, warnings)
+    table, warnings = tabulate_samples(measured, baseline, settings), measured.mauve.warnings if measured.mauve else ()
+    return EvalResult("samples", metrics, settings, collect_provenance(scoring_model.model.device), [table], warnings)
 
 
 def tabulate_samples(measured: SampleMetrics, baseline: SampleMetrics, settings: dict[str, Any]) -> Table:

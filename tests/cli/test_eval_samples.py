@@ -1,6 +1,7 @@
 """`adlm eval samples`: all metrics of generated or given texts, in one table or one JSON object."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from adlm.bundled import DEFAULT
 from adlm.cli.output import SEPARATOR
 from adlm.evaluate.sampling import read_texts
-from tests.cli.terminal import assert_told, invoke
+from tests.cli.terminal import assert_told, invoke, trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs, numbers
+from tests.training.runs import shelf
 
 FEW = ("--n", 12, "--length", 24, "--steps", 4, "--seed", 3, "--device", "cpu", "--reference", PROSE)
 
@@ -47,7 +49,7 @@ def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
         assert 0 <= low <= high <= 1 and found[side]["texts"] == 12
     settings = found["settings"]
     assert settings["samples"]["steps"] == 4 and settings["samples"]["seed"] == 3 and settings["samples"]["nfe"] <= 4
-    assert settings["judge"]["dtype"] == "float32" and settings["mauve"]["seeds"] == [0, 1]
+    assert settings["scorer"]["dtype"] == "float32" and settings["mauve"]["seeds"] == [0, 1]
     assert settings["reference"]["identity"]["files"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.jsonl", "samples.json", "samples.jsonl"]
     assert json.loads((tmp_path / "samples.json").read_text("utf-8")) == found
@@ -82,33 +84,10 @@ def test_the_table_has_the_values_of_the_json(tmp_path: Path) -> None:
     assert f"wrote {tmp_path / 'samples.json'}" in result.stderr.replace("\n", "")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--n", 1), "metrics of a set need at least 2 texts, got 1"),
-        (("--texts", "x.txt"), "--texts x.txt needs no MODEL"),
-        (("--reference", "nowhere.txt"), "no file or folder 'nowhere.txt'"),
-        (("--judge", "nowhere.gguf"), "nowhere.gguf does not exist: give a folder"),
-        (("--option", "eta=much"), "not a number"),
-    ],
-)
-def test_wrong_options_are_errors_of_one_line(more: tuple[object, ...], message: str) -> None:
-    assert_told(invoke(*words(DEFAULT, *FEW), *more), message)
-
-
-@pytest.mark.parametrize(
-    ("texts", "more", "message"),
-    [
-        (["one text of some length"], (), "at least 2 texts, got 1: in a file, <|endoftext|>"),
-        (["one text of some length", ""], (), "1 of 2 samples are empty or have fewer than 4 tokens"),
-        (["long " * 400] * 2, (), "2 of 2 texts are longer than the 255 tokens of this model's context"),
-        (["a text", "another"], ("--length", 5), "length set how to generate: leave them out"),
-        (["a text", "another"], ("--option", "eta=1"), "sampler_options set how to generate"),
-        (["a text", "another"], ("--deterministic",), "leave them out"),
-    ],
-)
-def test_texts_that_cannot_be_measured(texts: list[str], more: Any, message: str, tmp_path: Path) -> None:
-    assert_told(invoke(*words(*write_texts(tmp_path / "texts.jsonl", texts), *more)), message)
+def test_texts_take_no_options_of_sampling(tmp_path: Path) -> None:
+    given = write_texts(tmp_path / "texts.jsonl", ["a text", "another"])
+    for more in (("--option", "eta=1"), ("--deterministic",)):
+        assert_told(invoke(*words(*given, *more)), "leave them out")
 
 
 def test_settings_name_window_passages_and_features(tmp_path: Path) -> None:
@@ -116,16 +95,76 @@ def test_settings_name_window_passages_and_features(tmp_path: Path) -> None:
     given = write_texts(tmp_path / "texts.jsonl", [*(text[:30] for text in documents()[:3]), "long " * 400])
     settings = evaluate(*given, "--window", 100, "--features", encoder_folder())["settings"]
     assert settings["stride"] == 50 and settings["reference"]["shortest"] == "32 characters"
-    assert settings["features"]["kind"] == "encoder" and settings["judge"]["kind"] == "causal LM"
+    assert settings["features"]["kind"] == "encoder" and settings["scorer"]["kind"] == "causal LM"
     given = write_texts(tmp_path / "texts.jsonl", [text[:30] for text in documents()[:3]])
     about = evaluate(*given)["settings"]["reference"]
     shortest, longest = (int(about[name].removesuffix(" characters")) for name in ("shortest", "longest"))
     assert shortest == longest // 4 < 32
 
 
-def test_judge_and_reference_are_required(tmp_path: Path) -> None:
-    assert_told(invoke("eval", "samples", DEFAULT), "--judge is required: a causal LM that computes Gen-PPL")
-    assert_told(invoke("eval", "samples", DEFAULT, "--judge", "x"), "--reference is required")
-    assert_told(invoke("eval", "samples", DEFAULT, *FEW, "--judge", encoder_folder()), "is an encoder")
-    (tmp_path / "small.txt").write_text(documents()[0][:3000], "utf-8")
-    assert_told(invoke(*words(DEFAULT, *FEW, "--reference", tmp_path / "small.txt")), "passages", "24 are needed")
+@cache
+def prose() -> Path:
+    path = shelf() / "prose.txt"
+    path.write_text(documents()[0][:3000], "utf-8")
+    return path
+
+
+BASE: dict[str, Any] = {
+    "samples": lambda: (DEFAULT, *FEW, "--judge", causal_folder(positions=256)),
+    "frontier": lambda: (trained(), "--n", 3, "--length", 12),
+    "anchors": lambda: (trained(), "--data", prose(), "--limit", 8),
+    "code": lambda: (trained(),),
+    "report": lambda: (trained(), "--data", prose(), "--out", shelf() / "no-report"),
+}
+PROBLEMS = Path(__file__).parents[1] / "evaluate/problems.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "message"),
+    [
+        ("samples", ("--n", 1), "metrics of a set need at least 2 texts, got 1"),
+        ("samples", ("--texts", "x.txt"), "--texts x.txt needs no MODEL"),
+        ("samples", ("--reference", "nowhere.txt"), "no file or folder 'nowhere.txt'"),
+        ("samples", ("--reference", prose), "24 are needed"),
+        ("samples", ("--judge", "nowhere.gguf"), "nowhere.gguf does not exist: give a folder"),
+        ("samples", ("--judge", encoder_folder), "is an encoder"),
+        ("samples", ("--option", "eta=much"), "not a number"),
+        ("frontier", ("--steps", "a"), "--steps 'a': 'a' is not a whole number"),
+        ("frontier", ("--steps", ""), "is empty: give at least one"),
+        ("frontier", ("--length", 500), "length must be a whole number between 1 and"),
+        ("anchors", ("--perturb", "loud"), "--perturb 'loud': 'loud' is not a number"),
+        ("anchors", ("--perturb", "-1"), "must be finite and not negative"),
+        ("anchors", ("--samples", 1), "samples must be 0 or at least 2"),
+        ("anchors", ("--rows", "any"), "unknown rows 'any': expected one of"),
+        ("anchors", ("--judge", "anyone"), "give samples too"),
+        ("anchors", ("--window", 8), "window=8 needs a scoring model"),
+        ("anchors", ("--samples", 2, "--sampler", "fast"), "unknown sampler 'fast'"),
+        ("code", ("--candidates", PROBLEMS), "give problems too"),
+        ("code", ("--problems", PROBLEMS, "--k", "2"), "pass@2 needs at least 2 candidates for each problem, n is 1"),
+        ("code", ("--problems", PROBLEMS, "--k", "0"), "k=[0]: pass@k needs whole numbers from 1"),
+        ("code", ("--problems", "nowhere.jsonl", "--unsafe"), "nowhere.jsonl"),
+        ("code", ("--problems", PROBLEMS, "--candidates", PROBLEMS, "--unsafe"), "completion"),
+        ("code", ("--problems", PROBLEMS, "--unsafe"), "make the prompt shorter"),
+        ("code", ("--infills", "2000", "--texts", "0"), "held-out functions fit into"),
+        ("report", ("--out", prose), "is a file"),
+        ("report", ("--samplers", "slow"), "slow"),
+    ],
+)
+def test_mistakes_are_one_line(command: str, more: tuple[Any, ...], message: str) -> None:
+    given = (word() if callable(word) else word for word in more)
+    assert_told(invoke("eval", command, *BASE[command](), *given, "--json"), message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("samples", DEFAULT), "--judge is required: a causal LM that computes Gen-PPL"),
+        (("samples", DEFAULT, "--judge", "x"), "--reference is required"),
+        (("anchors", DEFAULT), "--data is required"),
+        (("report", DEFAULT), "--data is required"),
+        (("report", "novel", "--data", PROBLEMS), "there is no model 'novel'"),
+        (("anchors", "mdlm-prose", "--data", PROBLEMS), "one stage"),
+    ],
+)
+def test_what_is_required(given: tuple[object, ...], message: str) -> None:
+    assert_told(invoke("eval", *given), message)

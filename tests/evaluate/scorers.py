@@ -1,4 +1,4 @@
-"""Scoring models with random weights as transformers saves them, real ones by name, and held-out prose."""
+"""Scoring models with random weights and real ones by name, held-out prose, and the pixels of a plot."""
 
 import gzip
 import importlib.util
@@ -8,8 +8,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from tests.training.runs import shelf
@@ -17,6 +19,10 @@ from tests.training.runs import shelf
 PROSE = Path(__file__).parent / "fixtures" / "prose.txt.gz"
 MODULES = {"transformers": "eval", "gguf": "eval", "accelerate": "eval", "mauve": "mauve"}
 END = "<|endoftext|>"
+with_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None and not os.environ.get("ADLM_ALL"),
+    reason="needs matplotlib: pip install 'adlm[eval]'",
+)
 
 
 def needs(*names: str) -> None:
@@ -115,3 +121,10 @@ def numbers(result: Any) -> dict[str, float]:
         for key, value in (metric.items() if isinstance(metric, dict) else [("", metric)])
         if isinstance(value, int | float)
     }
+
+
+def pixels(path: Path) -> NDArray[np.float64]:
+    """Grey levels (height, width), 0 black to 1 white."""
+    from matplotlib.image import imread
+
+    return np.asarray(imread(path)[..., :3].mean(-1), dtype=np.float64)

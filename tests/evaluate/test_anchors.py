@@ -1,37 +1,229 @@
-"""Anchors: known heads have known guesses, known orders known ranks, and several models are compared."""
+"""Anchors: perturbed features, guesses of known heads, orders of known ranks, comparisons of several models."""
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from adlm.data.batches import RowDataset, TensorRows
-from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
+from adlm.data.batches import RowDataset, TensorRows, is_valid
+from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, corrupt
-from adlm.diffusion.rng import CounterRng
+from adlm.diffusion.objectives import diffusion_loss, training_loss
+from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.diffusion.schedules import LogLinear
 from adlm.evaluate import stats
-from adlm.evaluate.anchor_study import GuessTally, build_tables, correlate_studies, find_guess, summarize_reveals
-from adlm.evaluate.perturbation import NONE, Perturbation, measure_losses, sample_rows
-from adlm.evaluate.results import Estimate, render_markdown
+from adlm.evaluate.anchor_study import (
+    GuessTally,
+    build_tables,
+    correlate_studies,
+    find_guess,
+    measure_rows,
+    measure_samples,
+    summarize_reveals,
+)
+from adlm.evaluate.perturbation import (
+    LEVELS,
+    NONE,
+    Perturbation,
+    check_two_stages,
+    measure_losses,
+    sample_rows,
+)
+from adlm.evaluate.results import Estimate, ProgressCallback, ignore_progress, render_markdown
 from adlm.evaluate.sample_metrics import TextScorer
+from adlm.likelihood import draw_position, estimate_nll
+from adlm.models.language_model import LanguageModel
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
-from tests.evaluate.anchor_models import (
-    CHANGES,
-    LENGTHS,
-    PADDED,
-    ROWS,
-    RULE,
-    RUNS,
-    VOCAB,
-    build_studies,
-    measure,
-    small,
-    study,
-)
 from tests.text.models import lm, rigged
+from tests.world import random_model
+
+VOCAB, LENGTH = 30, 12
+ROWS = torch.randint(VOCAB - 1, (24, LENGTH), generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.arange(24) % 9 + 4
+PADDED = TensorRows(torch.where(is_valid(LENGTHS, LENGTH), ROWS, 0), LENGTHS)
+RULE = rare_in_sequence(1)
+
+
+def small(method: str = "adlm", **changes: Any) -> LanguageModel:
+    size: dict[str, Any] = {"vocab_size": VOCAB, "mask_id": VOCAB - 1, "dim": 16, "length": LENGTH, "scale": 0.6}
+    return random_model(method, **(size | changes))
+
+
+def train_small() -> LanguageModel:
+    """A model that has learned its few rows, so that its anchor features matter."""
+    model = small(scale=0.3).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    process = ForwardProcess(VOCAB - 1, anchor_rule=every_token())
+    for step in range(60):
+        optimizer.zero_grad()
+        batch = corrupt(ROWS, process, CounterRng.from_seed(1, 24), step)
+        training_loss(model, batch, anchor_weight=0.1).total.backward()
+        optimizer.step()
+    return model.eval()
+
+
+CHANGES = [NONE, Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")]
+
+
+def measure(
+    changes: Sequence[Perturbation], sampler: str, on_progress: ProgressCallback = ignore_progress
+) -> dict[str, Any]:
+    """All measurements of a small model on random rows."""
+    model, rng = lm("adlm"), torch.Generator().manual_seed(2)
+    rows = TensorRows(torch.randint(1, 200, (6, model.model.config.length), generator=rng))
+    sampling = {"n": 4, "sampler": sampler, "length": 16, "steps": 4, "batch": 3}
+    of_texts = measure_samples(model, RULE, changes, sampling, TextScorer(model.tokenizer), on_progress)
+    return measure_rows(model, rows, RULE, changes, on_progress=on_progress, draws=2) | of_texts
+
+
+@cache
+def study() -> dict[str, Any]:
+    """Measurements of a model, with a made-up Gen-PPL."""
+    whole = measure([*CHANGES, Perturbation("stale", 2)], "ancestral") | {"model": "small", "step": 0}
+    scored = [sample | {"gen_ppl": 9.0, "gen_ppl_se": 1.0} for sample in whole["samples"]]
+    return whole | {"samples": scored}
+
+
+def build_studies(points: Sequence[tuple[str, int, float, float]], **changes: Any) -> list[dict[str, Any]]:
+    """Checkpoints of runs: (run, step, nll, accuracy)."""
+    one = study() | {"samples": []} | changes
+    return [
+        one
+        | {"model": f"runs/{run}/checkpoints/step-{step:08d}", "step": step}
+        | {"losses": [one["losses"][0] | {"nll": nll}]}
+        | {"guesses": [guess | {"accuracy": accuracy} for guess in one["guesses"]]}
+        for run, step, nll, accuracy in points
+    ]
+
+
+RUNS = [(run, step, 6 - step / 2 + i / 10, step / 10 + i / 100) for i, run in enumerate("abcd") for step in (2, 4)]
+
+
+NOISE, PERMUTED, OTHER_ROW = Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")
+EVERY = [NONE, NOISE, PERMUTED, OTHER_ROW, Perturbation("stale", 4)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: check_two_stages(small("mdlm"), "plain"), r"plain has one stage.*method=adlm"),
+        (lambda: check_two_stages(small("a2r"), "later"), r"later is causal.*two-stage masked"),
+        (lambda: Perturbation("noise", -1), "not negative"),
+        (lambda: Perturbation("noise", float("inf")), "finite"),
+        (lambda: Perturbation("stale", 1.5), "whole"),
+        (lambda: Perturbation("stale", 0), "at least 1"),
+        (lambda: list(sample_rows(lm("adlm"), lm("adlm").build_request(n=1, steps=2), OTHER_ROW)), "no other row"),
+        (lambda: measure_losses(small(), TensorRows(ROWS[:1]), []), "standard error needs"),
+    ],
+)
+def test_what_cannot_be_perturbed_is_refused(wrong: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrong()
+
+
+# Costs.
+
+
+@pytest.mark.parametrize("rows", [TensorRows(ROWS), PADDED])
+def test_the_unperturbed_model_has_the_held_out_bound(rows: TensorRows) -> None:
+    bound = estimate_nll(small(), rows, draws=3, seed=5)
+    (loss,) = measure_losses(small(), rows, [], draws=3, seed=5)
+    assert (loss["nll"], loss["nll_se"]) == pytest.approx((bound.nll, bound.stderr), abs=2e-6)
+    assert (loss["cost"], loss["cost_se"], loss["tokens"]) == (0, 0, bound.tokens)
+
+
+def test_no_noise_changes_nothing_and_more_costs_more() -> None:
+    noise = [Perturbation("noise", amount) for amount in (0, 0.3, 3)]
+    zero, some, much = measure_losses(train_small(), TensorRows(ROWS), noise, draws=32)[1:]
+    assert zero["cost"] == pytest.approx(0, abs=1e-6)
+    assert 0 < some["cost"] < much["cost"] and much["cost"] > 4 * much["cost_se"]
+
+
+@pytest.mark.parametrize("batch", [5, 24])
+def test_losses_agree_with_a_naive_computation_row_by_row(batch: int) -> None:
+    """One row at a time, without folding and without padding."""
+    model, draws, seed, mask_id = small(), 2, 3, VOCAB - 1
+    losses = measure_losses(model, PADDED, EVERY, draws=draws, seed=seed, batch=batch)
+    nats = torch.zeros(len(EVERY))
+    for row, length in enumerate(LENGTHS.tolist()):
+        x0, other = ROWS[row : row + 1, :length], PADDED.tokens[(row + 1) % 24, : LENGTHS[(row + 1) % 24]]
+        rng = CounterRng.from_seed(seed, torch.tensor([row]))
+        for draw in range(draws):
+            place = draw_position(torch.tensor([row]), 24, draw, draws, seed)
+            noisy = corrupt(x0, ForwardProcess(mask_id), rng, draw, index=place, total=24)
+            own = model.anchor_features(noisy.xt)
+            mixed = torch.where(noisy.xt == mask_id, mask_id, other.repeat(LENGTH)[:length])
+            u = rng.uniform(draw, length, Purpose.MASK)
+            earlier = torch.where(u < 1 - LogLinear().alpha((noisy.t + 4 / LEVELS).clamp(max=1)), mask_id, x0)
+            moved = [each.apply(own, seed, [row], [draw], [length]) for each in (NONE, NOISE, PERMUTED)]
+            for number, anchor in enumerate([*moved, model.anchor_features(mixed), model.anchor_features(earlier)]):
+                loss = diffusion_loss(model.denoise_features(anchor), model.head, noisy, mask_id=mask_id)
+                nats[number] += loss.row_nll.sum() / draws
+    assert [loss["nll"] for loss in losses] == pytest.approx((nats / LENGTHS.sum()).tolist(), abs=1e-5)
+    assert len({round(each["nll"], 6) for each in losses}) == len(EVERY)
+
+
+def test_noise_has_the_requested_norm() -> None:
+    features = torch.randn(6, 40, 64, generator=torch.Generator().manual_seed(0)) * torch.rand(6, 40, 1)
+    moved = Perturbation("noise", 0.3).apply(features, 0, range(6), [0] * 6, [40] * 6) - features
+    assert float((moved.norm(dim=-1) / features.norm(dim=-1)).mean()) == pytest.approx(0.3, rel=0.02)
+
+
+def test_a_permutation_leaves_padding_and_follows_from_seed_row_and_turn() -> None:
+    places = torch.arange(8.0)[None, :, None].expand(2, 8, 1)
+    moved = PERMUTED.apply(places, 0, [3, 4], [1, 1], [5, 8])[..., 0]
+    assert sorted(moved[0, :5].tolist()) == list(range(5)) and moved[0, 5:].tolist() == [5, 6, 7]
+    assert sorted(moved[1].tolist()) == list(range(8))
+    assert torch.equal(moved[1:], PERMUTED.apply(places[:1], 0, [4], [1], [8])[..., 0])
+
+
+# Texts.
+
+
+def texts(rows: Any) -> list[tuple[str, int]]:
+    return [(row.text, row.nfe) for row in rows]
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"sampler": "ancestral", "steps": 8},
+    {"sampler": "remask_loop", "steps": 6, "prompt": ["the cat", "a", "where did you go"]},
+    {"sampler": "confidence", "steps": 3, "block": 6},
+    {"sampler": "entropy_bounded"},
+]
+
+
+@pytest.mark.parametrize("options", REQUESTS, ids=lambda options: options["sampler"])
+def test_texts_do_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
+    """Rows pause, end early and differ in length; a row's turns and stale features are its own."""
+    model = lm("adlm", time_conditioning="block" in options)
+    request = model.build_request(n=2 if "prompt" in options else 4, length=17, seed=2, **options)
+    last = replace(request, layouts=request.layouts[-1:], config=replace(request.config, n=1))
+    own, alone = texts(model.run_request(request).rows), replace(request, config=replace(request.config, batch=1))
+    for each in (NONE, Perturbation("noise", 0), Perturbation("stale", 1), NOISE, PERMUTED, Perturbation("stale", 3)):
+        expected = texts(sample_rows(model, alone, each))
+        assert texts(sample_rows(model, request, each)) == expected
+        assert texts(sample_rows(model, last, each)) == [expected[-request.config.n]]
+        assert (expected == own) == (each not in (NOISE, PERMUTED, Perturbation("stale", 3)))
+
+
+def test_stale_features_are_computed_at_every_third_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm("adlm")
+    request = model.build_request(n=2, length=17, steps=8, sampler="ancestral")
+    evaluated, anchor_features = list[Tensor](), LanguageModel.anchor_features
+
+    def spy(self: LanguageModel, tokens: Tensor, *more: Any, **options: Any) -> Tensor:
+        evaluated.extend(tokens)
+        return anchor_features(self, tokens, *more, **options)
+
+    monkeypatch.setattr(LanguageModel, "anchor_features", spy)
+    assert sum(-(-row.nfe // 3) for row in sample_rows(model, request, Perturbation("stale", 3))) == len(evaluated)
+
 
 ROWS_24 = TensorRows(ROWS)
 NOTHING = torch.zeros(VOCAB, dtype=torch.bool)
@@ -106,7 +298,7 @@ def test_the_most_confident_tokens_come_first() -> None:
     model = rigged("adlm", {}, seed=1)
     ramp = torch.zeros(1, 64, 16)
     ramp[..., 0] = torch.arange(64) / 4
-    model.predictor.predict = lambda tokens, level, valid: ramp[:, : tokens.shape[1]].expand(len(tokens), -1, -1)  # type: ignore[method-assign]
+    model.predictor.predict = lambda tokens, *others: ramp[:, : tokens.shape[1]].expand(len(tokens), -1, -1)  # type: ignore[method-assign]
     model.predictor.head[0].zero_()[65, 0] = 1.0
     request = model.build_request(n=4, length=20, sampler="confidence", steps=20)
     # BOS and ten others come before the anchors.
@@ -137,8 +329,8 @@ def test_a_study_has_all_parts_and_equals_its_json() -> None:
     whole = measure(changes, "remask_loop", lambda stage, *_: stages.append(stage))
     assert list(dict.fromkeys(stages)) == ["small adlm: texts", "small adlm: rows"]
     names = ["none", "noise 0.5", "permuted", "other_row", "stale 1", "stale 3"]
-    assert [loss["change"] for loss in whole["losses"]] == names
-    assert [sample["change"] for sample in whole["samples"]] == [each for each in names if each != "other_row"]
+    assert [loss["perturbation"] for loss in whole["losses"]] == names
+    assert [sample["perturbation"] for sample in whole["samples"]] == [each for each in names if each != "other_row"]
     assert [each["sampler"] for each in whole["reveals"]] == ["remask_loop", "confidence", "ancestral"]
     texts = sample_rows(model, model.build_request(n=4, length=16, steps=4, sampler="remask_loop"))
     own = TextScorer(model.tokenizer)([row.text for row in texts]).as_row()

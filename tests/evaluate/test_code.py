@@ -104,10 +104,10 @@ def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None
     gaps = [Gap(each, f"def f(a):\n    {before}", each, "\n", "lines") for before, each in removed.items()]
     gaps[1] = Gap("y", "def f(a):\n    return ", "b", "\n", "lines")
     monkeypatch.setattr(code_eval, "choose_gaps", lambda *_, **__: gaps)
-    found = code(model, texts=0, infills=3, steps=2)["filled_in"]["lines"]
+    found = code(model, texts=0, infills=3, steps=2)["infilled"]["lines"]
     values = {name: each["value"] for name, each in found["shares"].items()}
     assert values == pytest.approx({"parses": 1.0, "equal": 1 / 3, "same_tree": 1 / 3, "parses_if_left_empty": 1.0})
-    assert found["examples"][2]["written"] == "def f(a):\n    return xaa\n"
+    assert found["examples"][2]["completion"] == "def f(a):\n    return xaa\n"
 
 
 def test_generated_and_filled_in_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +115,10 @@ def test_generated_and_filled_in_functions(tmp_path: Path, monkeypatch: pytest.M
     models = [lm(method, length=128) for method in ("mdlm", "adlm")]
     settings: dict[str, Any] = {"texts": 4, "infills": 2, "steps": 2, "seed": 5}
     found = code(models[0], **settings, out=str(tmp_path / "out"))
-    assert found["written"]["parses"]["count"] == len(found["texts"]) == 4
+    assert found["generated"]["parses"]["count"] == len(found["texts"]) == 4
     assert all(text.startswith("def ") for text in found["texts"])
     assert found.settings["seed"] == 5 and len(found.settings["sources_sha256"]) == 64
-    for each in found["filled_in"].values():
+    for each in found["infilled"].values():
         assert set(each["shares"]) == {"parses", "equal", "same_tree", "parses_if_left_empty"}
         assert len(each["examples"]) == 2
     assert "parses_if_left_empty" in str(found)
@@ -129,16 +129,16 @@ def test_generated_and_filled_in_functions(tmp_path: Path, monkeypatch: pytest.M
         model.name = name
     both = code(models, **settings, batch=1)
     assert [each["model"] for each in both["models"]] == ["a", "b"]
-    for key in ("texts", "written", "filled_in"):
+    for key in ("texts", "generated", "infilled"):
         assert both["models"][0][key] == found[key]
     metrics = [each["metric"] for each in both["differences"]]
-    assert "filled in, lines: parses" in metrics and not [each for each in metrics if each.startswith("written")]
+    assert "infilled lines: parses" in metrics and not [each for each in metrics if each.startswith("generated")]
     assert {(each["baseline"], each["model"]) for each in both["differences"]} == {("a", "b")}
 
 
 def test_a_causal_model_fills_no_gap() -> None:
     result = invoke("eval", "code", trained("ar"), "--texts", 2, "--infills", 2, "--json")
-    assert json.loads(result.stdout)["filled_in"] is None and "sees only what is before a gap" in result.stderr
+    assert json.loads(result.stdout)["infilled"] is None and "sees only what is before a gap" in result.stderr
 
 
 # Problems
@@ -156,7 +156,7 @@ def test_given_candidates(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["pass"]["pass@1"]["value"] == 0.5 and found["pass"]["pass@2"]["value"] == 1.0
-    assert found["pass"]["pass@1"]["count"] == 5 and found["ends"] == {"passed": 5, "failed": 5}
+    assert found["pass"]["pass@1"]["count"] == 5 and found["statuses"] == {"passed": 5, "failed": 5}
     assert found["settings"]["isolation"] == "bubblewrap" and len(found["settings"]["problems_sha256"]) == 64
     again = invoke("eval", "code", *words, "--out", tmp_path / "out")
     assert "0.500" in again.stdout and "5 passed, 5 failed" in again.stdout
@@ -185,7 +185,7 @@ def test_problems_that_cannot_be_judged_are_a_warning(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "p.jsonl", [SHORT | {"test": "def check(f):\n    f(print)\n"}])
     candidates = write_lines(tmp_path / "c.jsonl", [{"task_id": "s", "completion": "    return a\n"}])
     found = code(problems=file, candidates=candidates, unsafe=True)
-    assert found["ends"] == {"unsupported": 1} and "1 unsupported candidates count as failed" in found.warnings[1]
+    assert found["statuses"] == {"unsupported": 1} and "1 unsupported candidates count as failed" in found.warnings[1]
 
 
 def test_a_function_ends_where_a_line_is_not_indented() -> None:
@@ -214,47 +214,24 @@ def test_an_interval_covers_the_share_as_often_as_it_says() -> None:
     assert half.interval and half.interval[0] < half.value < half.interval[1] and half.stderr and half.stderr > 0
 
 
+def as_candidates(*tasks: str) -> str:
+    return "".join(json.dumps({"task_id": task, "completion": "x"}) + "\n" for task in tasks)
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "k", "message"),
     [
-        ("", "is empty"),
-        ("{\n", "line 1 is not a JSON object with task_id, prompt, entry_point, canonical_solution, test"),
-        ('{"task_id": 1}', "KeyError.*prompt"),
-        ("3", "line 1 is not a JSON object"),
-        (FILE.read_text("utf-8") * 2, "task_id twice"),
+        ("", 0, "is empty"),
+        ("{\n", 0, "line 1 is not a JSON object with task_id, prompt, entry_point, canonical_solution, test"),
+        ('{"task_id": 1}', 0, "KeyError.*prompt"),
+        ("3", 0, "line 1 is not a JSON object"),
+        (FILE.read_text("utf-8") * 2, 0, "task_id twice"),
+        (as_candidates(*PROBLEMS, "x"), 1, "1 candidates for 'x': pass@1 needs at least 1 for each of the 5 problems"),
+        (as_candidates("own/1"), 1, "0 candidates for 'own/0'"),  # a share over the others would be too high
+        (as_candidates(*PROBLEMS), 2, "1 candidates for 'own/0': pass@2 needs at least 2"),
     ],
 )
-def test_files_that_are_not_problems(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_not_problems_or_candidates(tmp_path: Path, text: str, k: int, message: str) -> None:
     (tmp_path / "x.jsonl").write_text(text, "utf-8")
     with pytest.raises(ValueError, match=message):
-        read_problems(tmp_path / "x.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("tasks", "k", "message"),
-    [
-        ([*PROBLEMS, "other"], 1, "1 candidates for 'other': pass@1 needs at least 1 for each of the 5 problems"),
-        (["own/1"], 1, "0 candidates for 'own/0'"),  # a share over the others would be too high
-        (PROBLEMS, 2, "1 candidates for 'own/0': pass@2 needs at least 2"),
-    ],
-)
-def test_every_problem_needs_candidates(tmp_path: Path, tasks: list[str], k: int, message: str) -> None:
-    file = write_lines(tmp_path / "x.jsonl", [{"task_id": task, "completion": "x"} for task in tasks])
-    with pytest.raises(ValueError, match=message):
-        read_candidates(file, PROBLEMS, k)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--candidates", FILE), "give problems too"),
-        (("--problems", FILE, "--k", "2"), "pass@2 needs at least 2 candidates for each problem, n is 1"),
-        (("--problems", FILE, "--k", "0"), "must be whole numbers from 1"),
-        (("--problems", "nowhere.jsonl", "--unsafe"), "nowhere.jsonl"),
-        (("--problems", FILE, "--candidates", FILE, "--unsafe"), "completion"),
-        (("--problems", FILE, "--unsafe"), "make the prompt shorter"),
-        (("--infills", "2000", "--texts", "0"), "held-out functions fit into"),
-    ],
-)
-def test_mistakes_are_one_line(words: tuple[object, ...], message: str) -> None:
-    assert_told(invoke("eval", "code", trained(), *words, "--json"), message)
+        read_candidates(tmp_path / "x.jsonl", PROBLEMS, k) if k else read_problems(tmp_path / "x.jsonl")

@@ -5,8 +5,8 @@ from typing import Any
 
 from adlm.evaluate.anchor_study import correlate_studies
 from adlm.evaluate.plots import draw_anchors, draw_correlation, draw_frontier
-from tests.evaluate.anchor_models import RUNS, build_studies, study
-from tests.evaluate.drawn import pixels, with_matplotlib
+from tests.evaluate.scorers import pixels, with_matplotlib
+from tests.evaluate.test_anchors import RUNS, build_studies, study
 
 pytestmark = with_matplotlib
 REAL_TEXT = {"gen_ppl": 20.0, "gen_ppl_se": 1.0, "entropy": 4.1, "entropy_se": 0.1}

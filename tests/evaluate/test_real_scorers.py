@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 import adlm
-from adlm.evaluate.mauve import measure_mauve
-from adlm.evaluate.sample_metrics import GenPpl, compute_gen_ppl
+from adlm.evaluate.sample_metrics import GenPpl, compute_gen_ppl, measure_mauve
 from adlm.evaluate.sampling import cut_passages
-from adlm.evaluate.scorer import TokenizedText, load_scorer
-from adlm.evaluate.scoring import ScoringRequest, score_texts
+from adlm.evaluate.scorer import ScoringRequest, TokenizedText, load_scorer, score_texts
 from tests.evaluate.scorers import documents, needs, real
 
 pytestmark = pytest.mark.slow
@@ -116,6 +114,6 @@ def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 def test_what_the_packages_hold() -> None:
     smol, mini = real(SMOL).settings, real(MINI).settings
     assert (smol["kind"], smol["dtype"], smol["context"]) == ("causal LM", "float32", 8192)
-    assert smol["parameters"] == 134_515_008 and smol["before_a_text"] == ["<|im_start|>"]
-    assert (mini["kind"], mini["context"], mini["before_a_text"]) == ("encoder", 512, ["[CLS]"])
-    assert smol["found_as"] == "GGUF file of a package"
+    assert smol["parameters"] == 134_515_008 and smol["prefix"] == ["<|im_start|>"]
+    assert (mini["kind"], mini["context"], mini["prefix"]) == ("encoder", 512, ["[CLS]"])
+    assert smol["location"] == "GGUF file of a package"

@@ -13,9 +13,8 @@ import pytest
 from adlm import load
 from adlm.evaluate.reports import TITLES, Section, choose_extent, hide_paths, name_models, report, write_pages
 from adlm.evaluate.results import Column, EvalResult, Table
-from tests.cli.terminal import assert_told, invoke, trained
-from tests.evaluate.drawn import with_matplotlib
-from tests.evaluate.scorers import causal, causal_folder, documents, needs
+from tests.cli.terminal import answer_json, trained
+from tests.evaluate.scorers import causal, causal_folder, documents, needs, with_matplotlib
 from tests.evaluate.test_zeroshot import write_sets
 from tests.training.runs import TEXT, shelf
 
@@ -127,31 +126,6 @@ def test_the_same_call_writes_the_same_files() -> None:
     assert (out / "report.md").read_bytes() == before["report.md"]
 
 
-@with_matplotlib
-def test_results_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """Of the model and of the scorer; times do."""
-    text, lm = tmp_path / "prose.txt", load(trained(), device="cpu")
-    text.write_text("\n<|endoftext|>\n".join(documents()[:60]), "utf-8")
-    timed = ("seconds", "seconds_sd", "timings", "settings", "provenance", "tables")
-
-    def drop_times(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: drop_times(each) for key, each in value.items() if key not in timed}
-        return [drop_times(each) for each in value] if isinstance(value, list) else value
-
-    one, other = (
-        list_leaves(
-            drop_times(report(lm, text, scorer=causal(), quick=True, out=tmp_path / str(n), batch=n)["sections"])
-        )
-        for n in (1, 3)
-    )
-    assert len(one) == len(other) > 1000
-    for value, expected in zip(one, other, strict=True):
-        assert value == (pytest.approx(expected, rel=1e-5, abs=1e-6) if isinstance(expected, float) else expected)
-    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
-        report(lm, text, batch=0)
-
-
 def test_no_text_becomes_markup(tmp_path: Path) -> None:
     """Wherever a text comes from: samples, names, titles, notes, warnings, commands."""
 
@@ -195,33 +169,31 @@ def test_given_numbers_come_before_defaults() -> None:
     assert choose_extent(None, None, None, [], [], True)["code"]["texts"] == 2
 
 
-@pytest.mark.slow
+def drop_times(value: Any) -> Any:
+    """The data without what depends on the machine."""
+    timed = ("seconds", "seconds_sd", "timings", "settings", "provenance", "tables")
+    if isinstance(value, dict):
+        return {key: drop_times(each) for key, each in value.items() if key not in timed}
+    return [drop_times(each) for each in value] if isinstance(value, list) else value
+
+
 @with_matplotlib
-def test_one_command_measures_everything(tmp_path: Path) -> None:
+def test_one_command_measures_everything_and_the_batch_changes_nothing(tmp_path: Path) -> None:
+    """The batch of the models and of the scorer."""
     needs("transformers", "mauve")
-    text, out = tmp_path / "prose.txt", tmp_path / "report"
-    text.write_text("\n<|endoftext|>\n".join(documents()), "utf-8")
-    sets = write_sets(tmp_path / "sets")
-    words: tuple[Any, ...] = (trained(), trained("ar"), "--data", text, "--judge", causal_folder(), "--quick", "--code")
-    words = (*words, "--zeroshot-dir", sets)
-    result = invoke("eval", "report", *words, "--out", out, "--device", "cpu", "--json")
-    assert result.exit_code == 0 and result.stdout.count("\n") == 1, result.output
-    found = json.loads(result.stdout)
-    reasons = {section["name"]: section["reason"] for section in found["sections"] if section["reason"]}
+    text, out, sets = tmp_path / "prose.txt", tmp_path / "report", write_sets(tmp_path / "sets")
+    text.write_text("\n<|endoftext|>\n".join(documents()[:60]), "utf-8")
+    words = (trained(), trained("ar"), "--data", text, "--judge", causal_folder(), "--quick", "--code", "--batch", 1)
+    data = answer_json("eval", "report", *words, "--zeroshot-dir", sets, "--out", out, "--device", "cpu")
+    reasons = {section["name"]: section["reason"] for section in data["sections"] if section["reason"]}
     assert set(reasons) <= {"code"} and "functions" in reasons.get("code", "functions")  # the model's rows are short
-    assert {each["type"] for each in found["metrics"]} == {"perplexity", "bits_per_byte", "gen_ppl", "mauve", "entropy"}
-    assert set(found["files"]) >= {"report.html", "report.md", "frontier.svg", "anchors.svg"}
+    assert {each["type"] for each in data["metrics"]} == {"perplexity", "bits_per_byte", "gen_ppl", "mauve", "entropy"}
+    assert set(data["files"]) >= {"report.html", "report.md", "frontier.svg", "anchors.svg"}
     for name in FILES:
         assert str(tmp_path) not in (out / name).read_text("utf-8")
-
-
-@with_matplotlib
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    assert_told(invoke("eval", "report", trained()), "--data is required")
-    file = tmp_path / "file"
-    file.write_text("x", "utf-8")
-    assert_told(invoke("eval", "report", trained(), "--data", file, "--out", file), "is a file")
-    assert_told(
-        invoke("eval", "report", trained(), "--data", file, "--samplers", "slow", "--out", tmp_path / "o"), "slow"
-    )
-    assert_told(invoke("eval", "report", "novel", "--data", file, "--out", tmp_path / "o"), "there is no model 'novel'")
+    lms, other = [load(trained(name), device="cpu") for name in ("adlm", "ar")], tmp_path / "other"
+    again = report(lms, text, scorer=causal(), zeroshot_dir=sets, code=True, quick=True, batch=3, out=other)
+    one, two = (list_leaves(drop_times(each["sections"])) for each in (data, json.loads(json.dumps(again.metrics))))
+    assert len(one) == len(two) > 1000
+    for value, expected in zip(one, two, strict=True):
+        assert value == (pytest.approx(expected, rel=1e-5, abs=1e-6) if isinstance(expected, float) else expected)

@@ -1,4 +1,4 @@
-"""Metrics of texts: the authors' entropy and Gen-PPL, n-grams as counted by hand, standard errors that hold."""
+"""Metrics of texts: the authors' entropy and Gen-PPL, n-grams by hand, the package's MAUVE, errors that hold."""
 
 import math
 import random
@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adlm.evaluate.sample_metrics import (
+    SCALE,
     GenPpl,
+    MauveScore,
     SampleMetrics,
     TextScorer,
     compare_texts,
@@ -20,13 +22,15 @@ from adlm.evaluate.sample_metrics import (
     compute_gen_ppl,
     compute_repetitions,
     estimate_mean,
+    integrate_curve,
     is_counted,
     measure_distinct,
+    measure_mauve,
     truncate_together,
+    warn_few_texts,
 )
 from adlm.evaluate.sampling import cut_passages
-from adlm.evaluate.scorer import TokenizedText
-from adlm.evaluate.scoring import ScoringRequest, score_texts, token_nats
+from adlm.evaluate.scorer import ScoringRequest, TokenizedText, score_texts, token_nats
 from tests.evaluate.scorers import END, causal, documents, encoder, needs
 from tests.goldens import arrays
 from tests.text.models import lm
@@ -67,14 +71,6 @@ def test_ngrams_are_counted_as_by_hand(n: int, rows: list[list[int]]) -> None:
     assert compute_repetitions(rows, n) == pytest.approx([1 - count_distinct([row], n) for row in rows])
     entropies = [-sum(c / len(row) * math.log(c / len(row)) for c in Counter(row).values()) for row in rows]
     assert compute_entropies(rows) == pytest.approx(entropies, abs=1e-12)
-
-
-def test_a_known_set() -> None:
-    assert [measure_distinct(ROWS, n).value for n in (1, 2, 4)] == [7 / 15, 7 / 12, 1]
-    assert compute_repetitions(ROWS, 1) == pytest.approx([3 / 5, 3 / 4, 0])
-    assert compute_repetitions(ROWS, 2) == pytest.approx([2 / 4, 2 / 3, 0])
-    assert measure_distinct([*ROWS, *ROWS], 3).value == measure_distinct(ROWS, 3).value / 2
-    assert compute_entropies([[7] * 9, list(range(9))]) == pytest.approx([0, math.log(9)])
 
 
 @pytest.mark.parametrize(
@@ -181,8 +177,8 @@ def test_a_comparison_is_that_of_its_parts() -> None:
     samples = [text.truncate(rng.randint(10, 60)).text for text in causal().encode(real_texts(N))]
     found, reference, settings = compare(samples)
     assert (found.texts, found.tokens) == (reference.texts, reference.tokens)
-    assert settings["share_of_samples_cut"] == pytest.approx(1 / 8, abs=0.05)
-    assert settings["judge"]["dtype"] == "float32" and settings["until_eos"] is False
+    assert settings["truncated_share"] == pytest.approx(1 / 8, abs=0.05)
+    assert settings["scorer"]["dtype"] == "float32" and settings["until_eos"] is False
     assert any("only 2 buckets" in each for each in found.mauve.warnings)
     names = ["gen_ppl", "mauve", "entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "texts", "tokens"]
     assert list(found.as_dict()) == list(reference.as_dict()) == names
@@ -207,12 +203,6 @@ def test_three_sets_are_truncated_to_one_shape() -> None:
     assert shapes[0] == [min(each) for each in zip(*lengths)], "no more is cut than must be"
     for whole, less in zip(sets, after, strict=True):
         assert all(one.text.startswith(other.text) for one, other in zip(whole, less, strict=True))
-
-
-def test_repetition_shows_in_the_other_metrics() -> None:
-    found, reference, _ = compare(cut([(text[:20] + " ") * 8 for text in real_texts(N)]))
-    for name, sign, difference in (("entropy", -1, 0.5), ("repetition_4", 1, 0.3)):
-        assert sign * (found.estimates[name].value - reference.estimates[name].value) > difference
 
 
 def test_features_of_another_model_change_mauve_alone() -> None:
@@ -240,3 +230,73 @@ def test_features_of_another_model_change_mauve_alone() -> None:
 def test_samples_that_cannot_be_compared(second: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compare_texts([documents()[0][:900], second], [document[-900:] for document in documents()], causal())
+
+
+WIDTH = 16
+
+
+def features(rng: np.random.Generator, texts: int, shift: float = 0.0) -> np.ndarray:
+    """Twelve topics; half of them are shifted."""
+    topic = rng.integers(0, 12, texts)
+    centers = np.random.default_rng(7).normal(size=(12, WIDTH))
+    moved = shift * np.eye(WIDTH)[0] * (topic < 6)[:, None]
+    return (centers[topic] + 0.6 * rng.normal(size=(texts, WIDTH)) + moved).astype(np.float32)
+
+
+def measure(seed: int, texts: int, shift: float = 0.0, **settings) -> MauveScore:
+    needs("mauve")
+    rng = np.random.default_rng(seed)
+    return measure_mauve(features(rng, texts), features(rng, texts, shift), **settings)
+
+
+def test_the_area_is_the_packages() -> None:
+    """What the bootstrap computes of a histogram is what the package computes of the texts in it."""
+    needs("mauve")
+    from mauve import compute_mauve
+
+    rng = np.random.default_rng(0)
+    for shift in (0.0, 1.0, 2.0, 8.0):
+        p, q = features(rng, 80), features(rng, 60, shift)
+        result = compute_mauve(p_features=p, q_features=q, num_buckets=6, mauve_scaling_factor=SCALE, seed=3)
+        assert float(integrate_curve(result.p_hist, result.q_hist)) == pytest.approx(result.mauve, abs=1e-9)
+        assert measure_mauve(p, q, seeds=(3,), buckets=6).estimate.value == pytest.approx(result.mauve, abs=1e-9)
+
+
+def test_the_area_of_equal_and_of_disjoint_histograms() -> None:
+    """Of equal ones the package makes 0.75."""
+    p, q = np.array([0.5, 0.5, 0.0, 0.0]), np.array([0.4, 0.3, 0.2, 0.1])
+    both = integrate_curve(np.stack([p, p]), np.stack([p, p[::-1]]))
+    assert both == pytest.approx([1, 0.004], abs=0.004) and both[0] == pytest.approx(1)
+    assert both == pytest.approx([float(integrate_curve(p, each)) for each in (p, p[::-1])])
+    assert float(integrate_curve(p, q)) == pytest.approx(float(integrate_curve(q, p)))
+
+
+def test_alike_is_near_one_and_apart_near_zero() -> None:
+    alike, apart = (measure(1, 150, shift) for shift in (0.0, 20.0))
+    assert alike.estimate.value > 0.9 and alike.estimate.interval[1] == 1
+    assert apart.estimate.value < 0.5 and apart.estimate.interval[1] < alike.estimate.interval[0]
+    assert alike.buckets == 15 and len(alike.by_seed) == 5 and alike == measure(1, 150)
+    for each in (alike, apart):
+        assert 0 <= each.estimate.interval[0] <= each.estimate.value <= each.estimate.interval[1] <= 1
+        assert each.estimate.value == pytest.approx(np.mean(each.by_seed))
+    assert len(set(measure(2, 100, 2.0).by_seed)) > 1
+
+
+def test_the_interval_holds_what_other_texts_give() -> None:
+    """Thirty pairs of sets from one source: nearly all intervals hold the mean of the values."""
+    estimates = [measure(seed, 200, 2.0, seeds=(0, 1)).estimate for seed in range(30)]
+    mean, spread = np.mean([each.value for each in estimates]), np.std([each.value for each in estimates])
+    assert sum(each.interval[0] <= mean <= each.interval[1] for each in estimates) >= 26
+    assert 0.7 * spread < np.mean([each.stderr for each in estimates]) < 3 * spread
+
+
+def test_few_texts_give_warnings_and_nothing_else_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Faiss writes its advice from C."""
+    assert warn_few_texts(200, 20) == []
+    (warning,) = warn_few_texts(200, 30)
+    assert "too low with 30 buckets for 200 texts" in warning and "at most 20 buckets" in warning
+    assert any("only 2 buckets" in each for each in warn_few_texts(24, 2))
+    assert len(measure(5, 40, buckets=9).warnings) == 2 and capfd.readouterr() == ("", "")
+    for buckets in (1, 41):
+        with pytest.raises(ValueError, match=rf"buckets={buckets}: give at least 2 .* number of texts, 40"):
+            measure(8, 20, buckets=buckets)
