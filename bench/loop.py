@@ -17,7 +17,7 @@ from adlm.models.language_model import LanguageModel
 from adlm.training.logging import read_metrics
 from adlm.training.loop import train
 from adlm.training.setup import build_model_config
-from bench.setting import compute_spread, describe_machine, get_device_name, get_peak_gib, print_report, time_steps
+from bench.setting import compute_spread, describe_machine, get_peak_gib, print_report, time_steps
 from bench.train_step import GAMMA, build_step, prefetch_batches
 
 WARM_UP = 20  # steps that are not timed: torch compiles
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
         "length": length,
         "steps": args.steps,
     }
-    title = f"A run of {args.steps} steps, batch {args.batch} × {length}, {get_device_name(device)}"
+    title = f"A run of {args.steps} steps, batch {args.batch} × {length}"
     print_report(title, ["", "tokens/s", "of the step", ""], rows, record)
 
 

@@ -12,29 +12,17 @@ from adlm.diffusion.denoising import SamplerState, reverse_step
 from adlm.diffusion.plans import remask_loop
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.generate import compile_for_sampling
+from bench import setting
 from bench.plain import plain_step
-from bench.setting import (
-    MASK,
-    build_model,
-    build_parser,
-    choose_size,
-    compute_spread,
-    describe_machine,
-    draw_zipf_tokens,
-    get_device_name,
-    get_peak_gib,
-    print_report,
-    time_steps,
-)
 
 TOP_P = 0.9
 
 
 @torch.no_grad()
 def main(args: argparse.Namespace) -> None:
-    size, device = choose_size(args), args.device
+    size, device = setting.choose_size(args), args.device
     is_cuda = device.startswith("cuda")
-    model = build_model(size, args.bridge, dropout=0.0).eval()
+    model = setting.build_model(size, args.bridge, dropout=0.0).eval()
     fast = compile_for_sampling(model, device)
     model = model.to(device, torch.bfloat16 if is_cuda else torch.float32)
     if is_cuda:
@@ -44,12 +32,12 @@ def main(args: argparse.Namespace) -> None:
     transition = plan[len(plan) // 2]
     rows, records = [], []
     for batch_size in args.batch or ([1, 8, 32] if is_cuda else [1]):
-        x0 = draw_zipf_tokens(batch_size, length, seed=1).to(device)
+        x0 = setting.draw_zipf_tokens(batch_size, length, seed=1).to(device)
         rng = CounterRng.from_seed(0, batch_size)
         half = rng.uniform(0, length, Purpose.MASK).argsort(-1) < length // 2
-        xt = torch.where(half.to(device), MASK, x0)
+        xt = torch.where(half.to(device), setting.MASK, x0)
         everywhere, sampling = torch.ones_like(half), SamplingParams(top_p=TOP_P)
-        state = SamplerState(xt.clone(), half, everywhere, fast.predict, fast.logits_at, MASK, rng, sampling)
+        state = SamplerState(xt.clone(), half, everywhere, fast.predict, fast.logits_at, setting.MASK, rng, sampling)
 
         def ours(state: SamplerState = state, xt: torch.Tensor = xt, half: torch.Tensor = half) -> None:
             """Take a step of the sampling loop, from the same half-masked tokens each time."""
@@ -60,20 +48,20 @@ def main(args: argparse.Namespace) -> None:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         repeats = args.repeats or 50
-        our_times = time_steps(ours, 10 if is_cuda else 2, repeats, device)
-        our_peak = get_peak_gib(device)
+        our_times = setting.time_steps(ours, 10 if is_cuda else 2, repeats, device)
+        our_peak = setting.get_peak_gib(device)
         nfe = int(state.nfe.min())
         assert nfe == state.step, "every row must be evaluated in every step"
-        mid, half_range = compute_spread(our_times)
+        mid, half_range = setting.compute_spread(our_times)
         plain_mid, plain_half, plain_peak = float("nan"), 0.0, None
         if not args.no_plain:
             if is_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             plain_repeats = args.repeats or (20 if is_cuda else 5)
-            times = time_steps(lambda xt=xt: plain_step(model, xt, transition, TOP_P), 1, plain_repeats, device)  # type: ignore[misc]
-            plain_mid, plain_half = compute_spread(times)
-            plain_peak = get_peak_gib(device)
+            times = setting.time_steps(lambda xt=xt: plain_step(model, xt, transition, TOP_P), 1, plain_repeats, device)  # type: ignore[misc]
+            plain_mid, plain_half = setting.compute_spread(times)
+            plain_peak = setting.get_peak_gib(device)
         ratio = plain_mid / mid
         rows.append(
             [
@@ -95,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
         )
     first = records[0]
     record = {
-        **describe_machine("sample_step", device),
+        **setting.describe_machine("sample_step", device),
         "ratio": first["ratio"],
         "ms_per_step": first["ms_per_step"],
         "batches": records,
@@ -103,12 +91,12 @@ def main(args: argparse.Namespace) -> None:
         "length": length,
         "bridge": args.bridge,
     }
-    title = f"Sampling step, {size}, length {length}, {get_device_name(device)}"
-    print_report(title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record)
+    title = f"Sampling step, {size}, length {length}"
+    setting.print_report(title, ["batch", "plain ms", "ours ms", "GiB plain / ours", "speed-up"], rows, record)
 
 
 if __name__ == "__main__":
-    parser = build_parser(__doc__ or "")
+    parser = setting.build_parser(__doc__ or "")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes [default: 1 on a CPU, 1 8 32 on a GPU]")
     parser.add_argument("--repeats", type=int)
     main(parser.parse_args())

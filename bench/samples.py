@@ -11,34 +11,25 @@ import torch
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.plans import remask_loop
 from adlm.generate import compile_for_sampling, stream_tokens
-from bench.setting import (
-    MASK,
-    SIZES,
-    build_model,
-    build_parser,
-    choose_size,
-    describe_machine,
-    get_device_name,
-    print_report,
-)
+from bench import setting
 
 
 def main(args: argparse.Namespace) -> None:
-    size, device = choose_size(args), args.device
-    length = SIZES[size][1]
-    predictor = compile_for_sampling(build_model(size, args.bridge, dropout=0.0), device)
+    size, device = setting.choose_size(args), args.device
+    length = setting.SIZES[size][1]
+    predictor = compile_for_sampling(setting.build_model(size, args.bridge, dropout=0.0), device)
     sampling = SamplingParams(top_p=0.9)
-    xt = torch.full((args.batch, length), MASK)
+    xt = torch.full((args.batch, length), setting.MASK)
     for _ in stream_tokens(predictor, xt, remask_loop(64), seed=0, sampling=sampling):
         pass  # warm-up: compiles for the batch sizes that occur
     start = time.perf_counter()
     (last,) = deque(stream_tokens(predictor, xt, remask_loop(args.steps), seed=1, sampling=sampling), maxlen=1)
     tokens = last.tokens.cpu()
     seconds = time.perf_counter() - start
-    assert not (tokens == MASK).any()
+    assert not (tokens == setting.MASK).any()
     evaluated = float(last.nfe.float().mean()) / args.steps
     record = {
-        **describe_machine("samples", device),
+        **setting.describe_machine("samples", device),
         "samples_per_s": round(args.batch / seconds, 4),
         "ms_per_step": round(1e3 * seconds / args.steps, 3),
         "rows_evaluated": round(evaluated, 4),
@@ -53,11 +44,11 @@ def main(args: argparse.Namespace) -> None:
         f"{100 * evaluated:.0f}%", f"{record['hours_for_5000']}",
     ]  # fmt: skip
     columns = ["steps", "batch", "seconds", "ms per step", "row-steps evaluated", "hours for 5,000 samples"]
-    print_report(f"Samples, {size}, length {length}, {get_device_name(device)}", columns, [row], record)
+    setting.print_report(f"Samples, {size}, length {length}", columns, [row], record)
 
 
 if __name__ == "__main__":
-    parser = build_parser(__doc__ or "")
+    parser = setting.build_parser(__doc__ or "")
     parser.add_argument("--steps", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)
     main(parser.parse_args())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from adlm.evaluate.provenance import get_commit
 from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel
+from adlm.training.distributed import get_device_name
 
 VOCAB, MASK = 50_258, 50_257
 SIZES = {  # name -> (changes to the paper's preset, length)
@@ -94,7 +94,7 @@ def time_steps(step: Callable[[], object], warm_up: int, repeats: int, device: s
 
 def describe_machine(name: str, device: str) -> dict[str, object]:
     """Return what every record says about its run."""
-    about = {"bench": name, "device": get_device_name(device), "torch": torch.__version__}
+    about = {"bench": name, "device": get_device_name(torch.device(device)), "torch": torch.__version__}
     return {**about, "threads": torch.get_num_threads(), "commit": get_commit()}
 
 
@@ -110,18 +110,9 @@ def compute_spread(times: list[float]) -> tuple[float, float]:
     return middle, (high - low) / 2
 
 
-def get_device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
-
-
-def get_commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def print_report(title: str, columns: list[str], rows: list[list[str]], record: dict[str, object]) -> None:
     """Print a table, then the record as one line of JSON."""
-    table = Table(title=title)
+    table = Table(title=f"{title}, {record['device']}")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:

@@ -17,34 +17,22 @@ from adlm.diffusion.schedules import LogLinear, loss_weight
 from adlm.models.language_model import LanguageModel
 from adlm.training.ema import EMA
 from adlm.training.optim import build_optimizers, step_optimizers
+from bench import setting
 from bench.plain import plain_loss
-from bench.setting import (
-    MASK,
-    build_model,
-    build_parser,
-    choose_size,
-    compute_spread,
-    describe_machine,
-    draw_zipf_tokens,
-    get_device_name,
-    get_peak_gib,
-    print_report,
-    time_steps,
-)
 
 GAMMA = 3e-3
 RULE = rare_in_sequence(5)
 
 
 def prefetch_batches(
-    x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE, mask_id: int = MASK
+    x0: Tensor, device: str, multiple: int, rule: AnchorRule | None = RULE, mask_id: int = setting.MASK
 ) -> Callable[[], NoisyBatch]:
     """Return a function that returns the noisy batch of the next step, corrupted on the host one step ahead."""
     rng, steps = CounterRng.from_seed(0, len(x0)), count()
 
     def prepare() -> NoisyBatch:
-        batch = corrupt(x0, ForwardProcess(mask_id, anchor_rule=rule, multiple=multiple), rng, next(steps))
-        return batch.pin().to(device) if device.startswith("cuda") else batch
+        process = ForwardProcess(mask_id, anchor_rule=rule, multiple=multiple)
+        return corrupt(x0, process, rng, next(steps)).to(device)
 
     ahead = [prepare()]
 
@@ -73,7 +61,7 @@ def build_step(
 
 
 def main(args: argparse.Namespace) -> None:
-    size, device = choose_size(args), args.device
+    size, device = setting.choose_size(args), args.device
     is_cuda = device.startswith("cuda")
     batch_size = args.batch or (32 if is_cuda else 2)
     repeats = args.repeats or (30 if is_cuda else 9)
@@ -83,10 +71,10 @@ def main(args: argparse.Namespace) -> None:
     timed: dict[str, list[float]] = {}
     memory: dict[str, float | None] = {}
     for name in ("ours",) if args.no_plain else ("plain", "ours"):
-        model = build_model(size, args.bridge, dropout=0.1).to(device).train()
+        model = setting.build_model(size, args.bridge, dropout=0.1).to(device).train()
         if is_cuda:
             model.compile_layers()
-        x0 = draw_zipf_tokens(batch_size, model.config.length, seed=1)
+        x0 = setting.draw_zipf_tokens(batch_size, model.config.length, seed=1)
 
         def plain(batch: NoisyBatch, model: LanguageModel = model) -> Tensor:
             weight = loss_weight(LogLinear(), batch.t)
@@ -100,13 +88,13 @@ def main(args: argparse.Namespace) -> None:
         step = build_step(model, plain if name == "plain" else ours, next_batch, device)
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
-        timed[name] = time_steps(step, 8 if is_cuda else 1, repeats, device)
-        memory[name] = get_peak_gib(device)
+        timed[name] = setting.time_steps(step, 8 if is_cuda else 1, repeats, device)
+        memory[name] = setting.get_peak_gib(device)
         del model, step, next_batch
         if is_cuda:
             torch.cuda.empty_cache()
     tokens = batch_size * x0.shape[1]
-    middle = {name: compute_spread(times) for name, times in timed.items()}
+    middle = {name: setting.compute_spread(times) for name, times in timed.items()}
     rows = [
         [
             name,
@@ -118,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
         for name, (mid, half) in middle.items()
     ]
     record = {
-        **describe_machine("train_step", device),
+        **setting.describe_machine("train_step", device),
         "ratio": round(middle["plain"][0] / middle["ours"][0], 3) if "plain" in middle else None,
         "tokens_per_s": round(tokens / middle["ours"][0]),
         "ms_per_step": {name: round(1e3 * mid, 3) for name, (mid, _) in middle.items()},
@@ -129,12 +117,12 @@ def main(args: argparse.Namespace) -> None:
         "length": x0.shape[1],
         "bridge": args.bridge,
     }
-    title = f"Training step, {size}, batch {batch_size} × {x0.shape[1]}, {get_device_name(device)}"
-    print_report(title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record)
+    title = f"Training step, {size}, batch {batch_size} × {x0.shape[1]}"
+    setting.print_report(title, ["", "ms per step", "tokens/s", "peak GiB", "speed-up"], rows, record)
 
 
 if __name__ == "__main__":
-    parser = build_parser(__doc__ or "")
+    parser = setting.build_parser(__doc__ or "")
     parser.add_argument("--batch", type=int, help="rows [default: 2 on a CPU, 32 on a GPU]")
     parser.add_argument("--repeats", type=int)
     main(parser.parse_args())

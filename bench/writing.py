@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
         "repeats": args.repeats,
         "samplers": samplers,
     }
-    title = f"One text of {length} tokens, {lm.name}, {torch.get_num_threads()} threads, {record['device']}"
+    title = f"One text of {length} tokens, {lm.name}, {torch.get_num_threads()} threads"
     print_report(title, ["sampler", "seconds", "evaluations", "ms per evaluation"], rows, record)
 
 
