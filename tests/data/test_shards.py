@@ -1,7 +1,8 @@
-"""What is in the folder is what was written, or an error says which file is not, and what to do."""
+"""A prepared folder returns the rows that were written, or an error names the damaged file and the remedy."""
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,24 +12,21 @@ import torch
 
 from adlm.data.packing import PackedRows
 from adlm.data.prepare import prepare
-from adlm.data.shards import PreparedData, ShardedRows, ShardWriter, choose_dtype, open_data, shorten_shards
+from adlm.data.shards import ShardedRows, ShardWriter, choose_dtype, open_data, shorten_shards
 from adlm.data.tokenizers import load_tokenizer
 from tests.data.test_prepare import make_source
 
 LENGTH, ROWS = 5, 23
 
 
-def stored(
-    folder: Path, *, dtype: str, is_padded: bool, shard_rows: int = 4
+def write_rows(
+    folder: Path, *, dtype: str = "uint16", is_padded: bool = False
 ) -> tuple[ShardedRows, np.ndarray, np.ndarray]:
-    """Rows of known numbers in several shards, written in uneven pieces."""
-    most = 2**16 if dtype == "uint16" else 2**31
-    rows = np.random.default_rng(0).integers(0, most, (ROWS, LENGTH))
+    """Write rows to shards of four, in uneven pieces."""
+    rows = np.random.default_rng(0).integers(0, 2**16 if dtype == "uint16" else 2**31, (ROWS, LENGTH))
     lengths = np.arange(ROWS) % LENGTH + 1
     records: list[dict] = []
-    writer = ShardWriter(
-        folder, "train", dtype=dtype, shard_rows=shard_rows, on_shard=lambda record, _: records.append(record)
-    )
+    writer = ShardWriter(folder, "train", dtype=dtype, shard_rows=4, on_shard=lambda record, _: records.append(record))
     for piece in np.split(np.arange(ROWS), [1, 3, 12]):
         writer.add(PackedRows(rows[piece], lengths[piece] if is_padded else None, np.zeros((len(piece), 3), np.int64)))
     writer.close()
@@ -38,63 +36,52 @@ def stored(
 
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_rows_come_back_in_the_order_asked_for(tmp_path: Path, dtype: str, is_padded: bool) -> None:
-    rows, tokens, lengths = stored(tmp_path, dtype=dtype, is_padded=is_padded)
+def test_rows_are_fetched_in_any_order(tmp_path: Path, dtype: str, is_padded: bool) -> None:
+    rows, tokens, lengths = write_rows(tmp_path, dtype=dtype, is_padded=is_padded)
     assert len(rows) == ROWS and len(rows.shards) == 6
     orders: list = [list(range(ROWS)), [22, 0, 7, 7, 3], [], torch.tensor([5, 4]), range(4, 9), np.array([1, 20])]
     for order in orders:
-        found, found_lengths = rows.fetch(order)
+        fetched, fetched_lengths = rows.fetch(order)
         index = np.array(list(order), dtype=int)
-        assert found.dtype == torch.int64 and np.array_equal(found.numpy(), tokens[index])
-        if is_padded:
-            assert found_lengths is not None and found_lengths.dtype == torch.int64
-            assert np.array_equal(found_lengths.numpy(), lengths[index])
-        else:
-            assert found_lengths is None
-
-
-@pytest.mark.parametrize("index", [ROWS, -1])
-def test_a_row_that_is_not_there_is_an_error(tmp_path: Path, index: int) -> None:
-    rows, _, _ = stored(tmp_path, dtype="uint16", is_padded=False)
-    with pytest.raises(IndexError, match=f"row {index} of {ROWS}"):
-        rows.fetch([0, index])
-
-
-def test_rows_can_be_sent_to_another_process(tmp_path: Path) -> None:
-    rows, tokens, _ = stored(tmp_path, dtype="uint16", is_padded=False)
-    rows.fetch([0, 9])  # its maps are open
+        assert fetched.dtype == torch.int64 and np.array_equal(fetched.numpy(), tokens[index])
+        assert (fetched_lengths is None) == (not is_padded)
+        if fetched_lengths is not None:
+            assert fetched_lengths.dtype == torch.int64 and np.array_equal(fetched_lengths.numpy(), lengths[index])
+    for index in (ROWS, -1):
+        with pytest.raises(IndexError, match=f"row {index} of {ROWS}"):
+            rows.fetch([0, index])
     sent = pickle.dumps(rows)
-    assert len(sent) < 1000  # the place, not the rows
+    assert len(sent) < 1000  # the path, not the rows
     assert np.array_equal(pickle.loads(sent).fetch([9])[0].numpy(), tokens[[9]])
 
 
 def test_counts_leave_padding_out(tmp_path: Path) -> None:
-    rows, tokens, lengths = stored(tmp_path, dtype="uint16", is_padded=True)
+    rows, tokens, lengths = write_rows(tmp_path, is_padded=True)
     inside = np.concatenate([row[:length] for row, length in zip(tokens, lengths)])
     assert np.array_equal(rows.count_tokens(2**16), np.bincount(inside, minlength=2**16))
 
 
 @pytest.mark.parametrize("kept", [1, 3, 4, 9, 22, 23])
 def test_shortening_keeps_the_first_rows_and_can_be_repeated(tmp_path: Path, kept: int) -> None:
-    rows, tokens, lengths = stored(tmp_path, dtype="uint16", is_padded=True)
+    rows, tokens, lengths = write_rows(tmp_path, is_padded=True)
     records = [{"file": file, "rows": n, "lengths_sha256": "", "tokens": 0} for file, n in rows.shards]
     once = shorten_shards(tmp_path, records, kept, LENGTH * 2)
     again = shorten_shards(tmp_path, records, kept, LENGTH * 2)
     assert once == again and sum(record["rows"] for record in once) == kept
     short = ShardedRows(tmp_path, LENGTH, "uint16", True, tuple((record["file"], record["rows"]) for record in once))
-    found, found_lengths = short.fetch(range(kept))
-    assert np.array_equal(found.numpy(), tokens[:kept])
-    assert found_lengths is not None and np.array_equal(found_lengths.numpy(), lengths[:kept])
+    fetched, fetched_lengths = short.fetch(range(kept))
+    assert np.array_equal(fetched.numpy(), tokens[:kept])
+    assert fetched_lengths is not None and np.array_equal(fetched_lengths.numpy(), lengths[:kept])
     assert len(list(tmp_path.glob("*.bin"))) == len(list(tmp_path.glob("*.len"))) == len(once)
 
 
-def test_two_bytes_hold_the_vocabulary_of_gpt2_and_no_more_than_they_can() -> None:
+def test_two_bytes_hold_at_most_65536_ids() -> None:
     assert choose_dtype(50_258) == choose_dtype(2**16) == "uint16"
     assert choose_dtype(2**16 + 1) == "uint32"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     texts = [f"Document {i} says a few words." for i in range(60)]
     prepare(make_source(texts), folder, tokenizer="bytes", length=32, rows="documents", shard_tokens=32 * 20, workers=1)
@@ -102,27 +89,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def data(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may harm."""
-    for path in made.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    return tmp_path
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return shutil.copytree(prepared, tmp_path / "data")
 
 
-def test_a_folder_says_what_it_holds(data: Path) -> None:
-    found = open_data(data, verify=True)
-    assert (found.vocab_size, found.mask_id, found.length, found.is_padded) == (258, 257, 32, True)
-    assert found.splits == ("train", "valid") and isinstance(found, PreparedData)
-    assert (len(found.rows("train")), len(found.rows("valid"))) == (54, 6)
-    assert found.tokenizer.sha256 == found.manifest["tokenizer"]["sha256"] == load_tokenizer("bytes").sha256
-    tokens, lengths = found.rows("train").fetch([30])
+def test_a_prepared_folder(prepared: Path) -> None:
+    data = open_data(prepared, verify=True)
+    assert (data.vocab_size, data.mask_id, data.length, data.is_padded) == (258, 257, 32, True)
+    assert data.splits == ("train", "valid") and (len(data.rows("train")), len(data.rows("valid"))) == (54, 6)
+    assert data.tokenizer.sha256 == data.manifest["tokenizer"]["sha256"] == load_tokenizer("bytes").sha256
+    tokens, lengths = data.rows("train").fetch([30])
     assert lengths is not None
     row = tokens[0, : int(lengths[0])].tolist()
-    assert found.tokenizer.decode(row, skip_special=True) == "Document 30 says a few words."
+    assert data.tokenizer.decode(row, skip_special=True) == "Document 30 says a few words."
     with pytest.raises(ValueError, match="no split 'test': it has train, valid"):
-        found.rows("test")
-    counts = found.counts()
-    assert counts.shape == (258,) and int(counts.sum()) == found.manifest["splits"]["train"]["tokens"]
+        data.rows("test")
+    counts = data.counts()
+    assert counts.shape == (258,) and int(counts.sum()) == data.manifest["splits"]["train"]["tokens"]
     assert int(counts[256]) == 2 * 54 and int(counts[257]) == 0
 
 
@@ -149,14 +133,12 @@ def change(key: str, value: object) -> Callable[[Path], object]:
     return write
 
 
-HARM: list[tuple[str, Callable[[Path], object], str]] = [
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", Path.unlink, "make it with `adlm prepare SOURCE --out"),
     ("manifest.json", change("format", 2), "format 2, this version reads 1"),
     ("manifest.json", lambda path: path.rename(path.with_name("progress.json")), "run the same `adlm prepare` again"),
-    *(
-        ("manifest.json", change(key, REMOVED), f"has no {key}")
-        for key in ("vocab_size", "length", "tokenizer", "dtype")
-    ),
+    ("manifest.json", lambda path: path.write_text("[]"), "has no settings, .*counts_sha256: .*--overwrite"),
+    *(("manifest.json", change(key, REMOVED), f"has no {key}") for key in ("format", "length", "tokenizer", "dtype")),
     ("train-00001.bin", Path.unlink, r"train-00001\.bin is missing.*--overwrite"),
     ("train-00001.bin", cut, r"train-00001\.bin has 1,279 bytes, 1,280 expected"),
     ("valid-00000.len", cut, r"valid-00000\.len has 23 bytes, 24 expected"),
@@ -167,16 +149,16 @@ HARM: list[tuple[str, Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "harm", "message"), HARM)
-def test_a_damaged_folder_is_refused(data: Path, file: str, harm: Callable[[Path], object], message: str) -> None:
-    harm(data / file)
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGE)
+def test_a_damaged_folder_is_refused(folder: Path, file: str, damage: Callable[[Path], object], message: str) -> None:
+    damage(folder / file)
     with pytest.raises(ValueError, match=message):
-        open_data(data)
+        open_data(folder)
 
 
 @pytest.mark.parametrize("file", ["train-00001.bin", "train-00001.len", "counts.npy"])
-def test_checksums_show_a_flipped_bit(data: Path, file: str) -> None:
-    flip(data / file)
-    open_data(data)  # sizes are right: only reading everything shows it
+def test_checksums_show_a_flipped_bit(folder: Path, file: str) -> None:
+    flip(folder / file)
+    open_data(folder)  # the sizes are right
     with pytest.raises(ValueError, match=rf"{file} has the checksum \w+…, \w+… expected"):
-        open_data(data, verify=True)
+        open_data(folder, verify=True)

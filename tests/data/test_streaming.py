@@ -1,4 +1,4 @@
-"""A stream gives every row of its documents once an epoch, goes on exactly, and is shared out by documents."""
+"""A stream gives every row of its documents once an epoch, resumes exactly, and is shared by documents."""
 
 from itertools import islice
 from pathlib import Path
@@ -16,15 +16,10 @@ TOKENIZER = train_bpe(DOCUMENTS, 300, end_token="<|endoftext|>")
 ROWS, LENGTH = 4, 32
 
 
-def source_of(documents: list[str]) -> Source:
-    return Source("made up", {"documents": len(documents)}, None, lambda: ((text, 0) for text in documents))
-
-
-def stream(state=STREAM_START, *, workers=0, rank=0, size=1, documents=DOCUMENTS, is_wrapped=True, tokenizer=TOKENIZER):
-    framing = {"block": 50, "seed": 3, "rank": rank, "size": size, "is_wrapped": is_wrapped, "state": state}
-    return StreamedBatches(
-        StreamedRows(source_of(documents), tokenizer, LENGTH, ROWS, **framing), ROWS * size, workers=workers
-    )
+def stream(state=STREAM_START, *, workers=0, size=1, documents=DOCUMENTS, tokenizer=TOKENIZER, **options):
+    source = Source("texts", {"documents": len(documents)}, None, lambda: ((text, 0) for text in documents))
+    rows = StreamedRows(source, tokenizer, LENGTH, ROWS, block=50, seed=3, size=size, state=state, **options)
+    return StreamedBatches(rows, ROWS * size, workers=workers)
 
 
 def expected_rows(documents) -> set[tuple[int, ...]]:
@@ -55,7 +50,7 @@ def test_an_epoch_is_every_row_once_and_shuffled() -> None:
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_it_goes_on_where_it_was(is_wrapped, workers) -> None:
+def test_a_stream_resumes_after_any_batch(is_wrapped, workers) -> None:
     batches = list(islice(stream(is_wrapped=is_wrapped), 260))
     assert batches[-1].state["epoch"] >= 1  # past the end of the source
     for place in (0, 11, 12, 13, 130, 250):
@@ -63,7 +58,7 @@ def test_it_goes_on_where_it_was(is_wrapped, workers) -> None:
         assert all(same(a, b) for a, b in zip(batches[place + 1 : place + 9], behind, strict=False))
 
 
-def test_one_document_a_row_says_its_length() -> None:
+def test_rows_of_one_document_have_lengths() -> None:
     batch = next(iter(stream(is_wrapped=False)))
     assert batch.lengths is not None
     for row, length in zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True):
@@ -79,12 +74,11 @@ def test_processes_share_the_documents() -> None:
     assert not set(places[0].number.tolist()) & set(places[1].number.tolist())
 
 
-def test_too_little_text_is_an_error_not_a_wait() -> None:
+def test_too_little_text_is_an_error() -> None:
     with pytest.raises(ValueError, match="does not fill one row"):
         next(iter(stream(documents=["short"])))
-    bare = Tokenizer(TOKENIZER.bpe)
     with pytest.raises(ValueError, match="no BOS or no EOS"):
-        stream(tokenizer=bare)
+        stream(tokenizer=Tokenizer(TOKENIZER.bpe))
 
 
 def test_a_run_on_a_stream_resumes_bit_for_bit(tmp_path: Path) -> None:
