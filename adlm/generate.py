@@ -12,8 +12,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
-from adlm.diffusion.denoising import Frame, denoise
-from adlm.diffusion.next_token import continue_tokens
+from adlm.diffusion.denoising import Frame, continue_tokens, denoise
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
@@ -112,7 +111,9 @@ class Predictor:
             self.graphs: dict[tuple[int, ...], CudaGraph] = {}
             self.pool = torch.cuda.graph_pool_handle()
 
-    def predict(self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None) -> Tensor:
+    def predict(
+        self, tokens: Tensor, noise_level: Tensor, valid: Tensor | None, places: Tensor | None = None
+    ) -> Tensor:
         """Return features (n, L, dim) of n rows; on a GPU they are valid until the next call."""
         rows = size = tokens.shape[0]
         if self.fixed_batch is not None and rows > self.fixed_batch:

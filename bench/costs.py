@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from adlm.methods import build_config
 from adlm.models.costs import (
     MemoryEstimate,
     count_parameters,
@@ -13,7 +14,6 @@ from adlm.models.costs import (
     peak_flops,
 )
 from adlm.models.language_model import ModelConfig
-from adlm.models.presets import PRESETS
 
 # One value is measured; the others are assumptions or follow from it.
 MEASURED = 312_521  # tokens/s on one H200: ADLM small, length 1,024, batch 32 (bench/RECORDS.md)
@@ -63,19 +63,8 @@ LARGER = (
 
 
 def build_paper_config(corpus: Corpus, method: str) -> ModelConfig:
-    """The paper's small model of a method: one stage has the anchor network's depth, a causal one no modulation."""
-    size, is_causal, two = PRESETS["small"], method in ("ar", "a2r"), method in ("adlm", "a2r")
-    return ModelConfig(
-        vocab_size=corpus.vocab_size,
-        mask_id=corpus.mask_id,
-        dim=size.dim,
-        heads=size.heads,
-        anchor_layers=size.anchor_layers if two else 0,
-        denoiser_layers=size.denoiser_layers if two else size.anchor_layers,
-        length=corpus.length,
-        is_causal=is_causal,
-        cond_dim=None if is_causal else size.cond_dim,
-    )
+    """The paper's small model of a method."""
+    return build_config(method, "small", vocab_size=corpus.vocab_size, mask_id=corpus.mask_id, length=corpus.length)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

@@ -89,9 +89,9 @@ def test_a_config_for_every_corner(method, preset):
     config = build_config(method, preset, vocab_size=100, mask_id=99)
     assert config.is_causal == shape.is_causal == (method in ("ar", "a2r"))
     assert bool(config.anchor_layers) == shape.two_stages == (method in ("adlm", "a2r"))
-    assert (config.dim, config.heads, config.bridge) == (size.dim, size.heads, size.bridge)
-    assert config.denoiser_layers == (size.denoiser_layers if shape.two_stages else size.anchor_layers)
-    assert config.cond_dim == (None if shape.is_causal else size.cond_dim)
+    assert (config.dim, config.heads, config.bridge) == (size["dim"], size["heads"], size.get("bridge", "factored"))
+    assert config.denoiser_layers == size["denoiser_layers" if shape.two_stages else "anchor_layers"]
+    assert config.cond_dim == (None if shape.is_causal else size.get("cond_dim", 128))
     assert shape.score_entropy == (method == "sedd")
 
 

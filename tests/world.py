@@ -11,14 +11,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.methods import METHODS, build_config
-from adlm.models.language_model import LanguageModel
+from adlm.models.language_model import LanguageModel, ModelConfig
 
+VOCAB, MASK = 12, 11  # of `small_model`
 # Every sampler with few steps and, where it can, much remasking.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ancestral": {"steps": 6}, "forward_backward": {"steps": 6}, "remask_cap": {"steps": 6, "eta": 0.3},
@@ -46,6 +47,32 @@ def random_model(method: str = "adlm", *, seed: int = 0, scale: float = 1.0, **c
             else:
                 parameter.add_(noise * 0.2 * scale)
     return model.eval()
+
+
+def small_model(method: str = "adlm", **changes: object) -> LanguageModel:
+    """A random model of 12 tokens and length 20: large enough for contexts to differ."""
+    size = {"vocab_size": VOCAB, "mask_id": MASK, "length": 20, "dim": 16, "seed": 3, "scale": 0.6}
+    return random_model(method, **(size | changes))  # type: ignore[arg-type]
+
+
+def random_tokens(rows: int, length: int = 16, vocab: int = MASK, seed: int = 0) -> Tensor:
+    """Rows (B, L) of tokens below `vocab`."""
+    return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def shapes_only(config: ModelConfig) -> LanguageModel:
+    """A model on the meta device: shapes without memory."""
+    model = LanguageModel.__new__(LanguageModel)
+    nn.Module.__init__(model)
+    with torch.device("meta"):
+        model._build(config)
+    if config.tied:
+        model.head.weight = model.embed.weight
+    return model
+
+
+def count_weights(*modules: nn.Module | None) -> int:
+    return sum(p.numel() for module in modules if module is not None for p in module.parameters())
 
 
 @dataclass
@@ -93,28 +120,35 @@ class TinyWorld:
         # Normalized once more: a float32 softmax sums to 1 only to 1e-7.
         return None if anchor is None else anchor.double().log_softmax(-1), final.double().log_softmax(-1)
 
-    def probs(self, level: float | Tensor | None = None, how: SamplingParams | None = None) -> Tensor:
+    def probs(self, level: float | Tensor | None = None, sampling: SamplingParams | None = None) -> Tensor:
         """What every state predicts for every position, after temperature, top-k and top-p."""
         probs = self.log_probs(level)[1].exp()
-        return torch.stack([torch.stack([filtered(p, how) for p in row]) for row in probs]) if how else probs
+        return (
+            torch.stack([torch.stack([filter_probs(p, sampling) for p in row]) for row in probs]) if sampling else probs
+        )
 
     def hidings(self, x0: Tensor) -> Tensor:
         """x0 under each of the 2^L patterns of hidden positions."""
         patterns = torch.tensor(list(itertools.product([False, True], repeat=self.length)))
         return torch.where(patterns, self.mask, x0)
 
+    def windows(self, is_free: Tensor, block: int | None) -> list[list[int]]:
+        """The free positions of each block."""
+        size = block or self.length
+        return [[i for i in range(s, min(s + size, self.length)) if is_free[i]] for s in range(0, self.length, size)]
 
-def filtered(probs: Tensor, how: SamplingParams) -> Tensor:
+
+def filter_probs(probs: Tensor, sampling: SamplingParams) -> Tensor:
     """One distribution (V,) after temperature, top-k, top-p in this order, token by token."""
-    if how.temperature == 0:
-        return torch.nn.functional.one_hot(probs.argmax(), len(probs)).double()
-    weights = {i: p ** (1 / how.temperature) for i, p in enumerate(probs.tolist()) if p > 0}
-    ranked = sorted(weights, key=lambda i: -weights[i])[: how.top_k]
+    if sampling.temperature == 0:
+        return nn.functional.one_hot(probs.argmax(), len(probs)).double()
+    weights = {i: p ** (1 / sampling.temperature) for i, p in enumerate(probs.tolist()) if p > 0}
+    ranked = sorted(weights, key=lambda i: -weights[i])[: sampling.top_k]
     whole = sum(weights[i] for i in ranked)
     kept, mass = [], 0.0
     for i in ranked:
         after = mass + weights[i] / whole
-        if kept and (mass >= how.top_p if how.nucleus == "usual" else after > how.top_p + 1e-12):
+        if kept and (mass >= sampling.top_p if sampling.nucleus == "usual" else after > sampling.top_p + 1e-12):
             break
         kept.append(i)
         mass = after
@@ -122,12 +156,6 @@ def filtered(probs: Tensor, how: SamplingParams) -> Tensor:
     for i in kept:
         out[i] = weights[i] / whole / mass
     return out
-
-
-def windows(world: TinyWorld, is_free: Tensor, block: int | None) -> list[Tensor]:
-    position = torch.arange(world.length)
-    starts = range(0, world.length, block) if block else [0]
-    return [is_free & (position >= s) & (position < s + (block or world.length)) for s in starts]
 
 
 def joint(world: TinyWorld, law: Tensor) -> Tensor:
@@ -138,44 +166,25 @@ def joint(world: TinyWorld, law: Tensor) -> Tensor:
     return matrix
 
 
-def reveal_prob(alpha_t: float, alpha_s: float, remask: float) -> float:
-    return min(1.0, max(0.0, (alpha_s - (1 - remask) * alpha_t) / (1 - alpha_t)))
-
-
 def plan_law(
-    world: TinyWorld, plan: Plan, how: SamplingParams, start: Tensor, is_free: Tensor, block: int | None = None
+    world: TinyWorld, plan: Plan, sampling: SamplingParams, start: Tensor, is_free: Tensor, block: int | None
 ) -> Tensor:
-    """The law (S,) of what a plan leaves behind: a distribution over all states, pushed through every transition."""
+    """The law (S,) of what a plan leaves behind, through every transition of every position.
+
+    A state is its tokens and, for conf, the probability with which each of them was drawn.
+    """
     if not plan.nucleus:
-        how = SamplingParams(temperature=how.temperature)
-    eye = torch.eye(world.vocab, dtype=torch.float64)
-    stay, mask, is_hidden = eye[world.states], eye[world.mask], (world.states == world.mask)[..., None]
-    reach = world.point(start)
-
-    def move(reach: Tensor, window: Tensor, reveal: float, remask: float, level: Tensor, how: SamplingParams) -> Tensor:
-        hidden = reveal * world.probs(level, how) + (1 - reveal) * mask
-        law = torch.where(is_hidden, hidden, (1 - remask) * stay + remask * mask)
-        return reach @ joint(world, torch.where(window[None, :, None], law, stay))
-
-    for window in windows(world, is_free, block):
-        for step in range(len(plan)):
-            alpha_t, alpha_s, remask = (float(x[step]) for x in (plan.alpha_t, plan.alpha_s, plan.remask_prob))
-            reveal = reveal_prob(alpha_t, alpha_s, remask)
-            reach = move(reach, window, reveal, remask, plan.noise_level[step], how)
-        fill = SamplingParams(temperature=0.0) if plan.fill_argmax else how
-        reach = move(reach, window, 1.0, 0.0, torch.zeros(()), fill)
-    return reach
-
-
-def conf_law(world: TinyWorld, plan: Plan, how: SamplingParams, start: Tensor, is_free: Tensor) -> Tensor:
-    """As `plan_law` where a state is its tokens and the probability with which each of them was drawn."""
+        sampling = SamplingParams(temperature=sampling.temperature)
+    fill = SamplingParams(temperature=0.0) if plan.fill_argmax else sampling
     here = {(tuple(start.tolist()), (0.0,) * world.length): 1.0}
-    free = [i for i in range(world.length) if is_free[i]]
-    fill = SamplingParams(temperature=0.0) if plan.fill_argmax else how
-    for step in range(len(plan) + 1):
-        is_fill = step == len(plan)
-        level = 0.0 if is_fill else float(plan.noise_level[step])
-        table = world.probs(level, fill if is_fill else how)
+    for free, step in itertools.product(world.windows(is_free, block), range(len(plan) + 1)):
+        if is_fill := step == len(plan):
+            sigma, reveal, table = 0.0, 1.0, world.probs(0.0, fill)
+        else:
+            alpha_t, alpha_s, sigma = (float(x[step]) for x in (plan.alpha_t, plan.alpha_s, plan.remask_prob))
+            kept = alpha_t if plan.by_confidence else (1 - sigma) * alpha_t  # conf remasks by its own shares
+            reveal = min(1.0, max(0.0, (alpha_s - kept) / (1 - alpha_t)))
+            table = world.probs(float(plan.noise_level[step]), sampling)
         after: dict = defaultdict(float)
         for (tokens, drawn_with), mass in here.items():
             probs = table[world.number(torch.tensor(tokens))].tolist()
@@ -186,12 +195,10 @@ def conf_law(world: TinyWorld, plan: Plan, how: SamplingParams, start: Tensor, i
                 if i not in free or (is_fill and i in visible):
                     choices.append([(tokens[i], drawn_with[i], 1.0)])
                 elif i in visible:
-                    remask = float(plan.remask_prob[step]) * math.exp(-drawn_with[i]) / doubt
-                    kept = (tokens[i], drawn_with[i], 1 - remask)
-                    choices.append([kept, (world.mask, 0.0, remask)])
+                    remask = sigma * math.exp(-drawn_with[i]) / doubt if plan.by_confidence else sigma
+                    choices.append([(tokens[i], drawn_with[i], 1 - remask), (world.mask, 0.0, remask)])
                 else:
-                    reveal = 1.0 if is_fill else reveal_prob(float(plan.alpha_t[step]), float(plan.alpha_s[step]), 0.0)
-                    drawn = [(v, p, reveal * p) for v, p in enumerate(probs[i])]
+                    drawn = [(v, p if plan.by_confidence else 0.0, reveal * p) for v, p in enumerate(probs[i])]
                     choices.append([*drawn, (world.mask, 0.0, 1 - reveal)])
             for combination in itertools.product(*choices):
                 chance = mass * math.prod(c[2] for c in combination)
@@ -201,7 +208,7 @@ def conf_law(world: TinyWorld, plan: Plan, how: SamplingParams, start: Tensor, i
     return sum((mass * world.point(torch.tensor(tokens)) for (tokens, _), mass in here.items()), 0 * world.point())
 
 
-def chosen_by(order: Order, probs: list[list[float]], hidden: list[int], step: int) -> list[int]:
+def choose_positions(order: Order, probs: list[list[float]], hidden: list[int], step: int) -> list[int]:
     """The hidden positions that a scored order reveals next."""
     ordered = {i: sorted(probs[i], reverse=True) for i in hidden}
     entropies = {i: -sum(p * math.log(p) for p in ordered[i] if p > 0) for i in hidden}
@@ -223,40 +230,35 @@ def chosen_by(order: Order, probs: list[list[float]], hidden: list[int], step: i
 
 
 def order_law(
-    world: TinyWorld, order: Order, how: SamplingParams, start: Tensor, is_free: Tensor, block: int | None = None
+    world: TinyWorld, order: Order, sampling: SamplingParams, start: Tensor, is_free: Tensor, block: int | None
 ) -> Tensor:
     """The law (S,) of ordered unmasking: all orders and all tokens, one reveal after the other."""
-    plain, drawn = world.probs().tolist(), world.probs(how=how).tolist()
+    plain, filtered = world.probs().tolist(), world.probs(sampling=sampling).tolist()
     here = {tuple(start.tolist()): 1.0}
-    for window in windows(world, is_free, block):
+    for window in world.windows(is_free, block):
         step = 0
-        while any(state[i] == world.mask and window[i] for state in here for i in range(world.length)):
+        while any(state[i] == world.mask for state in here for i in window):
             after: dict = defaultdict(float)
             for state, mass in here.items():
-                hidden = [i for i in range(world.length) if window[i] and state[i] == world.mask]
+                hidden = [i for i in window if state[i] == world.mask]
                 number = int(world.number(torch.tensor(state)))
-                if not hidden:
-                    sets = [[]]
-                elif order.score is None:
-                    sets = [[i] for i in hidden]
+                if order.score is None:
+                    sets = [[i] for i in hidden] or [[]]
                 else:
-                    sets = [chosen_by(order, plain[number], hidden, step)]
+                    sets = [choose_positions(order, plain[number], hidden, step)]
                 for chosen in sets:
                     for tokens in itertools.product(range(world.vocab), repeat=len(chosen)):
-                        chance = math.prod(drawn[number][i][v] for i, v in zip(chosen, tokens, strict=True))
-                        if chance > 0:
-                            new = list(state)
-                            for i, v in zip(chosen, tokens, strict=True):
-                                new[i] = v
-                            after[tuple(new)] += mass * chance / len(sets)
+                        new = dict(zip(chosen, tokens, strict=True))
+                        if (chance := math.prod(filtered[number][i][v] for i, v in new.items())) > 0:
+                            after[tuple(new.get(i, v) for i, v in enumerate(state))] += mass * chance / len(sets)
             here, step = after, step + 1
     return sum((mass * world.point(torch.tensor(state)) for state, mass in here.items()), 0 * world.point())
 
 
-def law_of(
+def exact_law(
     world: TinyWorld,
     sampler: Plan | Order,
-    how: SamplingParams | None = None,
+    sampling: SamplingParams | None = None,
     start: Tensor | None = None,
     is_free: Tensor | None = None,
     block: int | None = None,
@@ -264,12 +266,10 @@ def law_of(
     """The exact law (S,) of any sampler's final tokens."""
     start = world.start() if start is None else start
     is_free = start == world.mask if is_free is None else is_free
+    sampling = sampling or SamplingParams()
     if isinstance(sampler, Order):
-        return order_law(world, sampler, how or SamplingParams(), start, is_free, block)
-    if sampler.by_confidence:
-        assert block is None
-        return conf_law(world, sampler, how or SamplingParams(), start, is_free)
-    return plan_law(world, sampler, how or SamplingParams(), start, is_free, block)
+        return order_law(world, sampler, sampling, start, is_free, block)
+    return plan_law(world, sampler, sampling, start, is_free, block)
 
 
 def chi_square_p(counts: Tensor, law: Tensor) -> float:
@@ -277,10 +277,8 @@ def chi_square_p(counts: Tensor, law: Tensor) -> float:
     assert not counts[law <= 0].any(), "something impossible was drawn"
     expected = law * counts.sum()
     is_common = expected >= 5
-    seen = torch.cat([counts[is_common].double(), counts[~is_common].sum()[None].double()])
-    wanted = torch.cat([expected[is_common], expected[~is_common].sum()[None]])
-    seen, wanted = seen[wanted > 1e-3], wanted[wanted > 1e-3]
-    statistic = ((seen - wanted) ** 2 / wanted).sum()
-    freedom = len(seen) - 1
-    assert freedom > 0, "a law with one outcome has nothing to test"
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2))
+    seen, mean = (torch.cat([x[is_common].double(), x[~is_common].sum()[None].double()]) for x in (counts, expected))
+    seen, mean = seen[mean > 1e-3], mean[mean > 1e-3]
+    assert len(seen) > 1, "a law with one outcome has nothing to test"
+    statistic, freedom = ((seen - mean) ** 2 / mean).sum(), torch.tensor(len(seen) - 1.0).double()
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))

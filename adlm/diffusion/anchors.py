@@ -27,7 +27,9 @@ def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = 
     """Tokens that occur at most `max_count` (tau) times in their row (the authors' code), or make up at most a
     `max_fraction` of it (the paper)."""
     if (max_count is None) == (max_fraction is None):
-        raise ValueError("rare_in_sequence takes max_count (a count) or max_fraction (a share of the row): one of them")
+        raise ValueError(
+            f"max_count is {max_count} and max_fraction {max_fraction}: give one of them, a count or a share of the row"
+        )
     if max_fraction is not None:
         check_probability("max_fraction", max_fraction)
 
@@ -64,7 +66,7 @@ def tf_idf(document_counts: Tensor, documents: int, top_fraction: float) -> Anch
 def listed_tokens(ids: Sequence[int], vocab_size: int) -> AnchorRule:
     """Tokens of a given list."""
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-        raise ValueError(f"anchor ids {wrong[:5]} are outside the vocabulary of {vocab_size}")
+        raise ValueError(f"anchor ids {wrong[:5]} are outside the vocabulary: use ids from 0 to {vocab_size - 1}")
     table = torch.zeros(vocab_size, dtype=torch.bool)
     table[list(ids)] = True
     return _rule_from_table(table)
@@ -93,7 +95,7 @@ def every_token() -> AnchorRule:
 def apply_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
     """Keep the anchors that carry loss: all (the authors' code), the hidden ones (the paper) or the visible ones."""
     if scope not in ANCHOR_SCOPES:
-        raise ValueError(f"anchor_scope {scope!r} is not one of {', '.join(ANCHOR_SCOPES)}")
+        raise ValueError(f"unknown anchor_scope {scope!r}: expected one of {', '.join(ANCHOR_SCOPES)}")
     if scope == "all":
         return is_anchor
     return is_anchor & (is_hidden if scope == "masked" else ~is_hidden)

@@ -34,7 +34,7 @@ class SamplingParams:
         if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
             raise ValueError(f"top_k must be a whole number from 1, or None to keep everything, got {self.top_k}")
         if self.nucleus not in NUCLEUS_RULES:
-            raise ValueError(f"nucleus {self.nucleus!r} is not one of {', '.join(NUCLEUS_RULES)}")
+            raise ValueError(f"unknown nucleus {self.nucleus!r}: expected one of {', '.join(NUCLEUS_RULES)}")
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ from adlm.diffusion.orders import Order, next_positions
 from adlm.diffusion.plans import Plan, Transition, confidence_remask_prob, mean_noise_level
 from adlm.diffusion.rng import CounterRng, Purpose
 
-# (tokens (n, L), noise_level (n,) on the host, valid (n, L) or None) -> features (n, L, dim)
-Predict = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (tokens (n, L), noise_level (n,) on the host, valid (n, L) or None, places (n,) in the batch) -> features (n, L, dim)
+Predict = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 # features (N, dim) -> logits (N, V) with the mask token ruled out
 LogitsAt = Callable[[Tensor], Tensor]
+# tokens (B, n) that follow those read so far -> features of the last of them (B, dim)
+PredictNext = Callable[[Tensor], Tensor]
 
 MAX_LOGIT_ROWS = {"cuda": 4096, "cpu": 256}  # rows of logits that exist at a time
 MAX_RANDOM_NUMBERS = 65536  # made in one go
@@ -85,7 +87,7 @@ class SamplerState:
             tokens, level = self.xt[self.send(rows)], level[rows]
             valid = None if self.valid is None else self.valid[rows]
         with torch.no_grad():
-            features = self.predict(tokens, level, valid)
+            features = self.predict(tokens, level, valid, rows)
         return features.flatten(0, 1)[self.send(is_selected[rows].flatten().nonzero()[:, 0])]
 
     def iter_logits(self, features: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -243,3 +245,46 @@ def _run_order(state: SamplerState, order: Order, number: int, window: Tensor) -
             features = features[state.send(chosen[is_hidden].nonzero()[:, 0])]
         state.reveal(chosen, features, state.sampling)
         yield state.end_step(chosen)
+
+
+def continue_tokens(
+    xt: Tensor,
+    predict_next: PredictNext,
+    logits_at: LogitsAt,
+    *,
+    is_fixed: Tensor,
+    rng: CounterRng,
+    sampling: SamplingParams | None = None,
+    limits: TokenLimits | None = None,
+) -> Iterator[Frame]:
+    """Fill what is not fixed in xt (B, L) from left to right and yield a frame a token.
+
+    Fixed tokens are read, never altered; one after a hole does not influence what is drawn before it.
+    """
+    if not bool(is_fixed[:, 0].all()):
+        raise ValueError("position 0 of every row must be fixed for a causal model: a BOS token, for example")
+    xt, sampling = xt.to(torch.int64).clone(), sampling or SamplingParams()
+    batch, length = xt.shape
+    is_fixed = is_fixed.cpu()
+    is_masked = ~is_fixed
+    nfe = torch.zeros(batch, dtype=torch.int64)
+    given = int(is_fixed.long().cumprod(-1).sum(-1).min())  # the prefix that all rows have is read at once
+    read = 0
+    for position in range(given, length):
+        with torch.no_grad():
+            features = predict_next(xt[:, read:position])
+        read = position
+        u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0].to(xt.device)
+        logits = logits_at(features)
+        if limits is not None:
+            logits = limits.apply(logits, torch.arange(batch) * length + position)
+        drawn = draw(logits, u, sampling).tokens
+        is_new = ~is_fixed[:, position]
+        nfe += is_new  # as if the row were alone: its neighbors' prompts may be shorter
+        xt[:, position] = torch.where(is_new.to(xt.device), drawn, xt[:, position])
+        is_masked[:, position] = False
+        changed = torch.zeros_like(is_fixed)
+        changed[:, position] = is_new
+        yield Frame(position - given + 1, xt.clone(), is_masked.clone(), changed, nfe.clone())
+    if given == length:
+        yield Frame(1, xt, is_masked, torch.zeros_like(is_fixed), nfe)

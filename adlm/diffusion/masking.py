@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,21 +71,18 @@ class NoisyBatch:
     valid: Tensor | None = None  # (B, L): what attention may read; None is everything
     is_causal: bool = False  # for a causal model: xt is what comes before x0
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> NoisyBatch:
-        def apply(value: object) -> object:
-            if isinstance(value, Selection):
-                return Selection(change(value.index), change(value.weight))
-            return change(value) if isinstance(value, Tensor) else value
-
-        return NoisyBatch(**{f.name: apply(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
-
     def to(self, device: torch.device | str) -> NoisyBatch:
-        """Copy the batch to another device without waiting."""
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        """Copy the batch to another device without waiting: to a GPU through page-locked memory."""
+        is_pinned = torch.device(device).type == "cuda"
 
-    def pin(self) -> NoisyBatch:
-        """Copy the batch to page-locked memory, from which `to` a GPU does not block."""
-        return self._map(Tensor.pin_memory)
+        def copy(value: Any) -> Any:
+            if isinstance(value, Selection):
+                return Selection(copy(value.index), copy(value.weight))
+            if not isinstance(value, Tensor):
+                return value
+            return (value.pin_memory() if is_pinned else value).to(device, non_blocking=True)
+
+        return NoisyBatch(**{f.name: copy(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -186,4 +183,4 @@ def shift_tokens(
 
 def _require_tokens(counted: Tensor) -> None:
     if not bool(counted.any()):
-        raise ValueError("no token of this batch counts: every position is padding or fixed")
+        raise ValueError("all positions of this batch are padding or fixed: leave at least one token to predict")

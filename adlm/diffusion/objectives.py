@@ -15,14 +15,9 @@ from adlm.diffusion.selected import SelectedLoss, selected_loss
 class FeatureModel(Protocol):
     """Any model that maps tokens to features (.anchor or None, .final) and has a linear head for each stage."""
 
-    @property
-    def config(self) -> Any: ...  # with is_causal and mask_id
-
-    @property
-    def head(self) -> nn.Linear: ...
-
-    @property
-    def anchor_head(self) -> nn.Linear | None: ...
+    config: Any  # with is_causal and mask_id
+    head: nn.Linear
+    anchor_head: nn.Linear | None
 
     def __call__(self, tokens: Tensor, noise_level: Tensor, *, valid: Tensor | None) -> Any: ...
 

@@ -47,7 +47,7 @@ def entropy_bounded(bound: float = 0.1) -> Order:
     The sum of their entropies less the largest bounds what independent draws can cost.
     """
     if not bound >= 0:
-        raise ValueError(f"bound must not be negative, got {bound}")
+        raise ValueError(f"bound {bound} must not be negative: give a number of nats, for example 0.1")
     return Order("entropy_bounded", lambda logits: -entropy(logits), entropy_bound=bound)
 
 

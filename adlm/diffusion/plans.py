@@ -1,7 +1,7 @@
 """The samplers of Algorithm 1 as tables of (alpha_t, alpha_s, sigma_t), with sigma_t called remask_prob here.
 
 Going from t to s, a hidden token is revealed with probability (alpha_s - (1 - sigma_t) alpha_t) / (1 - alpha_t), and
-a visible token is hidden again with probability sigma_t (`denoise.reverse_step`). A plan is the list of its
+a visible token is hidden again with probability sigma_t (`denoising.reverse_step`). A plan is the list of its
 transitions: it can be printed, plotted and tested before any network runs.
 """
 
@@ -182,17 +182,6 @@ def reverse_distribution(xt: Tensor, probs: Tensor, step: Transition, mask_id: i
     mask, stay = (F.one_hot(x, vocab).to(probs.dtype) for x in (torch.tensor(mask_id, device=xt.device), xt))
     reveal, remask = (x if x.dim() == 0 else x[..., None] for x in (step.reveal_prob, step.remask_prob))
     return torch.where(is_hidden, reveal * probs + (1 - reveal) * mask, (1 - remask) * stay + remask * mask)
-
-
-def reverse_divergence(xt: Tensor, x0: Tensor, probs: Tensor, step: Transition, mask_id: int) -> Tensor:
-    """Return the KL divergence (B, L) of one step's distribution with the true tokens from that with `probs`.
-
-    Its expectation, summed over steps, is the NELBO with the denoiser's `probs`, and L_anchor with the anchor
-    network's at anchors.
-    """
-    truth = F.one_hot(x0, probs.shape[-1]).to(probs.dtype)
-    q, p = (reverse_distribution(xt, law, step, mask_id) for law in (truth, probs))
-    return torch.where(q > 0, q * (q / p).log(), 0.0).sum(-1)
 
 
 def _plan(name: str, t: Tensor, alpha_t: Tensor, alpha_s: Tensor, remask: Tensor, compat: bool, **flags: bool) -> Plan:

@@ -132,7 +132,6 @@ def selected_loss(
     *,
     without: int | None = None,
     offset: float | None = None,
-    chunk: int | None = None,
 ) -> SelectedLoss:
     """Compute Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L).
 
@@ -148,6 +147,6 @@ def selected_loss(
     if without is not None:
         bias = bias.index_fill(0, torch.tensor(without, device=bias.device), -torch.inf)
     shift = None if offset is None else torch.tensor(offset, device=x.device)
-    target, chunk = targets.reshape(-1)[selection.index], chunk or MAX_LOGIT_ROWS[x.device.type]
+    target, chunk = targets.reshape(-1)[selection.index], MAX_LOGIT_ROWS[x.device.type]
     with torch.autocast(x.device.type, enabled=False):
         return SelectedLoss(*_SelectedLossFunction.apply(x, matrix, bias, target, selection.weight, shift, chunk))

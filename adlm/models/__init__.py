@@ -1,6 +1,5 @@
 """Networks: one language model for MDLM, ADLM, AR and A2R."""
 
-from adlm.models.language_model import Features, LanguageModel, ModelConfig
-from adlm.models.presets import PRESETS, Preset
+from adlm.models.language_model import PRESETS, Features, LanguageModel, ModelConfig
 
-__all__ = ["PRESETS", "Features", "LanguageModel", "ModelConfig", "Preset"]
+__all__ = ["PRESETS", "Features", "LanguageModel", "ModelConfig"]

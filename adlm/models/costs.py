@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from adlm.models.language_model import ModelConfig
 from adlm.models.transformer import NoiseEmbedding
 
+LAYER_WEIGHTS = 12  # times dim²: the matrices qkv (3), out (1), up (4) and down (4)
 HIDDEN_SHARE = 0.5  # of a masked model's positions, on average over t (log-linear schedule)
 MAX_LOGIT_ROWS = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
-OPTIMIZERS = ("adamw", "muon")
 
 # Values a layer saves for its backward per token and unit of dim: x, norm 1, qkv (3), rotated q and k (2), attention,
 # x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks; dropout adds to them.
@@ -29,8 +29,7 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
+class ParameterCounts(NamedTuple):
     """Parameters of a model by part; a tied head counts once, as embedding."""
 
     layers: int  # both stages with their norms, modulations and noise embeddings
@@ -40,11 +39,10 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return sum(self)
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Estimated bytes on one device at the peak of a training step."""
 
     weights: int
@@ -56,14 +54,14 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return sum(self)
 
 
 def count_parameters_by_part(config: ModelConfig) -> ParameterCounts:
     """Count the parameters of `LanguageModel(config)` by part, without building it."""
     dim, vocab, cond = config.dim, config.vocab_size, config.cond_dim
     norm = dim * (2 if config.norm_bias else 1)
-    layer = count_layer_weights(config) + 2 * norm + 5 * dim + (4 * dim if config.attention_bias else 0)
+    layer = LAYER_WEIGHTS * dim**2 + 2 * norm + 5 * dim + (4 * dim if config.attention_bias else 0)
     stack = norm
     if cond is not None:
         layer += (cond + 1) * 6 * dim
@@ -87,11 +85,6 @@ def count_parameters(config: ModelConfig) -> int:
     return count_parameters_by_part(config).total
 
 
-def count_layer_weights(config: ModelConfig) -> int:
-    """Count the weights in the four matrices of a layer: qkv, out, up, down."""
-    return 12 * config.dim**2
-
-
 def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0.6) -> float:
     """Return the training FLOPs per token: three times the forward's products.
 
@@ -102,7 +95,7 @@ def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0
     """
     dim, vocab = config.dim, config.vocab_size
     attention = (2 if config.is_causal else 4) * length * dim
-    forward = float((config.anchor_layers + config.denoiser_layers) * (2 * count_layer_weights(config) + attention))
+    forward = float((config.anchor_layers + config.denoiser_layers) * (2 * LAYER_WEIGHTS * dim**2 + attention))
     forward += (1.0 if config.is_causal else HIDDEN_SHARE) * 2 * vocab * dim
     if config.anchor_layers:
         forward += anchor_share * 2 * vocab * dim
@@ -140,14 +133,8 @@ def estimate_memory(
     for one unsharded micro-batch. Not counted: CUDA context, communication buffers, fragmentation, time conditioning
     and a CPU process's libraries.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer {optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
-    if bytes_per_activation not in (2, 4):
-        raise ValueError(f"bytes_per_activation must be 2 (bf16) or 4 (float32), got {bytes_per_activation}")
-    if min(rows, length, shards) < 1:
-        raise ValueError(f"rows, length and shards must be at least 1, got {rows}, {length}, {shards}")
     parts, layers = count_parameters_by_part(config), config.anchor_layers + config.denoiser_layers
-    matrices, full = count_layer_weights(config), 4 * parts.total // shards
+    matrices, full = LAYER_WEIGHTS * config.dim**2, 4 * parts.total // shards
     states = 2 * parts.total - (layers * matrices if optimizer == "muon" else 0)
     all_gather = 4 * (parts.total - parts.layers + 2 * parts.layers // layers) if shards > 1 else 0
     return MemoryEstimate(
@@ -172,7 +159,7 @@ def activation_bytes(config: ModelConfig, tokens: int, width: int, checkpoint: b
         outside += (width + 4) * config.vocab_size
     copies = 0
     if width == 2:
-        copies = 2 * count_layer_weights(config)
+        copies = 2 * LAYER_WEIGHTS * config.dim**2
     elif config.cond_dim is not None and not config.time_conditioning:
         copies = 4 * 5 * config.dim**2  # gates multiply the matrices `out` and `down`
     copies *= 1 if checkpoint else layers

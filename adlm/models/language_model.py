@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adlm.models.cache import KVCache
 from adlm.models.transformer import (
+    KVCache,
     Layer,
     Norm,
     Rotary,
@@ -63,12 +63,13 @@ class ModelConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
+        for name, known in (("bridge", BRIDGES), ("positions", POSITIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"unknown {name} {value!r}: expected one of {', '.join(known)}")
         is_outside = self.mask_id is not None and not 0 <= self.mask_id < self.vocab_size
         problems = {
             f"dim {self.dim} must be a multiple of heads {self.heads}": self.dim % self.heads != 0,
             f"dim / heads = {self.dim // self.heads} must be even": self.dim // self.heads % 2 != 0,
-            f"bridge {self.bridge!r} is not one of {', '.join(BRIDGES)}": self.bridge not in BRIDGES,
-            f"positions {self.positions!r} is not one of {', '.join(POSITIONS)}": self.positions not in POSITIONS,
             f"denoiser_layers must be at least 1, got {self.denoiser_layers}": self.denoiser_layers < 1,
             f"anchor_layers must not be negative, got {self.anchor_layers}": self.anchor_layers < 0,
             f"mask_id {self.mask_id} is outside the vocabulary of {self.vocab_size}": is_outside,
@@ -79,6 +80,14 @@ class ModelConfig:
             if is_present:
                 raise ValueError(f"model config: {problem}")
 
+
+# Sizes by name, as settings of ModelConfig; a one-stage model has the anchor network's depth.
+PRESETS: dict[str, dict[str, Any]] = {
+    "nano": {"dim": 192, "heads": 6, "anchor_layers": 4, "denoiser_layers": 2, "cond_dim": 64, "bridge": "direct"},
+    "small": {"dim": 768, "heads": 12, "anchor_layers": 12, "denoiser_layers": 6},
+    "medium": {"dim": 1024, "heads": 16, "anchor_layers": 24, "denoiser_layers": 12},
+    "large": {"dim": 1280, "heads": 20, "anchor_layers": 36, "denoiser_layers": 18},
+}
 
 Caches = list[KVCache] | None  # of a causal model, one per layer
 StageContext = tuple[Tensor | None, Rotary | None, Tensor | None]  # noise level (B,), rotary angles, attention mask
@@ -165,7 +174,7 @@ class LanguageModel(nn.Module):
         start = cache[0].used if cache else 0
         length = start + x.shape[1]
         if length > config.length:
-            raise ValueError(f"{length} tokens are longer than this model's length of {config.length}")
+            raise ValueError(f"{length} tokens are longer than this model's length of {config.length}: shorten them")
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)

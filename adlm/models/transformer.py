@@ -10,16 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adlm.models.cache import KVCache
-
 Rotary = tuple[Tensor, Tensor]
 
-CUDA_KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+CUDA_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def rotary_table(length: int, head_dim: int, device: torch.device) -> Rotary:
@@ -109,6 +102,27 @@ def compute_modulations(linear: nn.Linear | None, cond: Tensor | None, parts: in
     with torch.autocast(cond.device.type, enabled=False):
         vectors = F.linear(cond.to(linear.weight.dtype), linear.weight, linear.bias)
     return list((vectors[0] if cond.shape[0] == 1 else vectors[:, None]).chunk(parts, -1))
+
+
+class KVCache:
+    """One causal layer's keys and values, allocated once for `length` positions and filled in place."""
+
+    def __init__(
+        self, batch: int, heads: int, length: int, head_dim: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.keys = torch.empty(batch, heads, length, head_dim, device=device, dtype=dtype)
+        self.values = torch.empty_like(self.keys)
+        self.used = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new positions and return all so far."""
+        end = self.used + k.shape[2]
+        if end > self.keys.shape[2]:
+            raise ValueError(f"{end} positions do not fit into a cache of {self.keys.shape[2]}: make a longer cache")
+        self.keys[:, :, self.used : end] = k
+        self.values[:, :, self.used : end] = v
+        self.used = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 class Layer(nn.Module):

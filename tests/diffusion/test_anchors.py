@@ -101,7 +101,7 @@ def test_listed_tokens():
     tokens = text()
     assert torch.equal(listed_tokens([3, 7], VOCAB)(tokens, None), (tokens == 3) | (tokens == 7))
     assert not listed_tokens([], VOCAB)(tokens, None).any()
-    with pytest.raises(ValueError, match=r"\[15, -1\] are outside the vocabulary of 15"):
+    with pytest.raises(ValueError, match=r"\[15, -1\] are outside the vocabulary: use ids from 0 to 14"):
         listed_tokens([2, VOCAB, -1], VOCAB)
 
 

@@ -7,29 +7,20 @@ from adlm.diffusion.anchors import random_positions, rare_in_sequence, tf_idf
 from adlm.diffusion.masking import ForwardProcess, collect_batch, corrupt, shift_tokens
 from adlm.diffusion.objectives import Loss, diffusion_loss, training_loss
 from adlm.diffusion.rng import CounterRng
-from adlm.methods import METHODS, build_config
-from adlm.models.language_model import LanguageModel
+from adlm.methods import METHODS
 from bench.plain import plain_logits
-from tests.world import random_model
+from tests.world import MASK, VOCAB, random_tokens, small_model
 
-VOCAB, MASK, LENGTH = 12, 11, 16
-SIZE = {"vocab_size": VOCAB, "mask_id": MASK, "length": LENGTH, "dim": 16}
+LENGTH = 16
 METHOD_NAMES = ("mdlm", "adlm", "ar", "a2r")
 
 
-def build(method="adlm", **changes):
-    return random_model(method, **(SIZE | {"seed": 3, "scale": 0.6} | changes))
-
-
-def text(rows, length=LENGTH, seed=0):
-    return torch.randint(MASK, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def batch_of(method, x0, rule=None, **where):
+def build_batch(method, x0, *, rows=None, **where):
+    """The batch of a method, with the tokens that occur once as anchors; `rows` are the rows' own numbers."""
     if METHODS[method].is_causal:
-        return shift_tokens(x0, anchor_rule=rule, valid=where.get("valid"))
-    rng = CounterRng.from_seed(0, x0.shape[0])
-    return corrupt(x0, ForwardProcess(MASK, anchor_rule=rule), rng, 0, **where)
+        return shift_tokens(x0, anchor_rule=rare_in_sequence(1), valid=where.get("valid"))
+    rng = CounterRng.from_seed(5, len(x0) if rows is None else rows)
+    return corrupt(x0, ForwardProcess(MASK, anchor_rule=rare_in_sequence(1)), rng, 2, **where)
 
 
 def gradients(model, batch, anchor_weight):
@@ -43,8 +34,8 @@ def gradients(model, batch, anchor_weight):
 @pytest.mark.parametrize("method", ["adlm", "a2r"])
 def test_anchor_weight_zero_gives_the_nelbo(method, bridge):
     """In value and in every gradient; and every parameter stays in the graph, as distributed training wants."""
-    model = build(method, bridge=bridge)
-    batch = batch_of(method, text(4), rare_in_sequence(1))
+    model = small_model(method, bridge=bridge)
+    batch = build_batch(method, random_tokens(4))
     plain, without = gradients(model, batch, None)
     zero, with_zero = gradients(model, batch, 0.0)
     anchored, with_anchor = gradients(model, batch, 0.5)
@@ -58,29 +49,24 @@ def test_anchor_weight_zero_gives_the_nelbo(method, bridge):
     assert any(not torch.equal(with_anchor[name], with_zero[name]) for name in with_zero)
 
 
-@pytest.mark.parametrize("method", ["mdlm", "adlm"])
-def test_the_anchor_term_sees_only_the_anchor_network(method):
-    """No gradient of the anchor loss reaches the denoiser, its head or the bridge."""
-    model = build(method)
-    if method == "mdlm":
-        with pytest.raises(ValueError, match="two-stage"):
-            training_loss(model, batch_of(method, text(2), rare_in_sequence(1)), anchor_weight=0.1)
-        return
-    batch = batch_of(method, text(4), rare_in_sequence(1))
-    _, low = gradients(model, batch, 0.0)
-    _, high = gradients(model, batch, 100.0)
+def test_the_anchor_term_sees_only_the_anchor_network():
+    """No gradient of the anchor loss reaches the denoiser, its head or the bridge; one stage has no anchor loss."""
+    model, batch = small_model(), build_batch("adlm", random_tokens(4))
+    (_, low), (_, high) = (gradients(model, batch, weight) for weight in (0.0, 100.0))
     for name in low:
         is_same = torch.allclose(low[name], high[name], atol=1e-6)
         assert is_same == name.startswith(("denoiser", "head", "bridge")), name
+    with pytest.raises(ValueError, match="two-stage"):
+        training_loss(small_model("mdlm"), batch, anchor_weight=0.1)
 
 
 def test_factored_bridge_is_the_linear_map_of_the_logits():
     """The folded product equals Linear(V → dim) on raw logits; a softmax in between is another model."""
-    xt = text(3)
+    xt = random_tokens(3)
     xt[:, ::3] = MASK
     outputs = {}
     for bridge in ("factored", "softmax"):
-        model = build(bridge=bridge)
+        model = small_model(bridge=bridge)
         with torch.no_grad():
             anchor_logits, _ = plain_logits(model, xt)
             crossed = model.apply_bridge(model(xt).anchor)
@@ -95,13 +81,6 @@ def test_factored_bridge_is_the_linear_map_of_the_logits():
     assert (outputs["factored"] - outputs["softmax"]).abs().max() > 0.1
 
 
-def test_direct_bridge_starts_as_the_identity():
-    model = LanguageModel(build_config("adlm", "nano", **SIZE, heads=2, anchor_layers=1, denoiser_layers=1))
-    assert model.config.bridge == "direct"
-    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(model.apply_bridge(x), x)
-
-
 FOLDS = [(method, {}) for method in METHOD_NAMES]
 FOLDS += [(method, {"time_conditioning": True, "cond_dim": 8}) for method in METHOD_NAMES]
 FOLDS += [("adlm", {"bridge": "direct"}), ("adlm", {"bridge": "softmax"}), ("a2r", {"bridge": "direct"})]
@@ -111,7 +90,7 @@ FOLDS += [("adlm", {"positions": "learned", "attention_bias": True}), ("a2r", {"
 
 @pytest.mark.parametrize(("method", "changes"), FOLDS)
 def test_folding_changes_nothing(method, changes):
-    model, xt = build(method, **changes), text(3)
+    model, xt = small_model(method, **changes), random_tokens(3)
     level = torch.tensor([0.1, 0.9, 3.0])
     if not METHODS[method].is_causal:
         xt[:, 1::2] = MASK
@@ -122,8 +101,8 @@ def test_folding_changes_nothing(method, changes):
         torch.testing.assert_close(folded.head(after.final), model.head(before.final), atol=2e-5, rtol=1e-5)
         if before.anchor is not None:
             torch.testing.assert_close(after.anchor, before.anchor, atol=1e-5, rtol=1e-5)
-        told = (model(xt, level * 2).final - before.final).abs().max() > 1e-3
-    assert bool(told) == model.config.time_conditioning
+        reacts = (model(xt, level * 2).final - before.final).abs().max() > 1e-3
+    assert bool(reacts) == model.config.time_conditioning
     assert not any(p.requires_grad for p in folded.parameters())
     assert folded.config.bridge != "factored" or not folded.config.anchor_layers
     # The original is untouched and shares nothing that a change of the folded one could reach.
@@ -135,45 +114,35 @@ def test_folding_changes_nothing(method, changes):
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_rows_do_not_see_each_other(method):
-    """A batch's figures are those of its rows alone, wherever they stand."""
-    model, x0, rows = build(method), text(8), 8
-    rule = rare_in_sequence(1)
+    """A batch's losses and features are those of its rows alone, wherever they stand."""
+    model, x0, gamma = small_model(method), random_tokens(8), 0.3 if METHODS[method].two_stages else None
 
-    def loss(number):
-        if METHODS[method].is_causal:
-            return shift_tokens(x0[number], anchor_rule=rule)
-        rng = CounterRng.from_seed(5, number)
-        return corrupt(x0[number], ForwardProcess(MASK, anchor_rule=rule), rng, 2, index=number, total=rows)
+    @torch.no_grad()
+    def run(numbers):
+        rows = torch.tensor(numbers)
+        batch = build_batch(method, x0[rows], rows=rows, index=rows, total=len(x0))
+        return batch, training_loss(model, batch, anchor_weight=gamma), model(batch.xt, batch.noise_level).final
 
-    with torch.no_grad():
-        whole = loss(torch.arange(rows))
-        figures, features = training_loss(model, whole), model(whole.xt, whole.noise_level)
-        gamma = 0.3 if METHODS[method].two_stages else None
-        total = 0.0
-        for numbers in ([0], [1], [2, 3], [7, 5, 6, 4]):
-            number = torch.tensor(numbers)
-            part = loss(number)
-            assert torch.equal(part.xt, whole.xt[number])
-            torch.testing.assert_close(
-                training_loss(model, part).row_nll, figures.row_nll[number], atol=1e-5, rtol=1e-5
-            )
-            final = model(part.xt, part.noise_level).final
-            torch.testing.assert_close(final, features.final[number], atol=1e-5, rtol=1e-5)
-            total += float(training_loss(model, part, anchor_weight=gamma).total * part.tokens)
-        expected = float(training_loss(model, whole, anchor_weight=gamma).total * whole.tokens)
-    assert total == pytest.approx(expected, rel=1e-5)
+    whole, losses, features = run(list(range(8)))
+    total = 0.0
+    for numbers in ([0], [1], [2, 3], [7, 5, 6, 4]):
+        part, loss, final = run(numbers)
+        assert torch.equal(part.xt, whole.xt[numbers])
+        torch.testing.assert_close(loss.row_nll, losses.row_nll[numbers], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(final, features[numbers], atol=1e-5, rtol=1e-5)
+        total += float(loss.total * part.tokens)
+    assert total == pytest.approx(float(losses.total * whole.tokens), rel=1e-5)
 
 
-def padded(x, extra, value):
+def pad(x, extra, value):
     wide = torch.nn.functional.pad(x, (0, extra), value=value)
     return wide, torch.arange(wide.shape[1]).expand(len(x), -1) < x.shape[1]
 
 
-DOCUMENT_COUNTS = torch.arange(VOCAB) * 3 + 1
 RULES = {
     "rare_in_sequence": rare_in_sequence(1),
     "max_fraction": rare_in_sequence(max_fraction=0.2),
-    "tf_idf": tf_idf(DOCUMENT_COUNTS, 50, 0.3),
+    "tf_idf": tf_idf(torch.arange(VOCAB) * 3 + 1, 50, 0.3),
     "random": random_positions(0.5, seed=1),
 }
 
@@ -181,8 +150,8 @@ RULES = {
 @pytest.mark.parametrize("value", [0, 7])
 @pytest.mark.parametrize("rule", RULES)
 def test_padding_changes_no_anchor(rule, value):
-    x0 = text(6, 10)
-    wide, valid = padded(x0, 6, value)
+    x0 = random_tokens(6, 10)
+    wide, valid = pad(x0, 6, value)
     plain = RULES[rule](x0, None)
     assert plain.any() and not plain.all()
     found = RULES[rule](wide, valid)
@@ -196,36 +165,31 @@ def test_padding_changes_no_anchor(rule, value):
     ("method", "time_conditioning"),
     [("mdlm", False), ("mdlm", True), ("adlm", False), ("adlm", True), ("ar", False), ("a2r", False)],
 )
-def test_padding_changes_no_figure(method, time_conditioning, value):
+def test_padding_changes_no_loss(method, time_conditioning, value):
     """Features and losses of a row padded to a longer length are those of the row."""
-    is_causal = METHODS[method].is_causal
-    model, x0 = build(method, time_conditioning=time_conditioning), text(4, 10)
-    wide, valid = padded(x0, 6, value)
+    model, x0 = small_model(method, time_conditioning=time_conditioning), random_tokens(4, 10)
+    wide, valid = pad(x0, 6, value)
     gamma = 0.4 if METHODS[method].two_stages else None
-    rule = rare_in_sequence(1)
     with torch.no_grad():
-        short, long = batch_of(method, x0, rule), batch_of(method, wide, rule, valid=valid)
-        assert torch.equal(long.xt[:, : short.xt.shape[1]], short.xt)
-        one, other = (training_loss(model, b, anchor_weight=gamma) for b in (short, long))
+        short, long = build_batch(method, x0), build_batch(method, wide, valid=valid)
+        length = short.xt.shape[1]
+        assert torch.equal(long.xt[:, :length], short.xt)
+        one, other = (training_loss(model, batch, anchor_weight=gamma) for batch in (short, long))
         for name in ("total", "nll", "anchor", "row_nll"):
             torch.testing.assert_close(getattr(other, name), getattr(one, name), atol=1e-5, rtol=1e-5, msg=name)
-        features = model(long.xt, long.noise_level, valid=long.valid)
-        expected = model(short.xt, short.noise_level)
-        length = short.xt.shape[1]
-        torch.testing.assert_close(features.final[:, :length], expected.final, atol=1e-5, rtol=1e-5)
-        if not is_causal:  # as the lineage does it, padding is read like text
-            rng = CounterRng.from_seed(0, 4)
-            read = corrupt(wide, ForwardProcess(MASK, anchor_rule=rule, attend_padding=True), rng, 0, valid=valid)
+        features = model(long.xt, long.noise_level, valid=long.valid).final
+        expected = model(short.xt, short.noise_level).final
+        torch.testing.assert_close(features[:, :length], expected, atol=1e-5, rtol=1e-5)
+        if not METHODS[method].is_causal:  # as the lineage does it, padding is read like text
+            read = corrupt(wide, ForwardProcess(MASK, attend_padding=True), CounterRng.from_seed(5, 4), 2, valid=valid)
             assert read.valid is None and float(read.tokens) == 40
             assert not torch.allclose(training_loss(model, read).row_nll, one.row_nll, atol=1e-3)
 
 
 def test_fixed_positions_are_neither_hidden_nor_counted():
-    x0 = text(5)
+    x0 = random_tokens(5)
     is_fixed = torch.arange(LENGTH).expand(5, -1) < 6
-    batch = corrupt(
-        x0, ForwardProcess(MASK, anchor_rule=rare_in_sequence(2)), CounterRng.from_seed(1, 5), 0, is_fixed=is_fixed
-    )
+    batch = build_batch("adlm", x0, is_fixed=is_fixed)
     assert torch.equal(batch.xt[is_fixed], x0[is_fixed])
     assert float(batch.tokens) == 5 * (LENGTH - 6)
     for selection in (batch.hidden, batch.anchors):
@@ -233,7 +197,7 @@ def test_fixed_positions_are_neither_hidden_nor_counted():
 
 
 def test_a_nan_is_raised_and_its_row_named():
-    model, x0 = build(), text(4)
+    model, x0 = small_model(), random_tokens(4)
     xt = torch.full_like(x0, MASK)
     process, ones = ForwardProcess(MASK, anchor_rule=rare_in_sequence(1)), torch.ones(4)
     batch = collect_batch(x0, xt, ones, ones, 0 * ones, process)
@@ -253,7 +217,7 @@ def test_a_nan_is_raised_and_its_row_named():
 
 
 def test_text_that_holds_the_mask_is_refused():
-    x0 = text(3)
+    x0 = random_tokens(3)
     x0[1, 4] = MASK
     with pytest.raises(ValueError, match=f"row 1 holds the mask id {MASK} as text at position 4"):
         corrupt(x0, ForwardProcess(MASK), CounterRng.from_seed(0, 3), 0)

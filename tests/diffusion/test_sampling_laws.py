@@ -238,7 +238,7 @@ def levels_told(name, xt, **sampling):
     """The noise levels that the network is told, a row of numbers a call."""
     told = []
 
-    def predict(tokens, level, valid):
+    def predict(tokens, level, valid, places):
         told.append(level.clone())
         return LEARNED.predict(tokens, level, valid)
 

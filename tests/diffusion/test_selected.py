@@ -17,26 +17,16 @@ from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import _SelectedLossFunction, selected_loss
 from adlm.generate import compile_for_sampling
 from bench.plain import plain_law, plain_logits, plain_loss, subs
-from tests.world import random_model
-
-VOCAB, MASK, LENGTH = 20, 19, 12
+from tests.world import MASK, VOCAB, random_tokens, small_model
 
 
-def build(method="adlm", **changes):
-    size = {"vocab_size": VOCAB, "mask_id": MASK, "length": LENGTH, "dim": 16, "seed": 5, "scale": 0.6}
-    return random_model(method, **(size | changes))
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def text(rows, seed=0):
-    return torch.randint(MASK, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def linear(dim=6, vocab=9, dtype=torch.float64, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    head = nn.Linear(dim, vocab, dtype=dtype)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=rng))
+def linear(dim=6, vocab=9):
+    head = nn.Linear(dim, vocab, dtype=torch.float64)
+    head.load_state_dict({"weight": normal(vocab, dim), "bias": normal(vocab, seed=9)})
     return head
 
 
@@ -46,7 +36,7 @@ def linear(dim=6, vocab=9, dtype=torch.float64, seed=0):
 def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multiple, monkeypatch):
     """Whatever the chunk, with and without positions that only pad the selection."""
     monkeypatch.setitem(selected.MAX_LOGIT_ROWS, "cpu", chunk)
-    model, x0, rule = build(method, bridge=bridge), text(5), rare_in_sequence(1)
+    model, x0, rule = small_model(method, bridge=bridge), random_tokens(5), rare_in_sequence(1)
     batch = corrupt(x0, ForwardProcess(MASK, anchor_rule=rule, multiple=multiple), CounterRng.from_seed(1, 5), 0)
     gamma = 0.3 if method == "adlm" else None
 
@@ -56,14 +46,7 @@ def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multi
     fused = {name: p.grad.clone() for name, p in model.named_parameters()}
 
     model.zero_grad()
-    weight = loss_weight(LogLinear(), batch.t)
-    if bridge == "direct":  # plain_logits applies the bridge to logits, which a direct one never sees
-        features = model(batch.xt)
-        log_probs = subs(model.head(features.final), batch.xt, MASK).gather(-1, x0[..., None])[..., 0]
-        anchored = model.anchor_head(features.anchor).log_softmax(-1).gather(-1, x0[..., None])[..., 0]
-        plain = -((log_probs + gamma * rule(x0, None) * anchored) * weight[:, None]).mean()
-    else:
-        plain = plain_loss(model, batch, weight, rule(x0, None), gamma or 0.0)
+    plain = plain_loss(model, batch, loss_weight(LogLinear(), batch.t), rule(x0, None), gamma or 0.0)
     plain.backward()
     assert float(loss.total.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
     for name, parameter in model.named_parameters():
@@ -74,9 +57,7 @@ def test_fused_is_plain_in_value_and_every_gradient(method, bridge, chunk, multi
 @pytest.mark.parametrize("offset", [None, 0.7])
 @pytest.mark.parametrize("chunk", [1, 2, 7])
 def test_gradients_agree_with_finite_differences(chunk, offset):
-    rng = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 4, generator=rng, dtype=torch.float64, requires_grad=True)
-    head = linear(4, 6)
+    x, head = normal(5, 4, seed=1).requires_grad_(), linear(4, 6)
     target, weight = torch.tensor([0, 5, 2, 2, 1]), torch.tensor([1.0, 0.3, 2.0, 0.0, 5.0], dtype=torch.float64)
     shift = None if offset is None else torch.tensor(offset, dtype=torch.float64)
 
@@ -87,63 +68,56 @@ def test_gradients_agree_with_finite_differences(chunk, offset):
 
 
 @pytest.mark.parametrize("frozen", ["features", "weight", "bias", "no bias"])
-def test_any_of_the_inputs_may_be_frozen(frozen):
-    """What needs no gradient gets none, and the others keep theirs."""
-    head = linear()
-    x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    x.requires_grad_(frozen != "features")
+def test_any_of_the_inputs_may_be_frozen(frozen, monkeypatch):
+    """What needs no gradient gets none, and the others keep theirs; a graph that is kept gives them again."""
+    monkeypatch.setitem(selected.MAX_LOGIT_ROWS, "cpu", 2)
+    head, x = linear(), normal(2, 3, 6, seed=1).requires_grad_(frozen != "features")
     head.weight.requires_grad_(frozen != "weight")
     head.bias.requires_grad_(frozen != "bias")
     if frozen == "no bias":
         head.bias = None
-    target = torch.randint(8, (2, 3), generator=torch.Generator().manual_seed(2))
+    target = random_tokens(2, 3, 8)
     where = select(torch.ones(2, 3, dtype=torch.bool), torch.tensor([1.0, 2.0], dtype=torch.float64))
     inputs = [p for p in (x, head.weight, head.bias) if p is not None and p.requires_grad]
-    fused = torch.autograd.grad(selected_loss(x, head, target, where, without=8, chunk=2).total, inputs)
+    total = selected_loss(x, head, target, where, without=8).total
     logits = head(x).flatten(0, 1).index_fill(-1, torch.tensor(8), -torch.inf)
     each = nn.functional.cross_entropy(logits, target.flatten(), reduction="none")
     plain = torch.autograd.grad((each * where.weight).sum(), inputs)
-    for ours, theirs in zip(fused, plain, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for _ in range(2):
+        fused = torch.autograd.grad(total, inputs, retain_graph=True)
+        for ours, theirs in zip(fused, plain, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_empty_selection_costs_nothing(frozen):
-    """Loss zero, gradients zero (not missing, not NaN)."""
-    head = linear(dtype=torch.float32)
+    """Loss zero, gradients zero (not missing, not NaN), of the head alone and of a model."""
+    head, x = linear(), normal(2, 3, 6).requires_grad_()
     head.weight.requires_grad_(not frozen)
-    x = torch.randn(2, 3, 6, requires_grad=True)
-    where = select(torch.zeros(2, 3, dtype=torch.bool), torch.ones(2))
-    found = selected_loss(x, head, torch.zeros(2, 3, dtype=torch.long), where, without=8)
-    assert float(found.total.detach()) == 0 and found.each.numel() == 0
-    found.total.backward()
-    for parameter in [x, head.bias] + ([] if frozen else [head.weight]):
-        assert parameter.grad is not None and not parameter.grad.any()
-
-
-def test_a_batch_with_nothing_hidden_has_loss_zero():
-    model, x0 = build(), text(2)
-    batch = collect_batch(
-        x0, x0, torch.ones(2), torch.ones(2), torch.zeros(2), ForwardProcess(MASK, anchor_rule=rare_in_sequence(0))
-    )
+    where = select(torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.float64))
+    loss = selected_loss(x, head, torch.zeros(2, 3, dtype=torch.long), where, without=8)
+    assert float(loss.total.detach()) == 0 and loss.each.numel() == 0
+    loss.total.backward()
+    model, x0, ones = small_model(), random_tokens(2), torch.ones(2)
+    batch = collect_batch(x0, x0, ones, ones, 0 * ones, ForwardProcess(MASK, anchor_rule=rare_in_sequence(0)))
     loss = training_loss(model, batch, anchor_weight=0.1)
     loss.total.backward()
     assert float(loss.total.detach()) == 0 and not loss.row_nll.any()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    for parameter in [x, head.bias, *model.parameters()] + ([] if frozen else [head.weight]):
+        assert parameter.grad is not None and not parameter.grad.any()
 
 
 def test_padding_of_a_selection_may_point_anywhere():
     """Padded entries repeat position 0: even if that token is impossible there, nothing of it is felt."""
-    head, x = linear(), torch.randn(1, 3, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    x.requires_grad_()
+    head, x = linear(), normal(1, 3, 6, seed=3).requires_grad_()
     target = torch.tensor([[8, 2, 1]])  # position 0 asks for the ruled-out token: infinite if it counted
     is_selected = torch.tensor([[False, True, True]])
     results = []
     for multiple in (1, 16):
         where = select(is_selected, torch.tensor([1.5], dtype=torch.float64), multiple)
-        found = selected_loss(x, head, target, where, without=8, chunk=3)
-        grads = torch.autograd.grad(found.total, [x, head.weight, head.bias])
-        results.append((found.total.detach(), *grads, token_nll(found, where, target.shape)))
+        loss = selected_loss(x, head, target, where, without=8)
+        grads = torch.autograd.grad(loss.total, [x, head.weight, head.bias])
+        results.append((loss.total.detach(), *grads, token_nll(loss, where, target.shape)))
     for one, other in zip(*results, strict=True):
         assert torch.isfinite(other).all()
         torch.testing.assert_close(other, one)
@@ -163,7 +137,7 @@ def score_entropy_as_written(logits, x0, level, rate):
 
 
 def test_score_entropy_is_sedds_in_value_and_gradient():
-    model, x0 = build("mdlm").double(), text(6)
+    model, x0 = small_model("mdlm", seed=5).double(), random_tokens(6)
     schedule = LogLinear()
     t = torch.linspace(0.1, 0.95, 6, dtype=torch.float64)
     xt = torch.where(torch.rand(x0.shape, generator=torch.Generator().manual_seed(1)) < 0.5, MASK, x0)
@@ -185,7 +159,7 @@ def test_score_entropy_is_sedds_in_value_and_gradient():
 
 def test_score_entropy_is_at_least_the_nelbo():
     """And equal to it where the logits' mass is V - 1."""
-    model, x0 = build("mdlm"), text(4)
+    model, x0 = small_model("mdlm"), random_tokens(4)
     batch = corrupt(x0, ForwardProcess(MASK), CounterRng.from_seed(2, 4), 0)
     with torch.no_grad():
         final = model(batch.xt).final
@@ -194,18 +168,15 @@ def test_score_entropy_is_at_least_the_nelbo():
         assert (entropy.row_nll > nelbo.row_nll - 1e-5).all() and entropy.total > nelbo.total + 1e-3
         # A head without weights says the same everywhere: its bias can have any mass.
         model.head.weight.zero_()
-        shift = math.log(VOCAB - 1) - float(model.head.bias[:MASK].logsumexp(0))
-        model.head.bias += shift
-        equal = score_entropy_loss(final, model.head, batch, mask_id=MASK)
-        torch.testing.assert_close(
-            equal.row_nll, diffusion_loss(final, model.head, batch, mask_id=MASK).row_nll, atol=1e-4, rtol=1e-5
-        )
+        model.head.bias += math.log(VOCAB - 1) - float(model.head.bias[:MASK].logsumexp(0))
+        one, other = (loss(final, model.head, batch, mask_id=MASK) for loss in (score_entropy_loss, diffusion_loss))
+        torch.testing.assert_close(one.row_nll, other.row_nll, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5])
 @pytest.mark.parametrize("step", [0, 3, 6])
 def test_the_law_of_a_sampling_step_is_the_plain_one(step, top_p):
-    model, xt = build(), text(4)
+    model, xt = small_model(), random_tokens(4)
     xt[:, ::2] = MASK
     for plan in (ancestral(7), remask_cap(7, eta=0.3)):
         with torch.no_grad():
@@ -219,7 +190,7 @@ def test_the_law_of_a_sampling_step_is_the_plain_one(step, top_p):
 @pytest.mark.parametrize("method", ["mdlm", "adlm"])
 def test_log_probs_are_the_plain_ones(method):
     """SUBS: the mask impossible, a visible token certain of itself."""
-    model, xt = build(method), text(3)
+    model, xt = small_model(method), random_tokens(3)
     xt[:, 1::3] = MASK
     with torch.no_grad():
         anchor, log_probs = model.log_probs(xt)
@@ -236,27 +207,11 @@ def test_selections_keep_positions_and_weights():
     where = select(is_selected, torch.tensor([0.5, 9.0, 2.0]), multiple=3)
     assert where.index.tolist() == [0, 2, 7, 8, 0, 0]
     assert where.weight.tolist() == [0.5, 0.5, 2.0, 2.0, 0.0, 0.0]
-    assert isinstance(where, Selection)
-
-
-def test_a_graph_that_is_kept_gives_its_gradients_again():
-    head, x = torch.nn.Linear(4, 9), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    selection = Selection(torch.tensor([0, 2, 5]), torch.tensor([0.3, 1.0, 0.2]))
-    total = selected_loss(x, head, torch.tensor([[1, 2, 3], [4, 5, 6]]), selection).total
-    total.backward(retain_graph=True)
-    tensors = (x, head.weight, head.bias)
-    first = [t.grad.clone() for t in tensors]
-    for t in tensors:
-        t.grad.zero_()
-    total.backward()
-    for t, grad in zip(tensors, first, strict=True):
-        assert torch.equal(t.grad, grad)
 
 
 def test_measuring_is_training_without_the_gradients_product(monkeypatch):
     """The same losses under no_grad, and no product for the head's gradient, which its weights would ask for."""
-    head, rng = linear(), torch.Generator().manual_seed(1)
-    features, targets = torch.randn(2, 5, 6, generator=rng, dtype=torch.float64), torch.tensor([[1, 2, 3, 4, 5]] * 2)
+    head, features, targets = linear(), normal(2, 5, 6), torch.tensor([[1, 2, 3, 4, 5]] * 2)
     selection = Selection(torch.arange(10), torch.ones(10, dtype=torch.float64))
     trained = selected_loss(features, head, targets, selection, without=0)
     monkeypatch.setattr(selected, "_add_product", None)  # who adds to the head's gradient fails

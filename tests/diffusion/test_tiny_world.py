@@ -11,7 +11,7 @@ from adlm.diffusion.anchors import every_token, listed_tokens, random_positions,
 from adlm.diffusion.masking import ForwardProcess, collect_batch, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.orders import first_hitting
-from adlm.diffusion.plans import ancestral, reverse_distribution, reverse_divergence
+from adlm.diffusion.plans import ancestral, reverse_distribution
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import Cosine, LogLinear, discrete_loss_weight, discrete_time
 from adlm.likelihood import estimate_nll
@@ -204,6 +204,13 @@ RULES = {
     "listed": listed_tokens([0, 2], 4),
     "random": random_positions(0.5, seed=3),
 }
+
+
+def reverse_divergence(xt, x0, probs, step, mask_id):
+    """KL (B, L) of one step's distribution with the true tokens from that with `probs`; summed it is a bound."""
+    truth = torch.nn.functional.one_hot(x0, probs.shape[-1]).to(probs.dtype)
+    q, p = (reverse_distribution(xt, law, step, mask_id) for law in (truth, probs))
+    return torch.where(q > 0, q * (q / p).log(), 0.0).sum(-1)
 
 
 def divergences(world, x0, is_anchor, steps):

@@ -18,10 +18,8 @@ from adlm.diffusion.objectives import training_loss
 from adlm.methods import METHODS, build_config
 from adlm.models import costs
 from adlm.models.costs import count_parameters, count_parameters_by_part, estimate_memory, flops_per_token, peak_flops
-from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.presets import PRESETS
+from adlm.models.language_model import PRESETS, LanguageModel, ModelConfig
 from bench import costs as planned
-from tests.goldens import facts
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = [
@@ -70,14 +68,6 @@ def test_the_count_is_the_models(method: str, preset: str, options: dict[str, ob
     assert found.heads == count(model.anchor_head) + (0 if config.tied else count(model.head))
 
 
-def test_the_count_is_the_papers() -> None:
-    golden = facts("param_counts")
-    for name in ("adlm_small_gpt2", "adlm_medium_gpt2", "mdlm_small_gpt2", "ar_small_gpt2", "adlm_small_bert"):
-        method, size, _ = name.split("_")
-        vocab, mask = golden[name]["vocab_size"], golden[name]["mask_index"]
-        assert count_parameters(build_config(method, size, vocab_size=vocab, mask_id=mask)) == golden[name]["total"]
-
-
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
 @pytest.mark.parametrize("method", ["adlm", "mdlm", "a2r", "ar"])
 def test_flops_are_what_torch_counts(method: str, bridge: str) -> None:
@@ -109,18 +99,6 @@ def test_flops_are_what_torch_counts(method: str, bridge: str) -> None:
     assert counter.get_total_flops() == expected
 
 
-def test_flops_follow_length_anchors_and_depth() -> None:
-    base = flops_per_token(small(), length=1024)
-    assert base == pytest.approx(1.19e9, rel=0.01)
-    assert flops_per_token(small(), length=2048) > base
-    per_share = 3 * 2 * 50_258 * 768
-    assert flops_per_token(small(), length=1024, anchor_share=1.0) - base == pytest.approx(0.4 * per_share)
-    one, two = small("ar"), small("ar", denoiser_layers=13)
-    attention_and_matrices = 3 * (24 * 768**2 + 2 * 1024 * 768)  # a causal row reads half of itself
-    assert flops_per_token(two, length=1024) - flops_per_token(one, length=1024) == attention_and_matrices
-    assert flops_per_token(small("mdlm"), length=1024, anchor_share=1.0) == flops_per_token(small("mdlm"), length=1024)
-
-
 TERAFLOPS = {"H200": 989, "H200 NVL": 835, "H100 80GB HBM3": 989, "H100 PCIe": 756, "H20": 148, "GB200": 2500}
 TERAFLOPS |= {"A100-SXM4-80GB": 312, "L40S": 362, "L40": 181, "L4": 121, "AMD Instinct MI300X": 1307}
 TERAFLOPS |= {"GeForce RTX 3090": 71, "GeForce RTX 3090 Ti": 80, "Tesla V100-PCIE-16GB": 112, "Tesla T4": 65}
@@ -147,7 +125,7 @@ def test_memory_follows_its_parts() -> None:
     config = small()
     base, count = bytes_of(config), count_parameters(config)
     assert base.weights == base.gradients == base.average == base.optimizer // 2 == 4 * count
-    assert base.total == sum(vars(base).values())
+    assert base.total == sum(base)
     assert bytes_of(config, ema=False).average == 0
     assert base.optimizer - bytes_of(config, optimizer="muon").optimizer == 4 * 18 * 12 * 768**2
     sharded = bytes_of(config, shards=8)
@@ -161,15 +139,6 @@ def test_memory_follows_its_parts() -> None:
     heads = [bytes_of(config, rows=n).head for n in (64, 128)]
     assert heads[1] - heads[0] < 2 * 24576 * 50_258 / 4
     assert bytes_of(replace(config, bridge="softmax")).activations > base.activations + 32 * 1024 * 50_258
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"optimizer": "sgd"}, "adamw, muon"), ({"bytes_per_activation": 1}, "2 .* or 4"), ({"rows": 0}, "at least 1")],
-)
-def test_memory_refuses_unknown_settings(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        bytes_of(small(), **change)
 
 
 def test_chunks_are_those_of_the_loss() -> None:
@@ -247,12 +216,3 @@ def test_the_measured_speed_is_the_records() -> None:
     # A checkpoint: weights, two moments and the average.
     sizes = [16 * count_parameters(config) / 1e9 for config in (small(), planned.LARGER[1].config)]
     assert f"about {sizes[0]:.1f} GB" in document and f"about {sizes[1]:.0f} GB" in document
-
-
-def test_the_paper_models_are_the_methods() -> None:
-    for corpus in planned.CORPORA:
-        for method in corpus.methods:
-            built = build_config(
-                method, "small", vocab_size=corpus.vocab_size, mask_id=corpus.mask_id, length=corpus.length
-            )
-            assert planned.build_paper_config(corpus, method) == built
