@@ -1,13 +1,4 @@
-"""Checkpoints: safetensors and JSON files, written atomically, with checksums that are compared before resuming.
-
-checkpoints/step-00001000/model.safetensors   the weights for inference (the EMA, if there is one)
-                          config.json         the model's config, method, step and kind of rows
-                          tokenizer.json …    as in the prepared data
-                          training/           weights and optimizer, by torch.distributed.checkpoint
-                          state.json          the state of the run: a plain dict
-                          checksums.json      sha256 of all of these
-checkpoints/latest, best                      symbolic links
-"""
+"""Checkpoints (docs/run_folder.md): safetensors and JSON, written atomically, checksums compared before resuming."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -80,10 +80,16 @@ ALIASES = {  # names in MDLM, ReMDM, LLaDA and Dream
 
 def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
     """Return the entry of a name or alias; the error for an unknown one lists the known names."""
-    entry = table.get(name, table.get(ALIASES.get(name, "")))
-    if entry is None:
-        raise ValueError(f"unknown {kind} {name!r}: expected one of {', '.join(table)}")
-    return entry
+    if name not in table and ALIASES.get(name) in table:
+        name = ALIASES[name]
+    check_known(kind, name, table)
+    return table[name]
+
+
+def check_known(kind: str, name: str, known: Collection[str]) -> None:
+    """Raise the error of an unknown name, which lists the known ones."""
+    if name not in known:
+        raise ValueError(f"unknown {kind} {name!r}: expected one of {', '.join(known)}")
 
 
 def takes_steps(sampler: str) -> bool:
@@ -109,10 +115,8 @@ def build_anchor_rule(name: str, **options: Any) -> anchors.AnchorRule:
 def _build(table: Mapping[str, Callable[..., Entry]], name: str, kind: str, options: dict[str, Any]) -> Entry:
     factory = look_up(table, name, kind)
     known = inspect.signature(factory).parameters
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        expected = f"expected one of {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"unknown option {unknown[0]!r} of {kind} {name!r}: {expected}")
+    for option in options:
+        check_known(f"{name} option", option, known or ["none"])
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in options]
     if missing:
         raise ValueError(f"{kind} {name!r} needs {', '.join(missing)}: give {missing[0]}=VALUE")
@@ -126,9 +130,7 @@ def build_config(method: str, preset: str, *, vocab_size: int, mask_id: int | No
         size = size | {"denoiser_layers": size["anchor_layers"], "anchor_layers": 0}
     if shape.is_causal:
         size = size | {"cond_dim": None}  # the lineage's causal layers have no modulation
-    known = [field.name for field in fields(ModelConfig)]
-    unknown = [change for change in changes if change not in known]
-    if unknown:
-        raise ValueError(f"unknown setting {unknown[0]!r} of a model: expected one of {', '.join(known)}")
+    for change in changes:
+        check_known("model setting", change, [field.name for field in fields(ModelConfig)])
     settings = size | {"is_causal": shape.is_causal, "vocab_size": vocab_size, "mask_id": mask_id} | changes
     return ModelConfig(**settings)

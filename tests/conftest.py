@@ -1,4 +1,4 @@
-"""One thread a test; and what `.ci/run` needs so as not to run in its second half what has just passed in its first."""
+"""One thread per test, and a list of passed tests, which `.ci/run` leaves out in its second half."""
 
 import os
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-torch.set_num_threads(1)  # the models of the tests are small, and a test machine may be busy with other things
+torch.set_num_threads(1)  # the models of the tests are small
 
 WRITE, LEAVE_OUT = "ADLM_TESTS_PASSED", "ADLM_TESTS_DONE"  # files of test names, one a line
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the list of tests that passed; of several processes the first writes it."""
+    """Start the list of tests that passed, in the main process."""
     if WRITE in os.environ and not hasattr(config, "workerinput"):
         Path(os.environ[WRITE]).write_text("", "utf-8")
         config.pluginmanager.register(Passed(Path(os.environ[WRITE])))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is on the list; how many is in pytest's last line (deselected)."""
+    """Leave out the tests on the list; pytest counts them as deselected."""
     if LEAVE_OUT in os.environ:
         done = set(Path(os.environ[LEAVE_OUT]).read_text("utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
@@ -27,13 +27,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Passed:
-    """Writes down tests that passed, once all of each has: a test whose end fails is run again."""
+    """Writes the names of tests whose call and teardown passed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.called = path, set[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Told of each part of each test."""
+        """Write a test's name after its teardown."""
         if report.when == "call" and report.passed:
             self.called.add(report.nodeid)
         elif report.when == "teardown" and report.passed and report.nodeid in self.called:

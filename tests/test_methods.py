@@ -22,7 +22,7 @@ from adlm.methods import (
     build_schedule,
     look_up,
 )
-from adlm.models.language_model import PRESETS, LanguageModel, ModelConfig
+from adlm.models.language_model import PRESETS, LanguageModel
 
 TABLES = {"sampler": SAMPLERS, "schedule": SCHEDULES, "rule": ANCHOR_RULES, "method": METHODS, "preset": PRESETS}
 NEEDS_NO_STEPS = {"first_hitting", "entropy_bounded"}
@@ -50,7 +50,7 @@ def test_every_sampler_can_be_built_and_checks_its_options(name):
     sampler = build_sampler(name, **options)
     assert isinstance(sampler, Plan | Order) and sampler.name == name
     wrong = {"speed": 3} if name not in NEEDS_NO_STEPS else {"steps": 4}
-    with pytest.raises(ValueError, match=f"unknown option '{next(iter(wrong))}' of sampler '{name}': "):
+    with pytest.raises(ValueError, match=f"unknown {name} option '{next(iter(wrong))}': expected one of "):
         build_sampler(name, **options, **wrong)
     for steps in (0, -3) if options else ():
         with pytest.raises(ValueError, match=f"steps must be at least 1, got {steps}"):
@@ -68,7 +68,7 @@ def test_every_sampler_can_be_built_and_checks_its_options(name):
         (build_sampler, "entropy_bounded", {"bound": -1.0}, "must not be negative"),
         (build_sampler, "ancestral", {}, "sampler 'ancestral' needs steps: give steps=VALUE"),
         (build_anchor_rule, "listed", {}, "anchor rule 'listed' needs ids, vocab_size"),
-        (build_schedule, "cosine", {"low": 1}, "unknown option 'low' of schedule 'cosine': "),
+        (build_schedule, "cosine", {"low": 1}, "unknown cosine option 'low': expected one of "),
     ],
 )
 def test_wrong_options_are_refused(build, name, options, message):
@@ -85,7 +85,7 @@ def test_plans_can_be_printed():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_config_for_every_corner(method, preset):
     """One stage has the anchor network's depth; causal models have no modulation; the rest is the preset's."""
-    shape, size = METHODS[method], ModelConfig(**PRESETS[preset], vocab_size=100, mask_id=99)
+    shape, size = METHODS[method], PRESETS[preset]
     config = build_config(method, preset, vocab_size=100, mask_id=99)
     assert config.is_causal == shape.is_causal == (method in ("ar", "a2r"))
     assert bool(config.anchor_layers) == shape.two_stages == (method in ("adlm", "a2r"))
@@ -118,5 +118,5 @@ def test_a_batch_must_fit_its_model():
 def test_changes_win_over_the_preset():
     config = build_config("adlm", "small", vocab_size=12, mask_id=3, dim=48, bridge="softmax", length=7)
     assert (config.dim, config.bridge, config.length, config.mask_id) == (48, "softmax", 7, 3)
-    with pytest.raises(ValueError, match="unknown setting 'depth' of a model: expected one of vocab_size"):
+    with pytest.raises(ValueError, match="unknown model setting 'depth': expected one of vocab_size"):
         build_config("adlm", "small", vocab_size=12, mask_id=3, depth=4)

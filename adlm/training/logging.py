@@ -26,6 +26,7 @@ from torch import Tensor
 from adlm.config import Config
 from adlm.data.batches import Batch
 from adlm.data.shards import PreparedData, fsync_path, write_atomically
+from adlm.methods import look_up
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
 from adlm.training.distributed import DistributedContext, get_device_name
@@ -139,11 +140,9 @@ def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
 def open_tracker(name: str, folder: Path, config: Record, step: int = 0) -> Iterator[WriteRecord]:
     """A context with a function that writes a record to a tracker; `step` is the checkpoint's that the run resumes."""
     open_by_name = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
-    if name not in open_by_name:
-        raise ValueError(f"unknown tracker {name!r}: expected one of {', '.join(open_by_name)}")
     with ExitStack() as exit_stack:
         try:
-            write = exit_stack.enter_context(open_by_name[name](folder, config, step))
+            write = exit_stack.enter_context(look_up(open_by_name, name, "tracker")(folder, config, step))
         except ImportError as error:
             raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
         yield write

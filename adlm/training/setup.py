@@ -53,10 +53,8 @@ def open_stream(config: Config) -> Source | None:
     """Open the source of data.stream, if there is one."""
     if config.data.stream is None:
         return None
-    known = [name for name in inspect.signature(open_source).parameters if name != "spec"]
-    unknown = [name for name in config.data.stream_options if name not in known]
-    if unknown:
-        raise ValueError(f"unknown data.stream_options {unknown[0]!r}: expected one of {', '.join(known)}")
+    for name in config.data.stream_options:
+        methods.check_known("key of data.stream_options", name, list(inspect.signature(open_source).parameters)[1:])
     return open_source(config.data.stream, **config.data.stream_options)
 
 
