@@ -1,4 +1,4 @@
-"""`adlm prepare` as a person would type it."""
+"""`adlm prepare`: its output, its errors, its JSON."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def run(*arguments: object) -> Any:
     return invoke("prepare", *arguments)
 
 
-def test_text_becomes_a_folder_and_the_next_command_is_said(text: Path, tmp_path: Path) -> None:
+def test_prepare_check_and_overwrite(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "data"
     command = (text, "--out", out, "--tokenizer", "gpt2", "--length", "64", "--workers", "1")
     result = run(*command)
@@ -36,7 +36,7 @@ def test_text_becomes_a_folder_and_the_next_command_is_said(text: Path, tmp_path
         assert f"{data.manifest['splits'][split]['tokens']:,}" in result.output
     assert "vocabulary 50,258, mask id 50,257" in result.output
     assert f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN" in result.output
-    assert "\x1b" not in result.output  # a pipe gets lines, not a screen
+    assert "\x1b" not in result.output  # no control sequences in a pipe
 
     again = run(*command)
     assert again.exit_code == 0 and "already prepared, nothing to do" in again.output
@@ -67,41 +67,37 @@ def test_a_tokenizer_is_trained_and_its_size_reported(text: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "--out is required: a folder"),
-        (("--out", "data", "--tokenizer", "nowhere/tokenizer.json"), "gpt2, bert-base-uncased, bytes"),
-        (("--out", "data", "--length", "1000000"), "fills no row"),
-        (("--out", "data", "--rows", "lines"), "expected wrapped or documents"),
-        (("--out", "data", "--documents", "pages"), "pages"),
+        (("book.txt.gz",), "--out is required: a folder"),
+        (("--out", "data"), "SOURCE is required: a file"),
+        (("--out", "data", "--check"), "make it with `adlm prepare"),
+        (("missing.txt", "--out", "data"), "missing.txt"),
+        (("book.txt.gz", "--out", "data", "--tokenizer", "nowhere/tokenizer.json"), "gpt2, bert-base-uncased, bytes"),
+        (("book.txt.gz", "--out", "data", "--length", "1000000"), "fills no row"),
+        (("book.txt.gz", "--out", "data", "--rows", "lines"), "expected wrapped or documents"),
+        (("book.txt.gz", "--out", "data", "--documents", "pages"), "unknown documents 'pages'"),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_errors_are_one_line(
     text: Path, tmp_path: Path, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run(text, *options)
+    result = run(*options)
     assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output
 
 
-def test_a_check_of_nothing_and_a_source_that_is_not_there(tmp_path: Path) -> None:
-    assert "make it with `adlm prepare" in run("--out", tmp_path, "--check").output
-    assert "SOURCE is required: a file" in run("--out", tmp_path).output
-    missing = run(tmp_path / "missing.txt", "--out", tmp_path / "data")
-    assert missing.exit_code == 2 and "missing.txt" in missing.output
-
-
-def test_the_line_says_speed_and_time_left() -> None:
+def test_progress_has_speed_and_time_left() -> None:
     line = format_progress(PrepareProgress("train", 25, 100, 5_000_000, 1_200_000, 1000, seconds=2.0))
     assert line.split() == ["train", "25%", "1,200,000", "tokens,", "2.5", "MB/s,", "6", "s", "left"]
     assert "left" not in format_progress(PrepareProgress("train", 0, None, 5_000_000, 1_200_000, 1000, seconds=2.0))
 
 
-def test_the_help_says_the_defaults() -> None:
+def test_help_has_the_defaults() -> None:
     shown = " ".join(run("--help").output.replace("│", " ").split())
     for default in ("gpt2", "1024", "wrapped", "the end of SOURCE", "all cores"):
         assert f"[default: {default}]" in shown, default
 
 
-def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
+def test_skipped_files_are_listed(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text("Some words, and some more of them. " * 200, "utf-8")
@@ -112,13 +108,13 @@ def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
     assert "not read" in result.output and "notes.md, picture.png" in result.output
 
 
-def test_what_was_written_is_told_in_json_alone(text: Path, tmp_path: Path) -> None:
+def test_json_is_all_of_stdout(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "data"
     result = run(text, "--out", out, "--tokenizer", "bytes", "--length", 32, "--workers", 1, "--json")
     assert result.exit_code == 0, result.output
-    found, manifest = json.loads(result.stdout), open_data(out).manifest
-    assert found["folder"] == str(out) and found["splits"].keys() == manifest["splits"].keys()
-    for name, split in found["splits"].items():
+    answer, manifest = json.loads(result.stdout), open_data(out).manifest
+    assert answer["folder"] == str(out) and answer["splits"].keys() == manifest["splits"].keys()
+    for name, split in answer["splits"].items():
         assert split == {key: manifest["splits"][name][key] for key in ("rows", "tokens", "documents", "bytes")}
     assert "next: adlm train" in result.stderr
     wrong = run(text, "--json")

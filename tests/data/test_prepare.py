@@ -1,7 +1,8 @@
-"""The folder depends on the text and the settings alone: not on workers, not on how often the run was killed."""
+"""The prepared folder depends on the text and the settings only, not on workers or interruptions."""
 
 import errno
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
 from adlm.data.workers import chunk_documents
 
 TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
+TEXT_BYTES = sum(len(text.encode()) for text in TEXTS)
 SMALL: dict[str, Any] = {"tokenizer": "bytes", "length": 64, "shard_tokens": 64 * 100, "workers": 2}
 
 
@@ -49,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks of little text, so that there is something to put in order."""
+    """Small chunks: several for each worker."""
     monkeypatch.setattr(
         module, "chunk_documents", lambda documents, skip: chunk_documents(documents, skip=skip, characters=2000)
     )
@@ -61,18 +64,18 @@ def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -
     ids, lengths = gpt2.encode_batch(TEXTS)
     stream = end_documents(ids, lengths, 50_256)
     expected, _ = wrap_rows(stream, ids[:0], 64, bos_id=50_256, eos_id=50_256)
-    held = count_valid_rows(len(expected), 0.01)
     train, valid = (data.rows(split).fetch(range(len(data.rows(split))))[0].numpy() for split in ("train", "valid"))
-    assert np.array_equal(np.concatenate([train, valid]), expected) and len(valid) == held
+    assert np.array_equal(np.concatenate([train, valid]), expected)
+    assert len(valid) == count_valid_rows(len(expected), 0.01)
     assert np.array_equal(data.counts().numpy(), np.bincount(train.ravel(), minlength=50_258))
-    found = manifest["splits"]
-    assert (found["train"]["rows"], found["train"]["tokens"]) == (len(train), train.size)
-    # The bytes of the rows are those of their text, but for the tokens that a row's edge divides.
+    splits = manifest["splits"]
+    assert (splits["train"]["rows"], splits["train"]["tokens"]) == (len(train), train.size)
+    # The bytes of the rows are those of their text, except for tokens that the end of a row divides.
     for rows, split in ((train, "train"), (valid, "valid")):
         text = sum(len(gpt2.decode(row, skip_special=True).encode()) for row in rows.tolist())
-        assert abs(found[split]["bytes"] - text) < 0.02 * text + 100
-    assert found["train"]["bytes"] + found["valid"]["bytes"] <= sum(len(text.encode()) for text in TEXTS)
-    assert len(TEXTS) <= found["train"]["documents"] + found["valid"]["documents"] <= len(TEXTS) + 1
+        assert abs(splits[split]["bytes"] - text) < 0.02 * text + 100
+    assert splits["train"]["bytes"] + splits["valid"]["bytes"] <= TEXT_BYTES
+    assert len(TEXTS) <= splits["train"]["documents"] + splits["valid"]["documents"] <= len(TEXTS) + 1
 
 
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
@@ -81,15 +84,14 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: str) -> Non
         prepare(make_source(TEXTS), tmp_path / str(workers), **SMALL | {"workers": workers, "rows": rows})
     one = contents(tmp_path / "1")
     assert one == contents(tmp_path / "2") == contents(tmp_path / "3")
-    shards = {name for name in one if name.endswith(".bin")}
-    assert len(shards) > 2 and {name.endswith((".part", ".ends")) for name in one} == {False}
+    assert len([name for name in one if name.endswith(".bin")]) > 2
+    assert not any(name.endswith((".part", ".ends")) for name in one)
 
 
-def test_a_document_to_a_row_is_cut_padded_and_measured(tmp_path: Path) -> None:
+def test_rows_of_one_document_are_cut_padded_and_measured(tmp_path: Path) -> None:
     texts = ["short", "", "x" * 200, "Grüße"] * 5
-    manifest = prepare(
-        make_source(texts), tmp_path, **SMALL | {"tokenizer": "bert-base-uncased", "length": 8}, rows="documents"
-    )
+    options = SMALL | {"tokenizer": "bert-base-uncased", "length": 8, "rows": "documents"}
+    manifest = prepare(make_source(texts), tmp_path, **options)
     data, bert = open_data(tmp_path), load_tokenizer("bert-base-uncased")
     assert manifest["rows"] == "documents" and data.is_padded
     tokens, lengths = data.rows("train").fetch(range(len(data.rows("train"))))
@@ -101,23 +103,19 @@ def test_a_document_to_a_row_is_cut_padded_and_measured(tmp_path: Path) -> None:
     assert manifest["splits"]["train"]["documents"] == len(tokens) == 18
 
 
-def in_a_child(seconds: float | None, syncs: int | None, *arguments: Any, **options: Any) -> int:
-    """Prepare in a process that is killed after so many seconds, or at the n-th time it waits for the disk."""
+def prepare_in_child(seconds: float | None, syncs: int | None, *arguments: Any, **options: Any) -> int:
+    """Prepare in a process that is killed after so many seconds, or at its n-th fsync; return its status."""
     child = os.fork()
     if child == 0:
-        fsync, left = os.fsync, syncs
+        fsync, left = os.fsync, itertools.count(syncs or 0, -1)
 
         def count(handle: int) -> None:
-            nonlocal left
-            if left is not None:
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if next(left) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             fsync(handle)
 
         os.fsync = count
-        try:
-            # Slower than it need be, so that a moment is likely to lie within.
+        try:  # slowed down, so that the kill is likely to come in between
             prepare(*arguments, **options, on_progress=lambda _: time.sleep(0.01))
         except BaseException:
             os._exit(1)
@@ -138,29 +136,24 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path:
     for attempt in range(40):
         is_timed = attempt in (0, 2, 4)  # on a busy machine little is done by then, so not always
         seconds, syncs = (rng.uniform(0.05, 0.4), None) if is_timed else (None, rng.randint(5, 35))
-        status = in_a_child(seconds, syncs, source, tmp_path / "killed", **options)
+        status = prepare_in_child(seconds, syncs, source, tmp_path / "killed", **options)
         shards.append(len(list((tmp_path / "killed").glob("train-*.bin"))))
         if os.WIFSIGNALED(status):
             killed += 1
         elif status == 0:
             break
     assert status == 0 and killed >= 3
-    assert len(set(shards)) > 2  # it went on, and did not begin anew each time
+    assert len(set(shards)) > 2  # it resumed, and did not start over each time
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("syncs", [1, 2, 4, 6])
 def test_a_kill_while_the_valid_split_is_cut_off_loses_nothing(tmp_path: Path, syncs: int) -> None:
-    """The last moments, one by one: copying the end of the stream, shortening, counting, the manifest."""
+    """The last steps, one by one: copying the end of the stream, shortening, counting, the manifest."""
     source, options = make_source(TEXTS[:60]), SMALL | {"valid_share": 0.5, "workers": 1}
-    counted: list[int] = []
-    fsync = os.fsync
-    try:
-        os.fsync = lambda handle: counted.append(handle) or fsync(handle)  # type: ignore[func-returns-value]
+    with mock.patch("os.fsync", wraps=os.fsync) as fsync:
         prepare(source, tmp_path / "whole", **options)
-    finally:
-        os.fsync = fsync
-    status = in_a_child(None, len(counted) + 1 - 2 * syncs, source, tmp_path / "killed", **options)
+    status = prepare_in_child(None, fsync.call_count + 1 - 2 * syncs, source, tmp_path / "killed", **options)
     assert os.WIFSIGNALED(status)
     prepare(source, tmp_path / "killed", **options)
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
@@ -173,42 +166,34 @@ def test_finished_shards_are_not_made_again(tmp_path: Path) -> None:
     assert len(before) == 5
     again: list[PrepareProgress] = []
     prepare(make_source(TEXTS), tmp_path, **SMALL, on_progress=again.append)
-    assert again[-1].rows > 800 and again[-1].bytes < 0.6 * sum(len(text.encode()) for text in TEXTS)
+    assert again[-1].rows > 800 and again[-1].bytes < 0.6 * TEXT_BYTES
     assert all((tmp_path / name).stat().st_mtime_ns == moment for name, moment in before.items())
     assert again[-1].consumed == again[-1].total
 
 
-def test_a_full_disk_is_told_and_what_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_finished_shards_are_kept(tmp_path: Path) -> None:
     prepare(make_source(TEXTS), tmp_path / "whole", **SMALL)
-    fsync, left = os.fsync, 20
-
-    def full(handle: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"is full.* GB free.* run the same command again") as told:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch("os.fsync", side_effect=[None] * 20 + [full] * 100),
+        pytest.raises(OSError, match=r"is full.* GB free.* run the same command again") as raised,
+    ):
         prepare(make_source(TEXTS), tmp_path / "full", **SMALL)
-    assert told.value.errno == errno.ENOSPC
+    assert raised.value.errno == errno.ENOSPC
     assert list((tmp_path / "full").glob("train-*.bin")) and not list((tmp_path / "full").glob("*.part"))
-    monkeypatch.undo()
     prepare(make_source(TEXTS), tmp_path / "full", **SMALL)
     assert contents(tmp_path / "full") == contents(tmp_path / "whole")
 
 
-def test_other_settings_need_another_folder_or_consent(tmp_path: Path) -> None:
+def test_other_settings_need_another_folder_or_overwrite(tmp_path: Path) -> None:
     first = prepare(make_source(TEXTS), tmp_path, **SMALL)
     (tmp_path / "notes.txt").write_text("not ours")
     times = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert prepare(make_source(TEXTS), tmp_path, **SMALL | {"workers": 1}) == first  # workers decide nothing
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
     changed = SMALL | {"length": 32, "tokenizer": "gpt2"}
-    with pytest.raises(
-        ValueError, match=r"(?s)length: 64 there, 32 now.*vocab_size: 258 there, 50258 now.*--overwrite"
-    ):
+    message = r"(?s)length: 64 there, 32 now.*vocab_size: 258 there, 50258 now.*--overwrite"
+    with pytest.raises(ValueError, match=message):
         prepare(make_source(TEXTS), tmp_path, **changed)
     with pytest.raises(ValueError, match=r"source\.texts: "):
         prepare(make_source(TEXTS[1:]), tmp_path, **SMALL)
@@ -219,8 +204,7 @@ def test_other_settings_need_another_folder_or_consent(tmp_path: Path) -> None:
 
 def test_a_valid_source_of_its_own_is_used_whole(tmp_path: Path) -> None:
     manifest = prepare(make_source(TEXTS), tmp_path, **SMALL, valid=make_source(TEXTS[:20], "other"))
-    stream = sum(len(text.encode()) + 1 for text in TEXTS)
-    assert manifest["splits"]["train"]["rows"] == stream // 62  # none held out
+    assert manifest["splits"]["train"]["rows"] == (TEXT_BYTES + len(TEXTS)) // 62  # none held out
     assert manifest["splits"]["valid"]["rows"] == sum(len(text.encode()) + 1 for text in TEXTS[:20]) // 62
     assert manifest["valid_from"] == "a source of its own"
     assert list(prepare(make_source(TEXTS), tmp_path / "all", **SMALL, valid_share=0)["splits"]) == ["train"]
@@ -234,49 +218,42 @@ def test_held_out_rows_are_a_share_but_not_too_few_nor_all(rows: int, share: flo
 
 
 @pytest.mark.parametrize(("texts", "message"), [(["tiny"], "5? ?fills no row"), (["x" * 70], "1 rows of length 64")])
-def test_too_little_text_is_told_and_leaves_nothing_behind(tmp_path: Path, texts: list[str], message: str) -> None:
+def test_too_little_text_is_an_error_and_leaves_nothing_behind(tmp_path: Path, texts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(make_source(texts), tmp_path, **SMALL)
     assert not list(tmp_path.iterdir())
     prepare(make_source(texts * 40), tmp_path, **SMALL)  # the folder is free for another try
 
 
-def test_a_tokenizer_is_learned_and_survives_a_stop(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_and_survives_a_stop(tmp_path: Path) -> None:
     options = SMALL | {"tokenizer": None, "train_tokenizer": 600}
     manifest = prepare(make_source(TEXTS), tmp_path / "whole", **options)
     assert (manifest["tokenizer"]["vocab_size"], manifest["tokenizer"]["mask_id"]) == (600, 599)
-    expected = train_bpe(TEXTS, 600, end_token=END_OF_TEXT)
-    assert manifest["tokenizer"]["sha256"] == expected.sha256
-
+    assert manifest["tokenizer"]["sha256"] == train_bpe(TEXTS, 600, end_token=END_OF_TEXT).sha256
     with pytest.raises(KeyboardInterrupt):
         prepare(make_source(TEXTS), tmp_path / "stopped", **options, on_progress=stop_after(0))
     prepare(make_source(TEXTS), tmp_path / "stopped", **options)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
 
 
-def test_only_the_beginning_of_a_long_source_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_on_the_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TOKENIZER_BYTES", 5000)
-    taken = "".join(module.read_first_documents(make_source(TEXTS), 5000))
-    assert "".join(TEXTS).startswith(taken) and 4900 < len(taken.encode()) < 5100
-    changed = [*TEXTS[:100], *(text.upper() for text in TEXTS[100:])]
-    assert sum(map(len, TEXTS[:100])) > 5000
-    found = {
-        prepare(make_source(texts), tmp_path / str(i), length=64, train_tokenizer=400)["tokenizer"]["sha256"]
-        for i, texts in enumerate([TEXTS, changed])
-    }
-    assert len(found) == 1
+    first = "".join(module.read_first_documents(make_source(TEXTS), 5000))
+    assert "".join(TEXTS).startswith(first) and 4900 < len(first.encode()) < 5100
+    manifest = prepare(make_source(TEXTS), tmp_path, length=64, train_tokenizer=400)
+    expected = train_bpe(module.read_first_documents(make_source(TEXTS), 5000), 400, end_token=END_OF_TEXT)
+    assert manifest["tokenizer"]["sha256"] == expected.sha256
 
 
-def test_a_named_corpus_brings_what_it_is_known_for(tmp_path: Path) -> None:
+def test_a_named_dataset_has_its_own_settings(tmp_path: Path) -> None:
     (tmp_path / "lm1b.txt").write_text("\n".join(f"Sentence {i} , as the news had it ." for i in range(50)))
     manifest = prepare(f"lm1b:{tmp_path / 'lm1b.txt'}", tmp_path / "a", workers=1)
-    kept = (manifest["tokenizer"]["name"], manifest["length"], manifest["rows"])
-    assert kept == ("bert-base-uncased", 128, "documents")
+    settings = (manifest["tokenizer"]["name"], manifest["length"], manifest["rows"])
+    assert settings == ("bert-base-uncased", 128, "documents")
     assert manifest["valid_from"] == "the end of the stream"  # one file is every split
-    text = "\n".join("the cat sat on the mat" for _ in range(40))
     (tmp_path / "ptb").mkdir()
     for split in ("train", "valid"):
-        (tmp_path / "ptb" / f"ptb.{split}.txt").write_text(text + f"\n{split}")
+        (tmp_path / "ptb" / f"ptb.{split}.txt").write_text("the cat sat on the mat\n" * 40 + split)
     manifest = prepare(f"ptb:{tmp_path / 'ptb'}", tmp_path / "b", length=16, workers=1)
     assert (manifest["tokenizer"]["name"], manifest["length"]) == ("gpt2", 16)
     assert manifest["valid_from"] == "a source of its own"
@@ -294,56 +271,49 @@ def test_a_named_corpus_brings_what_it_is_known_for(tmp_path: Path) -> None:
         ({"train_tokenizer": 300}, "'bytes' and train_tokenizer are both given: leave one out"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(make_source(TEXTS), tmp_path, **SMALL | changes)
 
 
-def test_the_output_must_be_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match=r"file is a file: give --out a folder"):
-        prepare(make_source(TEXTS), tmp_path / "file", **SMALL)
-
-
-@pytest.mark.parametrize("how", [{"length": 1024}, {"length": 3}, {"length": 64, "overwrite": True}])
-def test_files_of_the_user_are_never_removed(tmp_path: Path, how: dict[str, Any]) -> None:
-    """Nor if the text is too short, or the folder is written anew: a name that looks like ours is not ours."""
-    names = ("train-small.txt", "valid-notes.txt", "train-00000-of-00001.parquet", "film.mkv.part", "a.ends")
-    for name in names:
-        (tmp_path / name).write_text("too short" if how["length"] != 64 else "long enough " * 100)
+@pytest.mark.parametrize(("length", "text"), [(1024, "too short"), (3, "too short"), (64, "long enough " * 100)])
+def test_files_of_the_user_are_never_removed(tmp_path: Path, length: int, text: str) -> None:
+    """Neither if the text is too short nor with `overwrite`, even if their names resemble those of shards."""
+    for name in ("train-small.txt", "valid-notes.txt", "train-00000-of-00001.parquet", "film.mkv.part", "a.ends"):
+        (tmp_path / name).write_text(text)
     kept = contents(tmp_path)
-    with suppress(ValueError):  # too short
-        prepare(tmp_path / "train-small.txt", tmp_path, tokenizer="bytes", workers=1, **how)
-        prepare(tmp_path / "train-small.txt", tmp_path, tokenizer="bytes", workers=1, **how | {"overwrite": True})
+    options: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, "length": length}
+    for overwrite in (False, True):
+        with suppress(ValueError):  # too short
+            prepare(tmp_path / "train-small.txt", tmp_path, overwrite=overwrite, **options)
     assert kept.items() <= contents(tmp_path).items()
 
 
-def test_a_tokenizer_that_is_there_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("mine")
+def test_outputs_that_are_not_free_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"text": "mine"}')
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"holds tokenizer.json, which no preparation wrote"):
             prepare(make_source(TEXTS), tmp_path, overwrite=overwrite, **SMALL)
-    assert contents(tmp_path) == {"tokenizer.json": b"mine"}
-
-
-def test_a_folder_is_not_written_into_its_own_source(tmp_path: Path) -> None:
+    assert contents(tmp_path) == {"tokenizer.json": b'{"text": "mine"}'}
     (tmp_path / "a.txt").write_text(load_excerpt()[:20_000])
+    with pytest.raises(ValueError, match=r"a\.txt is a file: give --out a folder"):
+        prepare(make_source(TEXTS), tmp_path / "a.txt", **SMALL)
     for out in (tmp_path, tmp_path / "data", tmp_path / "deep" / "data"):
         with pytest.raises(ValueError, match="whose files are read as text"):
             prepare(tmp_path, out, **SMALL)
     prepare(tmp_path / "a.txt", tmp_path / "data", **SMALL)
 
 
-def test_a_shard_that_was_hurt_while_the_run_stood_still_is_told(tmp_path: Path) -> None:
+def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(make_source(TEXTS), tmp_path, on_progress=stop_after(350), **SMALL)
-    harms: list[tuple[Callable[[], object], str]] = [
+    damages: list[tuple[Callable[[], object], str]] = [
         (lambda: os.truncate(tmp_path / "train-00001.bin", 100), "train-00001.bin has 100 bytes, 12,800 expected"),
         ((tmp_path / "train-00001.bin").unlink, "train-00001.bin is missing"),
         (lambda: (tmp_path / "progress.json").write_text("{"), "progress.json is not JSON"),
     ]
-    for harm, message in harms:
-        harm()
+    for damage, message in damages:
+        damage()
         with pytest.raises(ValueError, match=f"{message}.*--overwrite"):
             prepare(make_source(TEXTS), tmp_path, **SMALL)
     prepare(make_source(TEXTS), tmp_path, overwrite=True, **SMALL)

@@ -1,4 +1,4 @@
-"""Any text comes back as it went in; the mask is never text."""
+"""Decoding returns the encoded text; no text is encoded to a special token."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_b
 TOKENIZER = train_bpe([load_excerpt()[:20_000]], 400)
 LOADED = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased", "bytes", "characters")}
 LOADED["trained"] = TOKENIZER
-# What a text may hold to look like a special token.
+# Parts of a text that look like special tokens.
 SPECIAL = st.sampled_from(["[MASK]", "[CLS]", "[SEP]", "[PAD]", "[BOS]", "<|endoftext|>", "<mask>", " ", "a", "\n"])
 
 
@@ -35,12 +35,6 @@ def test_byte_level_tokenizers_give_the_text_back(text: str, name: str) -> None:
         assert ids == list(text.encode("utf-8"))
 
 
-def test_letters_of_text8_have_the_ids_of_the_lineage() -> None:
-    characters = LOADED["characters"]
-    assert characters.encode("az b") == [8, 33, 34, 9] and characters.decode([8, 33, 34, 9]) == "az b"
-    assert characters.encode("A") == [7]  # unknown
-
-
 @pytest.mark.parametrize(
     ("name", "ids"),
     [
@@ -55,52 +49,47 @@ def test_ids_of_the_named_tokenizers(name: str, ids: tuple[int | None, ...]) -> 
     assert get_ids(LOADED[name]) == ids
 
 
-def test_bundled_tokenizers_are_the_published_ones() -> None:
-    # Ids that the published files give; the hashes are those of the files themselves.
+def test_named_tokenizers_are_the_published_ones() -> None:
+    """Ids that the published files give; the hashes are those of the files themselves."""
     text = "Hello world, it's 2025.\n\n  café — naïve\n"
     gpt2 = [15496, 995, 11, 340, 338, 32190, 13, 628, 220, 40304, 851, 41492, 198]
     assert LOADED["gpt2"].encode(text) == gpt2
     assert LOADED["bert-base-uncased"].encode("Hello world, it's naïve") == [7592, 2088, 1010, 2009, 1005, 1055, 15743]
-    notes = (Path(__file__).parents[2] / "adlm/data/bundled/README.md").read_text("utf-8")
-    assert all(LOADED[name].sha256 in notes for name in ("gpt2", "bert-base-uncased"))
+    page = (Path(__file__).parents[2] / "adlm/data/bundled/README.md").read_text("utf-8")
+    assert all(LOADED[name].sha256 in page for name in ("gpt2", "bert-base-uncased"))
+    characters = LOADED["characters"]  # the lineage's for text8
+    assert characters.encode("az bA") == [8, 33, 34, 9, 7] and characters.decode([8, 33, 34, 9]) == "az b"
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(SPECIAL, max_size=8).map("".join), st.sampled_from(sorted(LOADED)))
 def test_no_text_becomes_a_special_token(text: str, name: str) -> None:
-    found = LOADED[name]
-    special = {found.mask_id, found.bos_id, found.eos_id, found.pad_id} - {None}
-    assert not special & set(found.encode(text))
-    flat, lengths = found.encode_batch([text, "x", text])
-    assert not special & set(flat.tolist())
-    assert flat.tolist() == found.encode(text) + found.encode("x") + found.encode(text)
-    assert lengths.tolist() == [len(found.encode(each)) for each in (text, "x", text)]
-
-
-def test_ids_of_a_batch_are_one_array() -> None:
-    flat, lengths = LOADED["gpt2"].encode_batch([])
-    assert flat.shape == lengths.shape == (0,)
-    assert LOADED["gpt2"].encode_batch(["So it goes."])[0].dtype == np.uint32
+    tokenizer = LOADED[name]
+    ids = tokenizer.encode(text)
+    assert not {tokenizer.mask_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id} & set(ids)
+    flat, lengths = tokenizer.encode_batch([text, "x", text])
+    assert flat.tolist() == ids + tokenizer.encode("x") + ids and flat.dtype == np.uint32
+    assert lengths.tolist() == [len(ids), len(tokenizer.encode("x")), len(ids)]
 
 
 @pytest.mark.parametrize("name", sorted(LOADED))
-def test_a_saved_or_sent_tokenizer_is_the_same(name: str, tmp_path: Path) -> None:
-    found, text = LOADED[name], "It was [MASK] <|endoftext|> all the same."
-    found.save(tmp_path)
-    for other in (Tokenizer.load(tmp_path), load_tokenizer(tmp_path), pickle.loads(pickle.dumps(found))):
-        assert (other.sha256, other.name, *get_ids(other)) == (found.sha256, found.name, *get_ids(found))
-        assert other.encode(text) == found.encode(text)
+def test_a_saved_or_pickled_tokenizer_is_the_same(name: str, tmp_path: Path) -> None:
+    tokenizer, text = LOADED[name], "It was [MASK] <|endoftext|> all the same."
+    tokenizer.save(tmp_path)
+    for other in (Tokenizer.load(tmp_path), load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        assert (other.sha256, other.name, get_ids(other)) == (tokenizer.sha256, tokenizer.name, get_ids(tokenizer))
+        assert other.encode(text) == tokenizer.encode(text)
 
 
-def test_special_tokens_are_skipped_only_when_asked() -> None:
+def test_special_tokens_are_skipped_on_request() -> None:
     gpt2 = LOADED["gpt2"]
     row = [gpt2.bos_id, *gpt2.encode("So it goes."), gpt2.eos_id]
     assert gpt2.decode(row) == "<|endoftext|>So it goes.<|endoftext|>"
     assert gpt2.decode(row, skip_special=True) == "So it goes."
 
 
-def written(folder: Path, specials: list[str], config: dict | None, name: str = "tokenizer_config.json") -> Path:
-    """A small word-level tokenizer with these special tokens, as others save theirs."""
+def write_tokenizer(folder: Path, specials: list[str], config: dict | None, name: str) -> Path:
+    """Write a small word-level tokenizer with these special tokens, as other libraries do."""
     words = ["a", "b", "c", *specials]
     bpe = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
     bpe.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -127,89 +116,70 @@ CONFIG = {"bos_token": "<go>", "eos_token": {"content": "<stop>"}, "pad_token": 
 def test_special_tokens_of_a_folder(
     tmp_path: Path, specials: list[str], config: dict | None, file: str, ids: tuple[int | None, ...]
 ) -> None:
-    found = load_tokenizer(written(tmp_path, specials, config, file))
-    assert get_ids(found) == ids == get_ids(load_tokenizer(tmp_path / "tokenizer.json"))
-    assert found.encode("a b c") == [0, 1, 2]  # neither cut nor padded, though the file says so
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, specials, config, file))
+    assert get_ids(tokenizer) == ids == get_ids(load_tokenizer(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("a b c") == [0, 1, 2]  # neither cut nor padded, though the file says so
 
 
-def test_a_special_token_that_text_can_be_is_refused(tmp_path: Path) -> None:
+def test_tokenizers_with_errors(tmp_path: Path) -> None:
     bpe = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[MASK]": 1}, unk_token="a"))
     bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     with pytest.raises(ValueError, match=r"'\[MASK\]' is encoded to special token 1"):
         Tokenizer(bpe, own_mask_id=1)
-
-
-def test_what_cannot_be_loaded_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.json.*gpt2, bert-base-uncased, bytes"):
         load_tokenizer(tmp_path / "nowhere.json")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"not a sound tokenizer\.json"):
-        load_tokenizer(tmp_path)
-
-    def offline(*_: object) -> str:
-        raise OSError("no network here")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(ValueError, match=r"'someone/something' could not be loaded \(no network here"):
-        load_tokenizer("someone/something")
+    random = json.loads(LOADED["gpt2"].json)
+    random["model"]["dropout"] = 0.1
+    contents = {"{}": r"not a sound tokenizer\.json", json.dumps(random): r"model.dropout 0\.1.*set it to null"}
+    for content, message in contents.items():
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(tmp_path)
 
 
-def test_a_name_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, ["<go>", "<stop>"], {"bos_token": "<go>", "eos_token": "<stop>"})
-
-    def fetch(repository: str, file: str) -> str:
+def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repository: str, file: str) -> str:
         if not (tmp_path / file).is_file():
-            raise huggingface_hub.errors.LocalEntryNotFoundError("none")
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no network here")
         return str(tmp_path / file)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
-    found = load_tokenizer("someone/something")
-    assert (found.name, found.bos_id, found.eos_id) == ("someone/something", 3, 4)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ValueError, match=r"'someone/something' could not be loaded \(no network here"):
+        load_tokenizer("someone/something")
+    write_tokenizer(tmp_path, ["<go>", "<stop>"], {"bos_token": "<go>", "eos_token": "<stop>"}, "tokenizer_config.json")
+    tokenizer = load_tokenizer("someone/something")
+    assert (tokenizer.name, tokenizer.bos_id, tokenizer.eos_id) == ("someone/something", 3, 4)
 
 
-def test_training_twice_gives_the_same_tokenizer_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = load_excerpt()[:100_000]
-    found = set()
+def test_training_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, hashes = load_excerpt()[:100_000].split("\n"), set()
     for parallel in ("true", "false", "true"):
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
-        found.add(train_bpe(text.split("\n"), 1000, end_token=END_OF_TEXT).sha256)
-    assert len(found) == 1
+        hashes.add(train_bpe(texts, 1000, end_token=END_OF_TEXT).sha256)
+    assert len(hashes) == 1
 
 
 def test_an_end_token_is_part_of_the_vocabulary() -> None:
-    found = train_bpe([load_excerpt()[:20_000]], 400, end_token=END_OF_TEXT)
-    assert (found.vocab_size, found.mask_id) == (400, 399)
-    assert found.bos_id == found.eos_id and found.decode([found.eos_id or 0]) == END_OF_TEXT
-    assert found.eos_id not in found.encode(END_OF_TEXT)
     text = load_excerpt()[:20_000]
-    assert len(found.encode(text)) < 0.8 * len(text.encode())  # merges shorten the text
+    tokenizer = train_bpe([text], 400, end_token=END_OF_TEXT)
+    assert (tokenizer.vocab_size, tokenizer.mask_id) == (400, 399)
+    assert tokenizer.bos_id == tokenizer.eos_id and tokenizer.decode([tokenizer.eos_id or 0]) == END_OF_TEXT
+    assert tokenizer.eos_id not in tokenizer.encode(END_OF_TEXT)
+    assert len(tokenizer.encode(text)) < 0.8 * len(text.encode())  # merges shorten the text
 
 
 @pytest.mark.parametrize(
-    ("name", "token", "what"),
-    [
-        ("trained", 399, "mask"),
-        ("trained", 400, "outside"),
-        ("trained", -1, "outside"),
-        ("bert-base-uncased", 103, "mask"),
-    ],
+    ("name", "token", "problem"),
+    [("trained", 399, "mask"), ("trained", 400, "outside"), ("trained", -1, "outside"), ("characters", 4, "mask")],
 )
-def test_decoding_what_is_no_text_names_the_place(name: str, token: int, what: str) -> None:
-    with pytest.raises(ValueError, match=f"position 1 is .*{what}"):
+def test_decoding_a_mask_is_an_error(name: str, token: int, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"position 1 is .*{problem}"):
         LOADED[name].decode([5, token])
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+def test_the_smallest_vocabulary() -> None:
     with pytest.raises(ValueError, match="expected more than 256"):
         train_bpe(["text"], 256)
     assert isinstance(train_bpe(["text"], 257), Tokenizer)
     with pytest.raises(ValueError, match="expected more than 257"):
         train_bpe(["text"], 257, end_token=END_OF_TEXT)
-
-
-def test_a_tokenizer_that_draws_lots_is_refused(tmp_path: Path) -> None:
-    description = json.loads(load_tokenizer("gpt2").json)
-    description["model"]["dropout"] = 0.1
-    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    with pytest.raises(ValueError, match=r"model.dropout 0\.1.*set it to null"):
-        load_tokenizer(tmp_path)
