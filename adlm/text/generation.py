@@ -328,10 +328,8 @@ def choose_sampler(
     factory = look_up(SAMPLERS, name, "sampler")
     own = inspect.signature(factory).parameters
     if unknown := [option for option in options if option not in own]:
-        raise ValueError(
-            f"there is no setting {', '.join(unknown)}: the sampler {name} has {', '.join(own) or 'none of its own'}; "
-            f"all have {', '.join(SHARED_SETTINGS)}"
-        )
+        known = [f"{each} (of {name})" for each in own] + list(SHARED_SETTINGS)
+        raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(known)}")
     if "steps" in own and steps is None:
         steps = hidden if factory in (SAMPLERS["confidence"], SAMPLERS["margin"]) else DEFAULT_STEPS
     settings = {**({} if steps is None else {"steps": steps}), **options}

@@ -1,13 +1,12 @@
 """What `adlm eval …` prints, and text to evaluate on."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.terminal import invoke, without_escapes
+from tests.cli.terminal import answer_json, invoke, without_escapes
 from tests.training.runs import TEXT, shelf
 
 
@@ -33,11 +32,7 @@ def held_out() -> str:
 
 def evaluate(*words: object) -> dict[str, Any]:
     """The one JSON object that `adlm eval WORDS --json` prints."""
-    result = invoke("eval", *words, "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("\n") == 1
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+    return answer_json("eval", *words)
 
 
 def narrow_table(monkeypatch: pytest.MonkeyPatch, columns: int, *words: object) -> list[str]:

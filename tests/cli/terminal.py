@@ -42,7 +42,7 @@ def answer_json(*words: object, given: str | bytes | None = None) -> dict[str, A
     return answer
 
 
-def assert_told(result: Result, *said: str, code: int = 2) -> None:
+def assert_error(result: Result, *said: str, code: int = 2) -> None:
     """One line on stderr, nothing on stdout, no traceback."""
     assert result.exit_code == code, result.output
     assert isinstance(result.exception, SystemExit), result.exception
@@ -56,10 +56,10 @@ def assert_told(result: Result, *said: str, code: int = 2) -> None:
 def process(*words: object, **env: str) -> subprocess.CompletedProcess[bytes]:
     """`python -m adlm …`, its output as bytes."""
     command = [sys.executable, "-m", "adlm", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=env_of(**env), capture_output=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=make_env(**env), capture_output=True, timeout=120, check=False)
 
 
-def env_of(**env: str) -> dict[str, str]:
+def make_env(**env: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
     return kept | {"OMP_NUM_THREADS": "1"} | env
 
@@ -67,7 +67,7 @@ def env_of(**env: str) -> dict[str, str]:
 def screen(*words: object, columns: int = 100, cwd: Path = ROOT) -> tuple[str, int]:
     """What `python -m adlm …` writes to a terminal, escape sequences and all, and its exit code."""
     ours, theirs = pty.openpty()
-    env = env_of(TERM="xterm-256color", COLUMNS=str(columns), LINES="40", PYTHONPATH=str(ROOT))
+    env = make_env(TERM="xterm-256color", COLUMNS=str(columns), LINES="40", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-m", "adlm", *map(str, words)]
     with subprocess.Popen(command, cwd=cwd, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as child:
         os.close(theirs)

@@ -64,12 +64,6 @@ def test_with_json_there_is_one_object_and_the_show_goes_to_stderr(tmp_path: Pat
     assert "1 · Generate." in result.stderr and page.is_file()
 
 
-def test_options_out_of_range_are_named() -> None:
-    result = CliRunner().invoke(app, ["demo", "--steps", "0"])
-    assert result.exit_code == 2
-    assert "--steps" in result.output
-
-
 def test_a_falling_curve_falls() -> None:
     lines = draw_curve([4.0, 3.0, 2.0, 1.0], width=4, height=4).splitlines()
     assert lines[0].startswith("  4.00 ┤█")

@@ -8,7 +8,7 @@ import pytest
 
 from adlm.checkpoint import LoadedModel, export_model
 from tests.cli import eval_answers
-from tests.cli.terminal import assert_told, invoke, trained
+from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.scorers import causal_folder, needs, pixels, with_matplotlib
 from tests.text.models import lm, rigged
 
@@ -36,7 +36,7 @@ def test_three_models_in_one_run(tmp_path: Path) -> None:
 def test_gen_ppl_of_texts_longer_than_the_context(tmp_path: Path) -> None:
     needs("transformers")
     words = (trained(), *FEW, "--steps", "2", "--judge", causal_folder(positions=24), "--length", 30, "--out", tmp_path)
-    assert_told(invoke("eval", "frontier", *words), "longer than", "(window)")
+    assert_error(invoke("eval", "frontier", *words), "longer than", "(window)")
     words = (*words, "--window", 4, "--reference", eval_answers.documents())
     found = evaluate(*words, "--judge-batch", 2)
     assert found["settings"]["window"] == found["settings"]["scorer"]["window"] == 4
@@ -73,7 +73,7 @@ def test_the_table_has_the_values_of_the_json() -> None:
 def test_errors_come_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("transformers")
     words = ("eval", "frontier", trained(), *FEW, "--out", tmp_path)
-    assert_told(invoke(*words, "--judge", causal_folder(), "--window", 10**6), "window=1000000", "give 2 to")
+    assert_error(invoke(*words, "--judge", causal_folder(), "--window", 10**6), "window=1000000", "give 2 to")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_told(invoke(*words), "frontier runs in one process", "without torchrun")
+    assert_error(invoke(*words), "frontier runs in one process", "without torchrun")
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import pytest
 from adlm.bundled import DEFAULT
 from adlm.cli.output import SEPARATOR
 from adlm.evaluate.sampling import read_texts
-from tests.cli.terminal import assert_told, invoke, trained
+from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs, numbers
 from tests.training.runs import shelf
 
@@ -87,7 +87,7 @@ def test_the_table_has_the_values_of_the_json(tmp_path: Path) -> None:
 def test_texts_take_no_options_of_sampling(tmp_path: Path) -> None:
     given = write_texts(tmp_path / "texts.jsonl", ["a text", "another"])
     for more in (("--option", "eta=1"), ("--deterministic",)):
-        assert_told(invoke(*words(*given, *more)), "leave them out")
+        assert_error(invoke(*words(*given, *more)), "leave them out")
 
 
 def test_settings_name_window_passages_and_features(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ PROBLEMS = Path(__file__).parents[1] / "evaluate/problems.jsonl"
 )
 def test_mistakes_are_one_line(command: str, more: tuple[Any, ...], message: str) -> None:
     given = (word() if callable(word) else word for word in more)
-    assert_told(invoke("eval", command, *BASE[command](), *given, "--json"), message)
+    assert_error(invoke("eval", command, *BASE[command](), *given, "--json"), message)
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,4 @@ def test_mistakes_are_one_line(command: str, more: tuple[Any, ...], message: str
     ],
 )
 def test_what_is_required(given: tuple[object, ...], message: str) -> None:
-    assert_told(invoke("eval", *given), message)
+    assert_error(invoke("eval", *given), message)

@@ -12,7 +12,7 @@ import pytest
 from adlm.cli.main import app
 from adlm.evaluate.zeroshot import SETS
 from tests.cli.eval_answers import evaluate, narrow_table
-from tests.cli.terminal import assert_told, invoke, trained
+from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.test_zeroshot import write_sets
 from tests.training.runs import torchrun
 
@@ -36,7 +36,7 @@ def test_one_object_with_every_set(folder: Path) -> None:
         assert row["se"] > 0 and row["se_noise"] > 0 and len(row["rows_hash"]) == 64 and row["rows"] <= 12
         assert row["bits_per_byte"] == pytest.approx(row["nll"] * row["tokens"] / row["bytes"] / math.log(2))
         assert row["settings"]["length"] == 32 and row["settings"]["rows"] == "wrapped" and not row["is_comparable"]
-        assert any("not gpt2" in reason for reason in row["differs"])
+        assert any("not gpt2" in reason for reason in row["deviations"])
     assert [row["set"] for row in found["sets"] if row["paper"] is None] == ["pubmed"]
 
 
@@ -97,7 +97,7 @@ def test_a_set_may_be_anywhere(folder: Path) -> None:
     (row,) = run_zeroshot(*words)["sets"]
     assert row["set"] == "arxiv" and row["label"] == "stand-in: made-up abstracts" and row["paper"] is None
     documents = run_zeroshot(*words, "--rows", "documents", "--length", 16)["sets"][0]
-    assert documents["settings"]["documents_cut"] > 0 and "rows documents, not wrapped" in documents["differs"]
+    assert documents["settings"]["documents_cut"] > 0 and "rows documents, not wrapped" in documents["deviations"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_set_may_be_anywhere(folder: Path) -> None:
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], message: str, folder: Path, tmp_path: Path) -> None:
     places = {"SETS": str(folder), "EMPTY": str(tmp_path)}
-    assert_told(invoke("eval", "zeroshot", trained(), *(places.get(word, word) for word in words)), message)
+    assert_error(invoke("eval", "zeroshot", trained(), *(places.get(word, word) for word in words)), message)
 
 
 if __name__ == "__main__":

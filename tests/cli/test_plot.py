@@ -14,7 +14,7 @@ import pytest
 
 from adlm.cli.plot import plot_runs, read_run, smooth_curve
 from adlm.training.logging import append_record
-from tests.cli.terminal import assert_told, invoke
+from tests.cli.terminal import assert_error, invoke
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None and not os.environ.get("ADLM_ALL"),
@@ -123,6 +123,6 @@ def test_errors_name_the_folder_and_the_remedy(tmp_path: Path, monkeypatch: pyte
         ([run, "--out", tmp_path / "run.jpg"], ["run.jpg", ".png, .svg, .pdf"]),
         ([run, "--x", "epoch"], ["x is 'epoch': expected one of step, tokens"]),
     ):
-        assert_told(invoke("plot", *words), *parts)
+        assert_error(invoke("plot", *words), *parts)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_told(invoke("plot", run), "pip install 'adlm[eval]'")
+    assert_error(invoke("plot", run), "pip install 'adlm[eval]'")

@@ -1,4 +1,4 @@
-"""`adlm score`: the API's figures, in a table and in JSON."""
+"""`adlm score`: the API's values, in a table and in JSON."""
 
 import json
 import math
@@ -8,24 +8,24 @@ import pytest
 
 import adlm
 from adlm.bundled import DEFAULT
-from tests.cli.terminal import answer_json, assert_told, invoke, process, trained
+from tests.cli.terminal import answer_json, assert_error, invoke, process, trained
 
 TEXTS = ("It was the best of times.", "times of best the was It.")
 
 
-def test_the_bundled_models_figures_are_the_apis() -> None:
+def test_the_scores_are_the_apis() -> None:
     done = process("score", *TEXTS, "--draws", 8, "--seed", 3, "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") == 1
-    found = json.loads(done.stdout)
-    assert found["settings"] == {"model": DEFAULT, "method": "adlm", "draws": 8, "seed": 3, "device": "cpu"}
-    for text, mine, theirs in zip(TEXTS, found["scores"], adlm.load(device="cpu").score(TEXTS, draws=8, seed=3)):
-        assert mine["text"] == text and mine["tokens"] == theirs.tokens and mine["is_exact"] is False
+    answer = json.loads(done.stdout)
+    assert answer["settings"] == {"model": DEFAULT, "method": "adlm", "draws": 8, "seed": 3, "device": "cpu"}
+    for text, result, expected in zip(TEXTS, answer["scores"], adlm.load(device="cpu").score(TEXTS, draws=8, seed=3)):
+        assert result["text"] == text and result["tokens"] == expected.tokens and result["is_exact"] is False
         for name in ("nll", "stderr", "ppl", "bits_per_byte"):
-            assert math.isclose(mine[name], getattr(theirs, name), rel_tol=1e-4)
+            assert math.isclose(result[name], getattr(expected, name), rel_tol=1e-4)
 
 
-def test_the_table_says_what_json_says() -> None:
+def test_the_table_has_the_values_of_the_json() -> None:
     words = (*TEXTS, "--model", trained(), "--draws", 8)
     result = invoke("score", *words)
     assert result.exit_code == 0, result.output
@@ -37,14 +37,14 @@ def test_the_table_says_what_json_says() -> None:
     assert "upper bound, 8 noise samples per text" in result.stderr
 
 
-def test_a_causal_models_figure_is_exact() -> None:
-    found = answer_json("score", *TEXTS, "--model", trained("ar"))
-    assert all(score["is_exact"] and score["stderr"] == 0 for score in found["scores"])
+def test_a_causal_models_score_is_exact() -> None:
+    scores = answer_json("score", *TEXTS, "--model", trained("ar"))["scores"]
+    assert all(score["is_exact"] and score["stderr"] == 0 for score in scores)
     result = invoke("score", *TEXTS, "--model", trained("ar"))
     assert "≤" not in result.stdout and "exact" in result.stdout
 
 
-def test_texts_come_from_everywhere(tmp_path: Path) -> None:
+def test_texts_from_arguments_files_and_stdin(tmp_path: Path) -> None:
     whole, lines = tmp_path / "whole.txt", tmp_path / "lines.txt"
     whole.write_bytes(b"One text\nof two lines.\n")
     lines.write_bytes("first\r\n\nsecond – é\n".encode())
@@ -60,7 +60,7 @@ def test_texts_come_from_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin"),
         (("",), "score"),
@@ -69,9 +69,5 @@ def test_texts_come_from_everywhere(tmp_path: Path) -> None:
         (("--file", "nowhere.txt"), "nowhere.txt cannot be read (No such file or directory): give a file of text"),
     ],
 )
-def test_mistakes_are_told_in_a_line(words: tuple[str, ...], said: str) -> None:
-    assert_told(invoke("score", *words, "--model", trained(), "--json"), said)
-
-
-def test_a_model_that_is_none() -> None:
-    assert_told(invoke("score", "a", "--model", "novel"), "there is no model 'novel'", DEFAULT)
+def test_errors(words: tuple[str, ...], message: str) -> None:
+    assert_error(invoke("score", *words, "--model", trained(), "--json"), message)

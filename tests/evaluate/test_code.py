@@ -28,7 +28,7 @@ from adlm.evaluate.code_eval import (
     share_parsing_lines,
 )
 from adlm.text.lm import LM
-from tests.cli.terminal import assert_told, invoke, trained
+from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.test_sandbox import require_sandbox
 from tests.text.models import lm, rigged, tokenizer
 
@@ -178,7 +178,7 @@ def test_a_model_completes_problems(tmp_path: Path, method: str) -> None:
 
 def test_without_a_sandbox_nothing_runs_unless_unsafe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_eval, "find_sandbox_problem", lambda: "the sandbox cannot run: use --unsafe")
-    assert_told(invoke("eval", "code", trained(), "--problems", FILE), "the sandbox cannot run: use --unsafe")
+    assert_error(invoke("eval", "code", trained(), "--problems", FILE), "the sandbox cannot run: use --unsafe")
 
 
 def test_problems_that_cannot_be_judged_are_a_warning(tmp_path: Path) -> None:

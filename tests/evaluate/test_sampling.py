@@ -26,7 +26,7 @@ from adlm.evaluate.sampling import (
     split_document,
 )
 from adlm.text.lm import LM, load
-from tests.cli.terminal import env_of, trained
+from tests.cli.terminal import make_env, trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, needs, numbers
 from tests.text.models import lm, rigged
 from tests.training.runs import ROOT, torchrun
@@ -104,7 +104,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
         return sum(path.read_bytes().count(f'"key": "{stage}-'.encode()) for path in tmp_path.glob("cache*.jsonl"))
 
     for stage in ("sample", "score"):
-        with subprocess.Popen(words, cwd=ROOT, env=env_of()) as process:
+        with subprocess.Popen(words, cwd=ROOT, env=make_env()) as process:
             while process.poll() is None and count(stage) < 4:
                 time.sleep(0.02)
             os.kill(process.pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ import torch
 from adlm import LM
 from adlm.interop import lm_eval as ours
 from adlm.interop.lm_eval import build_rows, iterate_windows, truncate_at
-from tests.cli.terminal import env_of, trained
+from tests.cli.terminal import make_env, trained
 from tests.text.models import lm, rigged
 from tests.text.test_scoring import exact_nelbo
 from tests.training.runs import ROOT
@@ -273,7 +273,7 @@ def test_the_command_line_runs_a_task_of_local_files(offline: Path) -> None:
     command = [sys.executable, "-m", "adlm.interop.lm_eval", "run", "--model", "adlm", "--tasks", "choices"]
     command += ["--model_args", f"pretrained={trained('ar')},seed=3,device=cpu", "--include_path", str(offline)]
     command += ["--batch_size", "2", "--output_path", str(offline / "out")]
-    done = subprocess.run(command, cwd=ROOT, env=env_of(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=make_env(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "|choices|" in done.stdout.replace(" ", "")
     (written,) = (offline / "out").rglob("results_*.json")

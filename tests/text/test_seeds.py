@@ -103,12 +103,3 @@ def test_rounding_hardly_ever_changes_a_draw() -> None:
     for sampling in (SamplingParams(top_p=0.9), SamplingParams(top_k=2000), SamplingParams()):
         changed = draw(logits, u, sampling).tokens != draw(nudged, u, sampling).tokens
         assert int(changed.sum()) <= 5, sampling
-
-
-def test_settings_say_what_was_done() -> None:
-    found = lm("adlm").generate("The cat", length=20, n=2, steps=5, eta=0.1, seed=3, temperature=0.5)
-    said = {"sampler": "remask_loop", "steps": 5, "eta": 0.1, "temperature": 0.5, "top_p": 0.9, "seed": 3, "n": 2}
-    assert said.items() <= found.settings.items() and found.settings["length"] == 20
-    assert found.as_dict()["texts"] == found.texts and str(found) == "\n\n".join(found.texts)
-    assert found.nfe == max(found.nfe_each) <= 5 and found.seconds > 0
-    assert lm("ar").generate("a", length=9).settings["sampler"] == "left_to_right"
