@@ -1,4 +1,4 @@
-"""The models that come with the package: found by name from anywhere, small, and they write, fill in and score."""
+"""The bundled models: found by name from any folder, small, deterministic."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 import adlm
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 
-MOST_BYTES = 30_000_000  # of everything that a wheel carries for them
+MAX_BYTES = 30_000_000  # of all their files in a wheel
 
 
 @pytest.fixture(scope="module")
@@ -24,31 +24,21 @@ def test_a_model_is_found_by_name_from_any_folder(name: str, tmp_path: Path, mon
     assert model.generate(length=4, steps=2).texts
 
 
-def test_all_of_them_are_small() -> None:
+def test_all_models_are_small() -> None:
     folder = find_bundled_model(DEFAULT).parent
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set(MODELS)
-    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MOST_BYTES
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
-def test_the_default_is_the_first(bundled: adlm.LM) -> None:
-    named = adlm.load(DEFAULT, device="cpu")
-    assert DEFAULT == "adlm-prose" == bundled.name
-    weights, others = (dict(model.model.named_parameters()) for model in (bundled, named))
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    one, other = (model.generate("The ", length=12, seed=1, steps=4).texts for model in (bundled, named))
-    assert one == other
-
-
-def test_it_is_what_it_says_it_is(bundled: adlm.LM) -> None:
-    """An anchored model with a direct bridge, its own vocabulary of about 8K, and whole paragraphs as rows."""
+def test_the_default_is_an_anchored_model_with_framed_rows(bundled: adlm.LM) -> None:
     config = bundled.model.config
+    assert DEFAULT == "adlm-prose" == bundled.name
     assert bundled.method == "adlm" and config.anchor_layers > 0 and config.bridge == "direct"
     assert 7000 <= config.vocab_size == bundled.tokenizer.vocab_size <= 9000
     assert bundled.row_format.is_framed and bundled.row_format.longest >= 64
 
 
-def test_it_gives_a_text_for_a_seed_in_every_batch(bundled: adlm.LM) -> None:
+def test_the_texts_of_a_seed_do_not_depend_on_the_batch(bundled: adlm.LM) -> None:
     prompts = ["The ", "It was a", ""]
     texts = bundled.generate(prompts, n=2, length=40, steps=32, seed=7).texts
     assert len(set(texts)) == 6
@@ -62,7 +52,7 @@ def test_it_gives_a_text_for_a_seed_in_every_batch(bundled: adlm.LM) -> None:
     assert filled[3:] == bundled.infill("A ___ night", n=3, seed=7).texts
 
 
-def test_it_knows_english_from_noise(bundled: adlm.LM) -> None:
+def test_english_scores_better_than_its_words_reversed(bundled: adlm.LM) -> None:
     text = "He looked at her for a long time, and then he went out of the room without a word."
     backwards = " ".join(reversed(text.rstrip(".").split())) + "."
     good, bad = bundled.score([text, backwards], draws=512)
@@ -70,9 +60,12 @@ def test_it_knows_english_from_noise(bundled: adlm.LM) -> None:
     assert good.bits_per_byte < 3
 
 
-def test_a_folder_of_its_name_does_not_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_same_name_does_not_hide_a_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundled: adlm.LM
+) -> None:
     (tmp_path / DEFAULT).mkdir()
     monkeypatch.chdir(tmp_path)
-    assert adlm.load(device="cpu").step == adlm.load(find_bundled_model(DEFAULT), device="cpu").step
-    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+    weights, others = (dict(lm.model.named_parameters()) for lm in (bundled, adlm.load(DEFAULT, device="cpu")))
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+    with pytest.raises(FileNotFoundError, match="neither a run folder nor a model folder"):
         adlm.load(Path.cwd() / DEFAULT)

@@ -1,4 +1,4 @@
-"""The way to the bundled models: books to passages, a run to a small file, a model to its figures."""
+"""How the bundled models are made: books to passages, a run to a small file, a model to its metrics."""
 
 import gzip
 import json
@@ -23,37 +23,30 @@ ROOT = Path(__file__).resolve().parent.parent
 BOOK = load_excerpt()
 
 
-def words(text: str) -> list[str]:
-    return text.split()
+@pytest.mark.parametrize("limit", [120, 440, MAX_CHARACTERS])
+def test_passages_are_the_books_words_in_order(limit: int) -> None:
+    parts = list(passages(BOOK, random.Random(0), limit))
+    assert len(parts) > 20 and all(part and len(part) <= limit for part in parts)
+    prose = " ".join(paragraph for paragraph in re.split(r"\n\s*\n", BOOK) if is_prose(paragraph))
+    assert " ".join(parts).split() == prose.split()
+    assert list(passages(BOOK, random.Random(0), limit)) == parts != list(passages(BOOK, random.Random(1), limit))
 
 
-@pytest.mark.parametrize("most", [120, 440, MAX_CHARACTERS])
-def test_passages_are_the_books_words_in_order_and_fit(most: int) -> None:
-    found = list(passages(BOOK, random.Random(0), most))
-    assert len(found) > 20 and all(passage and len(passage) <= most for passage in found)
-    kept = " ".join(paragraph for paragraph in re.split(r"\n\s*\n", BOOK) if is_prose(paragraph))
-    assert words(" ".join(found)) == words(kept)
-    assert list(passages(BOOK, random.Random(0), most)) == found != list(passages(BOOK, random.Random(1), most))
+def test_passages_have_many_lengths_and_end_with_sentences() -> None:
+    parts = list(passages(BOOK, random.Random(0)))
+    lengths = [len(part) for part in parts]
+    assert min(lengths) < 300 and sum(length > 0.8 * MAX_CHARACTERS for length in lengths) > 0.3 * len(parts)
+    assert sum(part.rstrip("\"'”’)")[-1] in ".!?" for part in parts) > 0.95 * len(parts)
 
 
-def test_passages_are_of_many_lengths_and_begin_and_end_with_sentences() -> None:
-    found = list(passages(BOOK, random.Random(0)))
-    lengths = [len(passage) for passage in found]
-    assert min(lengths) < 300 and sum(length > 0.8 * MAX_CHARACTERS for length in lengths) > 0.3 * len(found)
-    assert sum(passage.rstrip("\"'”’)")[-1] in ".!?" for passage in found) > 0.95 * len(found)
-
-
-def test_abbreviations_do_not_end_a_sentence_and_quotes_stay_with_theirs() -> None:
+def test_sentences_and_prose() -> None:
     text = 'Mr. J. Smith came. "Is it you?" she said. Dr. Brown (who knew St. Ives) left!'
     assert sentences(text) == ["Mr. J. Smith came.", '"Is it you?" she said.', "Dr. Brown (who knew St. Ives) left!"]
-
-
-def test_a_title_page_is_no_prose() -> None:
-    assert not is_prose("THE NATURAL HISTORY OF SELBORNE.") and not is_prose("Chapter I.") and not is_prose("")
+    assert not any(map(is_prose, ("THE NATURAL HISTORY OF SELBORNE.", "Chapter I.", "")))
     assert is_prose("It was the best of times, it was the worst of times.")
 
 
-def test_books_stand_between_separators(tmp_path: Path) -> None:
+def test_books_are_separated(tmp_path: Path) -> None:
     path = tmp_path / "books.txt.gz"
     path.write_bytes(gzip.compress(b"One.\n\nTwo.\n<|endoftext|>\nThree.\n"))
     assert list(documents(path)) == ["One.\n\nTwo.\n", "Three.\n"]

@@ -20,16 +20,19 @@ from tests.training.runs import data
 VOCAB = 7  # of which 5 and 6 never occur, and 4 only at the end of a row
 
 
-def rows(seed: int = 0, count: int = 40, length: int = 9) -> TensorRows:
-    """Padded rows in which a token is mostly followed by the next one."""
+def make_rows(seed: int = 0, count: int = 40, length: int = 9) -> TensorRows:
+    """Make padded rows in which a token is mostly followed by the next one."""
     rng = torch.Generator().manual_seed(seed)
     start = torch.randint(4, (count, 1), generator=rng)
     jumps = torch.randint(4, (count, length), generator=rng) * (torch.rand(count, length, generator=rng) < 0.3)
     tokens = (start + torch.arange(length) + jumps) % 4
     lengths = torch.randint(2, length + 1, (count,), generator=rng)
     tokens[torch.arange(count), lengths - 1] = 4
-    tokens[torch.arange(length) >= lengths[:, None]] = 6  # padding: never to be counted
+    tokens[torch.arange(length) >= lengths[:, None]] = 6  # padding: must not be counted
     return TensorRows(tokens, lengths)
+
+
+TRAIN, VALID = make_rows(), make_rows(seed=1)
 
 
 def table(model: Bigram) -> np.ndarray:
@@ -38,32 +41,33 @@ def table(model: Bigram) -> np.ndarray:
     return model.probability(before, after).reshape(VOCAB, VOCAB)
 
 
-def test_everything_is_counted_and_padding_is_not() -> None:
-    given = rows()
-    texts = [row[:n].tolist() for row, n in zip(given.tokens, given.lengths, strict=True)]
+def test_everything_is_counted_except_padding() -> None:
+    texts = [row[:n].tolist() for row, n in zip(TRAIN.tokens, TRAIN.lengths, strict=True)]
     pairs = Counter(pair for text in texts for pair in pairwise(text))
-    model = count_bigrams(given, VOCAB)
+    model = count_bigrams(TRAIN, VOCAB)
     assert {divmod(int(code), VOCAB): int(n) for code, n in zip(model.pairs, model.counts, strict=True)} == pairs
     assert model.tokens.tolist() == [sum(text.count(token) for text in texts) for token in range(VOCAB)]
     assert model.tokens[6] == 0
 
 
-def test_the_size_of_the_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, seen = count_bigrams(rows(), VOCAB), []
-    bound = estimate_heldout_nll(whole.nll, rows(1))
+def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, seen = count_bigrams(TRAIN, VOCAB), []
+    estimate = estimate_heldout_nll(whole.nll, VALID)
     monkeypatch.setattr(ngrams, "TOKENS_PER_CHUNK", 30)
-    parts = count_bigrams(rows(), VOCAB, on_rows=lambda done, total: seen.append((done, total)))
+    parts = count_bigrams(TRAIN, VOCAB, on_rows=lambda done, total: seen.append((done, total)))
     for name in ("tokens", "pairs", "counts"):
         assert np.array_equal(getattr(whole, name), getattr(parts, name))
-    assert estimate_heldout_nll(whole.nll, rows(1)).nll == pytest.approx(bound.nll)
+    assert estimate_heldout_nll(whole.nll, VALID).nll == pytest.approx(estimate.nll)
     assert len(seen) > 10 and seen[-1] == (40, 40)
 
 
-@pytest.mark.parametrize("given", [rows(), rows(count=2), TensorRows(torch.tensor([[0, 1]] * 3)),
-                                   TensorRows(torch.tensor([[0, 1, 0, 2, 0, 3]]))])  # fmt: skip
-def test_it_is_a_distribution_and_nothing_is_impossible(given: TensorRows) -> None:
-    """After every token, the never-seen too; of as little text as may be, where discounts cannot be estimated."""
-    model = count_bigrams(given, VOCAB)
+FEW = [TensorRows(torch.tensor(tokens)) for tokens in ([[0, 1]] * 3, [[0, 1, 0, 2, 0, 3]])]
+
+
+@pytest.mark.parametrize("rows", [TRAIN, make_rows(count=2), *FEW])
+def test_probabilities_are_positive_and_sum_to_one(rows: TensorRows) -> None:
+    """After every token, also one that never occurs, and with too little text to estimate discounts."""
+    model = count_bigrams(rows, VOCAB)
     assert table(model).sum(1) == pytest.approx(np.ones(VOCAB))
     assert (table(model) > 0).all()
     assert model.unigram.sum() == pytest.approx(1) and (model.unigram > 0).all()
@@ -88,39 +92,37 @@ def test_discounts_follow_from_counts_of_counts() -> None:
     assert model.discounts == pytest.approx(expected)
 
 
-def test_the_first_token_is_the_unigrams_and_ends_can_be_free() -> None:
-    model, held = count_bigrams(rows(), VOCAB), rows(1)
-    tokens, lengths = held.tokens.numpy(), held.lengths.numpy()
+def test_the_first_token_has_the_unigram_probability_and_ends_can_be_free() -> None:
+    model = count_bigrams(TRAIN, VOCAB)
+    tokens, lengths = VALID.tokens.numpy(), VALID.lengths.numpy()
     nats = model.nll(tokens)
     assert nats[:, 0] == pytest.approx(-np.log(model.unigram[tokens[:, 0]]))
     assert nats[:, 1:] == pytest.approx(-np.log(table(model)[tokens[:, :-1], tokens[:, 1:]]))
     valid = np.arange(tokens.shape[1]) < lengths[:, None]
-    bound = estimate_heldout_nll(model.nll, held)
-    assert bound.tokens == lengths.sum()
-    assert bound.nll == pytest.approx(nats[valid].mean())
+    estimate = estimate_heldout_nll(model.nll, VALID)
+    assert estimate.tokens == lengths.sum() and estimate.nll == pytest.approx(nats[valid].mean())
     inner = valid & (np.arange(tokens.shape[1]) < lengths[:, None] - 1)
     inner[:, 0] = False
-    free = estimate_heldout_nll(model.nll, held, ends_free=True)
-    assert free.tokens == bound.tokens
-    assert free.nll == pytest.approx(nats[inner].sum() / lengths.sum())
+    free = estimate_heldout_nll(model.nll, VALID, ends_free=True)
+    assert free.tokens == estimate.tokens and free.nll == pytest.approx(nats[inner].sum() / lengths.sum())
 
 
-def test_the_same_tokens_count_as_in_the_bound() -> None:
+def test_the_same_tokens_count_as_in_a_models_nelbo() -> None:
     shape = {"dim": 16, "heads": 2, "length": 9, "denoiser_layers": 1}
     masked = LanguageModel(build_config("mdlm", "nano", vocab_size=VOCAB, mask_id=5, **shape))
-    model, held = count_bigrams(rows(), VOCAB), rows(1)
-    unigram = estimate_heldout_nll(model.unigram_nll, held)
-    assert unigram.tokens == estimate_nll(masked, held).tokens
-    valid = torch.arange(9) < held.lengths[:, None]
-    assert unigram.nll == pytest.approx(unigram_nll(torch.from_numpy(model.tokens), held.tokens, valid))
+    model = count_bigrams(TRAIN, VOCAB)
+    unigram = estimate_heldout_nll(model.unigram_nll, VALID)
+    assert unigram.tokens == estimate_nll(masked, VALID).tokens
+    valid = torch.arange(9) < VALID.lengths[:, None]
+    assert unigram.nll == pytest.approx(unigram_nll(torch.from_numpy(model.tokens), VALID.tokens, valid))
 
 
 @pytest.mark.parametrize("form", ["wrapped", "documents"])
-def test_it_beats_the_unigram_on_real_text(form: str) -> None:
+def test_a_bigram_model_is_better_than_the_unigram_on_real_text(form: str) -> None:
     prepared = open_data(data(form))
     model = count_bigrams(prepared.rows("train"), prepared.vocab_size)
     assert np.array_equal(model.tokens, prepared.counts().numpy())
-    held = prepared.rows("valid")
-    bigram, unigram = estimate_heldout_nll(model.nll, held), estimate_heldout_nll(model.unigram_nll, held)
+    valid = prepared.rows("valid")
+    bigram, unigram = estimate_heldout_nll(model.nll, valid), estimate_heldout_nll(model.unigram_nll, valid)
     assert bigram.tokens == unigram.tokens
     assert bigram.nll < unigram.nll - 5 * unigram.stderr < math.log(prepared.vocab_size)

@@ -89,11 +89,10 @@ class Tokenizer:
         return self.bpe.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Return the ids of all texts in one array, and the number of ids of each."""
+        """Return the ids of all texts, at least one, in one array, and the number of ids of each."""
         encodings = self.bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-        lengths = np.array([len(each) for each in ids], dtype=np.int64)
-        return np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32), lengths
+        return np.concatenate(ids), np.array([len(each) for each in ids], dtype=np.int64)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Return the text of the ids; a mask among them is an error."""
