@@ -1,6 +1,7 @@
 """A world small enough to be counted: three tokens and a mask, two or three positions, every state enumerated.
 
-Nothing here calls the sampling code: the laws are written down a second time, naively, from the paper's Algorithm 1.
+But for `ancestral_law`, nothing here calls the sampling code: the laws are written down a second time, naively, from
+the paper's Algorithm 1.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
-from adlm.diffusion.plans import Plan
+from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
 from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
 
@@ -158,12 +159,13 @@ def filter_probs(probs: Tensor, sampling: SamplingParams) -> Tensor:
     return out
 
 
-def joint(world: TinyWorld, law: Tensor) -> Tensor:
-    """Independent positions (S, L, V) -> transition matrix (S, S)."""
-    matrix = torch.ones(len(world.states), len(world.states), dtype=torch.float64)
-    for position in range(world.length):
-        matrix *= law[:, position, world.states[:, position]]
-    return matrix
+def ancestral_law(world: TinyWorld, steps: int) -> Tensor:
+    """The law (S,) of the ancestral sampler by the package's `reverse_distribution`, by matrices (S, S)."""
+    reach, probs = world.point(), world.probs()
+    for step in ancestral(steps):
+        law = reverse_distribution(world.states, probs, step, world.mask)
+        reach = reach @ math.prod(law[:, i, world.states[:, i]] for i in range(world.length))
+    return reach
 
 
 def plan_law(

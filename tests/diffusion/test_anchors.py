@@ -18,18 +18,11 @@ from adlm.diffusion.anchors import (
     rare_in_sequence,
     tf_idf,
 )
+from tests.world import random_tokens
 
 VOCAB = 15
-
-
-def text(rows=6, length=20, seed=0, vocab=VOCAB):
-    return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def ends(tokens, seed=0):
-    """Rows of different lengths: True where there is text."""
-    length = torch.randint(1, tokens.shape[1] + 1, (len(tokens), 1), generator=torch.Generator().manual_seed(seed))
-    return torch.arange(tokens.shape[1]) < length
+TOKENS = random_tokens(6, 20, VOCAB)
+VALID = torch.arange(20) < random_tokens(6, 1, 20) + 1  # rows of different lengths: True where there is text
 
 
 def loop_counts(tokens, valid):
@@ -42,32 +35,27 @@ def loop_counts(tokens, valid):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_counts_by_a_loop(seed):
-    tokens = text(seed=seed)
-    valid = ends(tokens, seed)
-    assert torch.equal(count_in_row(tokens), loop_counts(tokens, torch.ones_like(valid)))
-    assert torch.equal(count_in_row(tokens, valid)[valid], loop_counts(tokens, valid)[valid])
+    tokens = random_tokens(6, 20, VOCAB, seed)
+    assert torch.equal(count_in_row(tokens), loop_counts(tokens, torch.ones_like(VALID)))
+    assert torch.equal(count_in_row(tokens, VALID)[VALID], loop_counts(tokens, VALID)[VALID])
     assert torch.equal(count_in_row(tokens.t().contiguous().t()), count_in_row(tokens))
 
 
 @pytest.mark.parametrize("max_count", [0, 1, 2, 20])
 def test_rare_by_count(max_count):
-    tokens = text()
-    valid = ends(tokens)
-    expected = (loop_counts(tokens, valid) <= max_count) & valid
-    assert torch.equal(rare_in_sequence(max_count)(tokens, valid), expected)
+    expected = (loop_counts(TOKENS, VALID) <= max_count) & VALID
+    assert torch.equal(rare_in_sequence(max_count)(TOKENS, VALID), expected)
     if max_count in (0, 20):
-        assert rare_in_sequence(max_count)(tokens, None).all() == (max_count == 20)
+        assert rare_in_sequence(max_count)(TOKENS, None).all() == (max_count == 20)
 
 
 @pytest.mark.parametrize("max_fraction", [0.05, 0.1, 0.5])
 def test_rare_by_share_of_the_row(max_fraction):
     """The share is of the row's own text, however it is padded."""
-    tokens = text()
-    valid = ends(tokens)
-    expected = (loop_counts(tokens, valid) <= max_fraction * valid.sum(-1, keepdim=True)) & valid
-    assert torch.equal(rare_in_sequence(max_fraction=max_fraction)(tokens, valid), expected)
+    expected = (loop_counts(TOKENS, VALID) <= max_fraction * VALID.sum(-1, keepdim=True)) & VALID
+    assert torch.equal(rare_in_sequence(max_fraction=max_fraction)(TOKENS, VALID), expected)
     # At length 20, at most 10 % is at most two.
-    assert torch.equal(rare_in_sequence(max_fraction=0.1)(tokens, None), rare_in_sequence(2)(tokens, None))
+    assert torch.equal(rare_in_sequence(max_fraction=0.1)(TOKENS, None), rare_in_sequence(2)(TOKENS, None))
 
 
 def test_rare_in_the_corpus():
@@ -80,34 +68,30 @@ def test_rare_in_the_corpus():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.15, 0.5, 1.0])
 def test_tf_idf_picks_its_share_of_the_highest_scores(fraction):
-    tokens, documents = text(), 100
-    document_counts = torch.arange(VOCAB) * 7
-    for valid in (torch.ones_like(tokens, dtype=torch.bool), ends(tokens)):
-        found = tf_idf(document_counts, documents, fraction)(tokens, valid)
-        for row, ok, chosen in zip(tokens.tolist(), valid.tolist(), found.tolist(), strict=True):
-            length = sum(ok)
+    documents, document_counts = 100, torch.arange(VOCAB) * 7
+    rule, everything = tf_idf(document_counts, documents, fraction), torch.ones_like(VALID)
+    idf = [math.log((1 + documents) / (1 + count)) + 1 for count in document_counts.tolist()]
+    for valid in (everything, VALID):
+        is_anchor = rule(TOKENS, valid)
+        for row, length, chosen in zip(TOKENS.tolist(), valid.sum(-1).tolist(), is_anchor.tolist(), strict=True):
             seen = Counter(row[:length])
-            idf = [math.log((1 + documents) / (1 + count)) + 1 for count in document_counts.tolist()]
             scores = [seen[token] * idf[token] for token in row[:length]]
             best = sorted(range(length), key=lambda i, scores=scores: (-round(scores[i], 9), i))
             share = round(fraction * length)
-            assert sum(chosen) == share
             assert {i for i, is_chosen in enumerate(chosen) if is_chosen} == set(best[:share])
-    rule = tf_idf(document_counts, documents, fraction)
-    assert torch.equal(rule(tokens, None), rule(tokens, torch.ones_like(tokens, dtype=torch.bool)))
+    assert torch.equal(rule(TOKENS, None), rule(TOKENS, everything))
 
 
-def test_listed_tokens():
-    tokens = text()
-    assert torch.equal(listed_tokens([3, 7], VOCAB)(tokens, None), (tokens == 3) | (tokens == 7))
-    assert not listed_tokens([], VOCAB)(tokens, None).any()
-    with pytest.raises(ValueError, match=r"\[15, -1\] are outside the vocabulary: use ids from 0 to 14"):
-        listed_tokens([2, VOCAB, -1], VOCAB)
+def test_listed_and_all_tokens():
+    assert torch.equal(listed_tokens([3, 7], VOCAB)(TOKENS, None), (TOKENS == 3) | (TOKENS == 7))
+    assert not listed_tokens([], VOCAB)(TOKENS, None).any()
+    assert every_token()(TOKENS, None).all()
+    assert torch.equal(every_token()(TOKENS, VALID), VALID)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.6, 1.0])
 def test_random_anchors_are_a_share_of_all_positions(fraction):
-    tokens = text(rows=400, length=100, vocab=1000)
+    tokens = random_tokens(400, 100, 1000)
     found = random_positions(fraction, seed=2)(tokens, None).double()
     error = math.sqrt(fraction * (1 - fraction) / found.numel())
     assert abs(float(found.mean()) - fraction) <= 4 * error
@@ -121,32 +105,18 @@ def test_random_anchors_are_a_share_of_all_positions(fraction):
 
 def test_random_anchors_belong_to_the_row():
     """Wherever the row stands and whoever its neighbours are; another seed or another text has others."""
-    tokens, rule = text(), random_positions(0.5, seed=3)
-    whole = rule(tokens, None)
-    order = torch.tensor([4, 0, 5, 1, 3, 2])
-    assert torch.equal(rule(tokens[order], None), whole[order])
-    assert torch.equal(rule(tokens[2:3], None), whole[2:3])
-    assert not torch.equal(random_positions(0.5, seed=4)(tokens, None), whole)
-    changed = tokens.clone()
+    rule, order = random_positions(0.5, seed=3), torch.tensor([4, 0, 5, 1, 3, 2])
+    whole = rule(TOKENS, None)
+    assert torch.equal(rule(TOKENS[order], None), whole[order])
+    assert torch.equal(rule(TOKENS[2:3], None), whole[2:3])
+    assert not torch.equal(random_positions(0.5, seed=4)(TOKENS, None), whole)
+    changed = TOKENS.clone()
     changed[0, 5] = (changed[0, 5] + 1) % VOCAB
     assert not torch.equal(rule(changed, None)[0], whole[0])
-
-
-def test_texts_that_differ_rarely_share_their_random_anchors():
-    """Swapping or shifting tokens makes another text: its anchors are drawn anew."""
-    rule = random_positions(0.5, seed=3)
     # 3·x[0] + 1·x[1] and the like: rows that a linear hash of tokens and positions cannot tell apart
     rows = torch.zeros(3, 24, dtype=torch.long)
     rows[range(3), range(3)] = torch.tensor([15, 5, 3])
-    found = rule(rows, None)
-    assert len({tuple(row) for row in found.tolist()}) == 3
-
-
-def test_every_token_is_every_token_of_the_text():
-    tokens = text()
-    valid = ends(tokens)
-    assert every_token()(tokens, None).all()
-    assert torch.equal(every_token()(tokens, valid), valid)
+    assert len({tuple(row) for row in rule(rows, None).tolist()}) == 3
 
 
 def test_scopes_partition_the_anchors():
@@ -156,8 +126,6 @@ def test_scopes_partition_the_anchors():
     assert torch.equal(everything, is_anchor)
     assert torch.equal(hidden | visible, everything) and not (hidden & visible).any()
     assert (is_hidden[hidden]).all() and not is_hidden[visible].any()
-    with pytest.raises(ValueError, match="all, masked, visible"):
-        apply_scope(is_anchor, is_hidden, "hidden")
 
 
 def test_the_ramp_of_gamma():
@@ -167,7 +135,18 @@ def test_the_ramp_of_gamma():
     assert anchor_weight(900, 1000, peak=2.0) == 0.9
 
 
-@pytest.mark.parametrize("wrong", [{}, {"max_count": 2, "max_fraction": 0.1}])
-def test_rare_takes_a_count_or_a_share(wrong):
-    with pytest.raises(ValueError, match="max_count"):
-        rare_in_sequence(**wrong)
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: listed_tokens([2, VOCAB, -1], VOCAB), r"\[15, -1\] are outside the vocabulary: use ids from 0 to 14"),
+        (
+            lambda: apply_scope(VALID, VALID, "hidden"),
+            "unknown anchor_scope 'hidden': expected one of all, masked, visible",
+        ),
+        (lambda: rare_in_sequence(), "max_count is None and max_fraction None: give one of them"),
+        (lambda: rare_in_sequence(2, 0.1), "max_count is 2 and max_fraction 0.1: give one of them"),
+    ],
+)
+def test_wrong_arguments_are_refused(use, message):
+    with pytest.raises(ValueError, match=message):
+        use()

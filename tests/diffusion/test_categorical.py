@@ -8,10 +8,10 @@ import torch
 from adlm.diffusion import categorical
 from adlm.diffusion.categorical import SamplingParams, compute_probs, draw
 from adlm.models.language_model import NEG_INF
-from tests.world import filtered
+from tests.world import filter_probs
 
 
-def logits_of(rows, vocab, spread, seed=0):
+def random_logits(rows, vocab, spread, seed=0):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
@@ -22,7 +22,7 @@ def numbers(rows, seed=1):
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}])
 @pytest.mark.parametrize("nucleus", ["usual", "lineage"])
 def test_no_choice_is_argmax(settings, nucleus):
-    logits = logits_of(500, 30, 2.0)
+    logits = random_logits(500, 30, 2.0)
     drawn = draw(logits, numbers(500), SamplingParams(**settings, nucleus=nucleus))
     assert torch.equal(drawn.tokens, logits.argmax(-1))
     assert torch.equal(drawn.probs, torch.ones(500, dtype=torch.float64))
@@ -55,7 +55,7 @@ def test_equally_likely_tokens_share_their_fate():
     torch.testing.assert_close(found, torch.tensor([[1, 1, 1, 0]]).double() / 3)
 
 
-HOWS = [
+SETTINGS = [
     SamplingParams(),
     SamplingParams(temperature=0.7),
     SamplingParams(top_p=0.9),
@@ -68,17 +68,17 @@ HOWS = [
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
-@pytest.mark.parametrize("sampling", HOWS)
+@pytest.mark.parametrize("sampling", SETTINGS)
 def test_a_partial_selection_is_the_full_sort(sampling, spread, monkeypatch):
     """Nuclei wider than the first and the second selection fall back to more: the same tokens, the same chances."""
-    logits, u = logits_of(300, 40, spread), numbers(300)
+    logits, u = random_logits(300, 40, spread), numbers(300)
     monkeypatch.setattr(categorical, "CANDIDATE_SIZES", (40,))
     whole = draw(logits, u, sampling)
     monkeypatch.setattr(categorical, "CANDIDATE_SIZES", (2, 4))
-    asked, candidates = [], categorical.find_candidates
+    sizes, candidates = [], categorical.find_candidates
 
     def spy(logits, sampling, size):
-        asked.append(size)
+        sizes.append(size)
         return candidates(logits, sampling, size)
 
     monkeypatch.setattr(categorical, "find_candidates", spy)
@@ -86,24 +86,24 @@ def test_a_partial_selection_is_the_full_sort(sampling, spread, monkeypatch):
     assert torch.equal(part.tokens, whole.tokens)
     torch.testing.assert_close(part.probs, whole.probs, atol=1e-12, rtol=1e-9)
     if sampling.top_k is None and sampling.top_p < 1 and spread < 1:
-        assert asked == [2, 4, 40]
+        assert sizes == [2, 4, 40]
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
-@pytest.mark.parametrize("sampling", HOWS)
+@pytest.mark.parametrize("sampling", SETTINGS)
 def test_the_law_is_the_one_written_down(sampling, spread):
-    logits = logits_of(40, 12, spread, seed=2)
+    logits = random_logits(40, 12, spread, seed=2)
     logits[:, 11] = -torch.inf
     found = compute_probs(logits, sampling)
     for row, probs in zip(found, logits.double().softmax(-1), strict=True):
-        torch.testing.assert_close(row, filtered(probs, sampling), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(row, filter_probs(probs, sampling), atol=1e-6, rtol=1e-5)
     assert (found[:, 11] == 0).all()
 
 
-@pytest.mark.parametrize("sampling", HOWS)
+@pytest.mark.parametrize("sampling", SETTINGS)
 def test_a_draw_inverts_its_distribution(sampling):
     """Equally spaced numbers u give every token its share to within one number, and each its own probability."""
-    logits, n = logits_of(1, 12, 1.5, seed=3), 20_000
+    logits, n = random_logits(1, 12, 1.5, seed=3), 20_000
     u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     drawn = draw(logits.expand(n, -1), u, sampling)
     law = compute_probs(logits, sampling)[0]
@@ -128,7 +128,7 @@ def test_impossible_tokens_are_never_drawn():
     u = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     for never in (-torch.inf, NEG_INF):
         logits = torch.tensor([[never, 0.3, -0.2, never]]).expand(2, -1)
-        for sampling in HOWS:
+        for sampling in SETTINGS:
             tokens = draw(logits, u, sampling).tokens.tolist()
             assert set(tokens) <= {1, 2}, sampling
 

@@ -81,10 +81,11 @@ def test_factored_bridge_is_the_linear_map_of_the_logits():
     assert (outputs["factored"] - outputs["softmax"]).abs().max() > 0.1
 
 
+GPT2 = {"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True}
 FOLDS = [(method, {}) for method in METHOD_NAMES]
 FOLDS += [(method, {"time_conditioning": True, "cond_dim": 8}) for method in METHOD_NAMES]
 FOLDS += [("adlm", {"bridge": "direct"}), ("adlm", {"bridge": "softmax"}), ("a2r", {"bridge": "direct"})]
-FOLDS += [("mdlm", {"norm_bias": True, "attention_bias": True}), ("mdlm", {"tied": True}), ("ar", {"tied": True})]
+FOLDS += [("mdlm", {"norm_bias": True, "attention_bias": True}), ("mdlm", {"tied": True}), ("ar", GPT2)]
 FOLDS += [("adlm", {"positions": "learned", "attention_bias": True}), ("a2r", {"cond_dim": 8})]
 
 

@@ -3,49 +3,39 @@
 import pytest
 import torch
 
-from adlm.diffusion import denoising as denoise_module
-from adlm.diffusion import plans
+from adlm.diffusion import denoising, plans
 from adlm.diffusion.categorical import SamplingParams, compute_probs
-from adlm.diffusion.denoising import denoise
+from adlm.diffusion.denoising import SamplerState, denoise, reverse_step
 from adlm.diffusion.plans import confidence_remask_prob
 from adlm.diffusion.rng import CounterRng
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import SAMPLERS, build_sampler
-from tests.world import OPTIONS, random_model
+from tests.world import MASK, OPTIONS, VOCAB, random_tokens, small_model
 
-VOCAB, MASK, LENGTH, ROWS = 12, 11, 14, 8
+LENGTH, ROWS = 14, 8
 NAMES = tuple(SAMPLERS)
-
-
-def model_of(method="adlm", **changes):
-    size = {"vocab_size": VOCAB, "mask_id": MASK, "length": 20, "dim": 16, "seed": 3, "scale": 0.6}
-    return random_model(method, **(size | changes))
-
-
-LEARNED = compile_for_sampling(model_of(positions="learned"))
-ROTARY = compile_for_sampling(model_of())
-TOLD = compile_for_sampling(model_of(positions="learned", time_conditioning=True))
+LEARNED = compile_for_sampling(small_model(positions="learned"))
+ROTARY = compile_for_sampling(small_model())
+TIMED = compile_for_sampling(small_model(positions="learned", time_conditioning=True))
 
 
 def templates(seed, rows=ROWS, length=LENGTH):
     """Rows with holes: all hidden, nothing hidden, a prompt, and holes of every density."""
     rng = torch.Generator().manual_seed(seed)
-    x = torch.randint(MASK, (rows, length), generator=rng)
     is_hidden = torch.rand(rows, length, generator=rng) < torch.linspace(0.1, 1, rows)[:, None]
     is_hidden[0], is_hidden[1], is_hidden[2] = True, False, torch.arange(length) >= 5
-    return torch.where(is_hidden, MASK, x)
+    return torch.where(is_hidden, MASK, random_tokens(rows, length, seed=seed))
 
 
-def sampler_of(name, **changes):
-    return build_sampler(name, **(OPTIONS[name] | changes))
+def run(predictor, xt, sampler=None, seed=3, **options):
+    """All frames; a sampler by its name has the options of tests.world."""
+    if isinstance(sampler, str):
+        sampler = build_sampler(sampler, **OPTIONS[sampler])
+    return list(stream_tokens(predictor, xt, sampler, seed=seed, **options))
 
 
-def frames_of(predictor, xt, name, seed=3, **sampling):
-    return list(stream_tokens(predictor, xt, sampler_of(name), seed=seed, **sampling))
-
-
-def last_tokens(*args, **kwargs):
-    return frames_of(*args, **kwargs)[-1].tokens
+def last_tokens(*args, **options):
+    return run(*args, **options)[-1].tokens
 
 
 def test_every_sampler_is_here():
@@ -59,7 +49,7 @@ def test_prompts_are_never_touched_and_frames_say_what_happened(name):
     for seed in range(6):
         xt = templates(seed)
         given, before, was_masked = xt != MASK, xt, xt == MASK
-        frames = frames_of(LEARNED, xt, name, seed, block=None if seed % 2 else 5)
+        frames = run(LEARNED, xt, name, seed, block=None if seed % 2 else 5)
         for number, frame in enumerate(frames, 1):
             assert frame.step == number
             assert torch.equal(frame.tokens[given], xt[given])
@@ -77,7 +67,7 @@ def test_prompts_are_never_touched_and_frames_say_what_happened(name):
 def test_the_network_runs_only_where_something_is_revealed(name):
     """A row's nfe counts the frames that reveal something in it; a row that is given runs no network at all."""
     xt = templates(1)
-    frames = frames_of(LEARNED, xt, name)
+    frames = run(LEARNED, xt, name)
     steps_with_reveal = sum((frame.changed & ~frame.is_masked).any(-1).long() for frame in frames)
     assert torch.equal(frames[-1].nfe, steps_with_reveal)
     assert frames[-1].nfe[1] == 0 and frames[-1].nfe[0] > 0
@@ -94,13 +84,13 @@ PLACES = ([[i] for i in range(ROWS)], [[0, 1, 2], [3, 4, 5], [6, 7]], [[6, 2, 0,
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
     """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
-    for seed, predictor in ((0, LEARNED), (1, TOLD)):
+    for seed, predictor in ((0, LEARNED), (1, TIMED)):
         xt, numbers = templates(seed), torch.arange(ROWS) * 1000 + 7
         same = {"block": block, "sampling": SamplingParams(top_p=0.95)}
-        whole = frames_of(predictor, xt, name, rows=numbers, **same)[-1]
+        whole = run(predictor, xt, name, rows=numbers, **same)[-1]
         for place in PLACES:
             for rows in place:
-                last = frames_of(predictor, xt[rows], name, rows=numbers[rows], **same)[-1]
+                last = run(predictor, xt[rows], name, rows=numbers[rows], **same)[-1]
                 assert torch.equal(last.tokens, whole.tokens[rows]), f"rows {rows}"
                 assert torch.equal(last.nfe, whole.nfe[rows])
         other = last_tokens(predictor, xt, name, rows=numbers + 1, block=block)
@@ -120,52 +110,41 @@ def test_what_a_grid_leaves_to_the_fill_does_not_shift_other_rows(monkeypatch):
     """The lineage's grid ends before zero: whether a neighbour needs the fill must not move a row's next block."""
     monkeypatch.setattr(plans, "LINEAGE_END", 0.15)
     sampler, xt = build_sampler("ancestral", steps=3, compat=True), templates(3)
-
-    def run(rows):
-        *_, last = stream_tokens(LEARNED, xt[rows], sampler, seed=1, rows=torch.tensor(rows), block=4)
-        return last.tokens
-
-    whole = run(list(range(ROWS)))
+    whole = last_tokens(LEARNED, xt, sampler, block=4)
     for row in (0, 2, 3, 4, 5, 6, 7):
-        assert torch.equal(run([row])[0], whole[row]), f"row {row}"
+        assert torch.equal(last_tokens(LEARNED, xt[[row]], sampler, rows=torch.tensor([row]), block=4)[0], whole[row])
 
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_causal_rows_do_not_depend_on_their_neighbours(method):
-    predictor = compile_for_sampling(model_of(method))
-    xt, rng = templates(0), torch.Generator().manual_seed(0)
-    xt[:, 0] = torch.randint(MASK, (ROWS,), generator=rng)
-    is_fixed, numbers = xt != MASK, torch.arange(ROWS) + 50
-
-    def run(rows):
-        same = {"seed": 9, "sampling": SamplingParams(top_k=6)}
-        for frame in stream_tokens(predictor, xt[rows], rows=numbers[rows], is_fixed=is_fixed[rows], **same):
-            assert torch.equal(frame.tokens[is_fixed[rows]], xt[rows][is_fixed[rows]])
-        return frame.tokens
-
-    whole = run(torch.arange(ROWS))
-    assert not (whole == MASK).any()
+    predictor, xt = compile_for_sampling(small_model(method)), templates(0)
+    xt[:, 0] = random_tokens(ROWS, 1)[:, 0]
+    is_fixed, numbers, same = xt != MASK, torch.arange(ROWS) + 50, {"sampling": SamplingParams(top_k=6)}
+    frames = run(predictor, xt, rows=numbers, is_fixed=is_fixed, **same)
+    whole = frames[-1].tokens
+    assert all(torch.equal(frame.tokens[is_fixed], xt[is_fixed]) for frame in frames) and not (whole == MASK).any()
     for place in PLACES:
         for rows in place:
-            assert torch.equal(run(torch.tensor(rows)), whole[rows]), f"rows {rows}"
+            part = last_tokens(predictor, xt[rows], rows=numbers[rows], is_fixed=is_fixed[rows], **same)
+            assert torch.equal(part, whole[rows]), f"rows {rows}"
     wide, valid = torch.nn.functional.pad(xt, (0, 4), value=2), torch.arange(LENGTH + 4).expand(ROWS, -1) < LENGTH
     for where in ({"is_fixed": wide != MASK}, {"is_fixed": (wide != MASK) & valid, "valid": valid}):
-        *_, last = stream_tokens(predictor, wide, seed=9, rows=numbers, sampling=SamplingParams(top_k=6), **where)
-        assert torch.equal(last.tokens[:, :LENGTH], whole) and (last.tokens[:, LENGTH:] == 2).all()
+        tokens = last_tokens(predictor, wide, rows=numbers, **same, **where)
+        assert torch.equal(tokens[:, :LENGTH], whole) and (tokens[:, LENGTH:] == 2).all()
 
 
 @pytest.mark.parametrize("value", [0, 9])
-@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize("predictor", [LEARNED, TIMED], ids=["learned", "timed"])
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_changes_no_text(name, is_told, value):
+def test_padding_changes_no_text(name, predictor, value):
     """A row padded to a longer length, with `valid`, gets the tokens of the row; the padding stays."""
-    predictor, xt = TOLD if is_told else LEARNED, templates(4)
+    xt = templates(4)
     wide = torch.nn.functional.pad(xt, (0, 5), value=value)
     valid = torch.arange(LENGTH + 5).expand(ROWS, -1) < LENGTH
     for block in (None, 4):
-        found = last_tokens(predictor, wide, name, valid=valid, block=block)
-        assert torch.equal(found[:, :LENGTH], last_tokens(predictor, xt, name, block=block))
-        assert (found[:, LENGTH:] == value).all()
+        tokens = last_tokens(predictor, wide, name, valid=valid, block=block)
+        assert torch.equal(tokens[:, :LENGTH], last_tokens(predictor, xt, name, block=block))
+        assert (tokens[:, LENGTH:] == value).all()
 
 
 @pytest.mark.parametrize("name", ["remask_cap", "remask_rescale"])
@@ -176,10 +155,7 @@ def test_no_remasking_is_ancestral(name):
         plain = build_sampler("ancestral", steps=7, compat=compat)
         for field in ("t", "alpha_t", "alpha_s", "remask_prob", "noise_level"):
             assert torch.equal(getattr(plan, field), getattr(plain, field)), field
-        xt = templates(5)
-        *_, one = stream_tokens(LEARNED, xt, plan, seed=2)
-        *_, other = stream_tokens(LEARNED, xt, plain, seed=2)
-        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(last_tokens(LEARNED, templates(5), plan), last_tokens(LEARNED, templates(5), plain))
 
 
 def test_a_loop_without_eta_remasks_nothing():
@@ -208,7 +184,7 @@ def test_tables_hold_probabilities_and_meet_at_their_ends(name, compat):
         if not compat:
             assert plan.alpha_s[-1] == 1 and plan[-1].reveal_prob == 1
             assert plan.remask_prob[-1] == 0 or steps == 1
-        # A time-conditioned network is told how much is visible, on the schedule that it was trained with.
+        # A time-conditioned network is given how much is visible, on the schedule that it was trained with.
         visible = 1 - plan.t if compat else plan.alpha_t
         torch.testing.assert_close(torch.exp(-plan.noise_level), 1e-3 + 0.999 * visible, atol=1e-12, rtol=0)
 
@@ -221,9 +197,9 @@ def test_confidence_is_the_probability_of_the_draw(monkeypatch):
         seen.append(confidence.clone())
         return confidence_remask_prob(remask_prob, confidence, is_hidden)
 
-    monkeypatch.setattr(denoise_module, "confidence_remask_prob", spy)
+    monkeypatch.setattr(denoising, "confidence_remask_prob", spy)
     sampling, before, compared = SamplingParams(temperature=1.3, top_k=4), xt, 0
-    frames = frames_of(LEARNED, xt, "remask_conf", sampling=sampling)
+    frames = run(LEARNED, xt, "remask_conf", sampling=sampling)
     for frame, confidence in zip(frames, seen[1:], strict=False):
         logits = LEARNED.logits_at(LEARNED.predict(before, torch.zeros(ROWS), None))
         law = compute_probs(logits.flatten(0, 1), sampling).view(logits.shape)
@@ -234,31 +210,31 @@ def test_confidence_is_the_probability_of_the_draw(monkeypatch):
     assert compared > 20
 
 
-def levels_told(name, xt, **sampling):
-    """The noise levels that the network is told, a row of numbers a call."""
-    told = []
+def record_noise_levels(name, xt):
+    """The noise levels that the network is given, (calls, B)."""
+    levels = []
 
     def predict(tokens, level, valid, places):
-        told.append(level.clone())
+        levels.append(level.clone())
         return LEARNED.predict(tokens, level, valid)
 
-    rng = CounterRng.from_seed(0, len(xt))
-    list(denoise(xt, sampler_of(name), predict, LEARNED.logits_at, mask_id=MASK, rng=rng, **sampling))
-    return told
+    sampler, rng = build_sampler(name, **OPTIONS[name]), CounterRng.from_seed(0, len(xt))
+    list(denoise(xt, sampler, predict, LEARNED.logits_at, mask_id=MASK, rng=rng))
+    return torch.stack(levels)
 
 
-def test_orders_tell_the_share_that_is_hidden():
-    xt = torch.full((1, 10), MASK)
-    for name in ("confidence", "margin"):  # ten positions in five steps
-        told = torch.stack(levels_told(name, xt))[:, 0]
-        expected = -torch.log(1 - 0.999 * torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2]))
-        torch.testing.assert_close(told, expected, atol=1e-4, rtol=1e-5)
+@pytest.mark.parametrize("name", ["confidence", "margin"])
+def test_the_noise_level_of_an_order_is_the_share_that_is_hidden(name):
+    """Ten positions in five steps."""
+    expected = -torch.log(1 - 0.999 * torch.tensor([[1.0], [0.8], [0.6], [0.4], [0.2]]))
+    levels = record_noise_levels(name, torch.full((1, 10), MASK))
+    torch.testing.assert_close(levels, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_first_hitting_times_are_those_of_uniform_arrivals():
     """The k-th of n reveals comes, on average, at t = (n + 1 - k) / (n + 1), and times fall."""
     rows, n = 4000, 4
-    time = (1 - torch.exp(-torch.stack(levels_told("first_hitting", torch.full((rows, n), MASK))).double())) / 0.999
+    time = (1 - torch.exp(-record_noise_levels("first_hitting", torch.full((rows, n), MASK)).double())) / 0.999
     assert (time[1:] < time[:-1]).all() and (time < 1).all() and (time > 0).all()
     expected = torch.arange(n, 0, -1, dtype=torch.float64) / (n + 1)
     error = (expected * (1 - expected) / (n + 2) / rows).sqrt()
@@ -274,15 +250,13 @@ def test_a_row_that_is_all_hidden_shares_out_nothing():
     assert shared[0, 1] > shared[0, 0] and shared[0, 2] == 0
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(top_p=1e-9)]
-)
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}], ids=str)
 @pytest.mark.parametrize("name", ["confidence", "margin", "entropy_bounded"])
-def test_without_chance_the_seed_does_not_matter(name, sampling):
-    xt = templates(6)
+def test_without_chance_the_seed_does_not_matter(name, setting):
+    xt, sampling = templates(6), SamplingParams(**setting)
     one, other = (last_tokens(LEARNED, xt, name, seed=seed, sampling=sampling) for seed in (1, 2))
     assert torch.equal(one, other)
-    first = frames_of(LEARNED, xt, name, sampling=sampling)[0]
+    first = run(LEARNED, xt, name, sampling=sampling)[0]
     with torch.no_grad():
         best = LEARNED.logits_at(LEARNED.predict(xt, torch.zeros(ROWS), None)).argmax(-1)
     assert torch.equal(first.tokens[first.changed], best[first.changed])
@@ -299,10 +273,9 @@ def test_tokens_of_any_layout_and_type_are_taken():
 def test_there_is_always_a_frame(name):
     xt = torch.zeros(2, LENGTH, dtype=torch.long)
     for block in (None, 4):
-        *_, last = stream_tokens(LEARNED, xt, sampler_of(name), seed=0, block=block)
+        last = run(LEARNED, xt, name, block=block)[-1]
         assert torch.equal(last.tokens, xt) and not last.nfe.any()
-    causal = compile_for_sampling(model_of("ar"))
-    *_, last = stream_tokens(causal, xt, seed=0, is_fixed=torch.ones_like(xt).bool())
+    last = run(compile_for_sampling(small_model("ar")), xt, is_fixed=torch.ones_like(xt).bool())[-1]
     assert torch.equal(last.tokens, xt) and not last.is_masked.any()
 
 
@@ -311,18 +284,14 @@ def test_rows_may_be_at_different_times():
     plan, xt = build_sampler("remask_cap", steps=6, eta=0.3), templates(5)[:2]
     columns = [torch.stack([plan[2].__dict__[k], plan[4].__dict__[k]])[:, None] for k in plan[2].__dict__]
 
-    def stepped(rows, transition):
-        is_hidden, rng = xt[rows] == MASK, CounterRng.from_seed(7, torch.tensor(rows))
-        network = TOLD.predict, TOLD.logits_at, MASK
-        state = denoise_module.SamplerState(
-            xt[rows].clone(), is_hidden, torch.ones_like(is_hidden), *network, rng, SamplingParams()
-        )
-        with torch.no_grad():
-            return denoise_module.reverse_step(state, transition, SamplingParams()).tokens
+    def step_once(rows, transition):
+        x, rng, network = xt[rows], CounterRng.from_seed(7, torch.tensor(rows)), (TIMED.predict, TIMED.logits_at, MASK)
+        state = SamplerState(x.clone(), x == MASK, torch.ones_like(x).bool(), *network, rng, SamplingParams())
+        return reverse_step(state, transition, SamplingParams()).tokens
 
-    together = stepped([0, 1], plans.Transition(*columns))
+    together = step_once([0, 1], plans.Transition(*columns))
     for row, step in ((0, 2), (1, 4)):
-        assert torch.equal(stepped([row], plan[step])[0], together[row])
+        assert torch.equal(step_once([row], plan[step])[0], together[row])
 
 
 XT = templates(0)
@@ -343,14 +312,14 @@ ALL_FIXED = torch.ones_like(XT, dtype=torch.bool)
 )
 def test_wrong_arguments_are_refused(xt, changes, message):
     with pytest.raises(ValueError, match=message):
-        next(stream_tokens(LEARNED, xt, **({"sampler": sampler_of("ancestral"), "seed": 0} | changes)))
+        next(stream_tokens(LEARNED, xt, **({"sampler": plans.ancestral(6), "seed": 0} | changes)))
 
 
 def test_models_that_cannot_be_sampled_are_refused():
-    broken = model_of()
+    broken = small_model()
     with torch.no_grad():
         broken.head.bias[0] = torch.nan
     with pytest.raises(ValueError, match=r"head.bias: training of this model has diverged"):
         compile_for_sampling(broken)
     with pytest.raises(ValueError, match="fixed_batch must be at least 1"):
-        compile_for_sampling(model_of(), fixed_batch=0)
+        compile_for_sampling(small_model(), fixed_batch=0)

@@ -15,7 +15,7 @@ from adlm.diffusion.plans import ancestral, reverse_distribution
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import Cosine, LogLinear, discrete_loss_weight, discrete_time
 from adlm.likelihood import estimate_nll
-from tests.world import TinyWorld, joint, law_of, random_model
+from tests.world import TinyWorld, ancestral_law, exact_law, random_model
 
 WORLDS = {2: TinyWorld(random_model(seed=39, length=2)), 3: TinyWorld(random_model(seed=113, positions="learned"))}
 LENGTHS = tuple(WORLDS)
@@ -33,13 +33,14 @@ def hidden_costs(world, x0):
     return -(log_probs * (xt == world.mask)).sum(-1), (xt == world.mask).sum(-1)
 
 
-def beta(a, b):
-    return math.exp(math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b))
-
-
 def pattern_weights(hidden, length):
-    """∫ (1/t) t^h (1 - t)^(L - h) dt: what a pattern with h hidden positions weighs in the NELBO."""
-    return torch.tensor([beta(h, length - h + 1) if h else 0.0 for h in hidden.tolist()], dtype=torch.float64)
+    """∫ (1/t) t^h (1 - t)^(L - h) dt = 1 / (h C(L, h)): what a pattern with h hidden positions weighs in the NELBO."""
+    return torch.tensor([1 / (h * math.comb(length, h)) if h else 0.0 for h in hidden.tolist()], dtype=torch.float64)
+
+
+def pattern_chances(t, hidden, length):
+    """t^h (1 - t)^(L - h): how likely a pattern with h hidden positions is at each time t, (times, patterns)."""
+    return t[:, None] ** hidden * (1 - t[:, None]) ** (length - hidden)
 
 
 def nelbo(world, x0):
@@ -50,22 +51,16 @@ def nelbo(world, x0):
 def discrete_nelbo(world, x0, steps):
     """Σ over steps of (alpha_s - alpha_t) / (1 - alpha_t) E Σ_hidden -log p, with alpha = 1 - t."""
     cost, hidden = hidden_costs(world, x0)
-    total = 0.0
-    for i in range(1, steps + 1):
-        t = i / steps
-        chance = t**hidden * (1 - t) ** (world.length - hidden)
-        total += float((chance * cost).sum()) * (1 / steps) / t
-    return total
+    t = torch.arange(1, steps + 1, dtype=torch.float64) / steps
+    return float(((pattern_chances(t, hidden, world.length) * cost).sum(-1) / t).sum() / steps)
 
 
-def loss_of(world, x0, xt, weight, anchor_weight=None, **anchors):
-    """The library's loss summed over tokens, for hiding patterns with given weights."""
-    rows, ones = len(xt), torch.ones(len(xt))
-    process = ForwardProcess(world.mask, **anchors)
-    batch = collect_batch(x0.expand(rows, -1), xt, ones, weight.float(), 0 * ones, process)
+def compute_loss(world, x0, xt, weight, anchor_weight=None, **anchors):
+    """The library's loss and its number of tokens, for hiding patterns with given weights."""
+    ones, process = torch.ones(len(xt)), ForwardProcess(world.mask, **anchors)
+    batch = collect_batch(x0.expand(len(xt), -1), xt, ones, weight.float(), 0 * ones, process)
     with torch.no_grad():
-        loss = training_loss(world.model, batch, anchor_weight=anchor_weight)
-    return loss, batch.tokens
+        return training_loss(world.model, batch, anchor_weight=anchor_weight), batch.tokens
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -74,7 +69,7 @@ def test_nelbo_is_the_weighted_sum_over_all_masks(length):
     for x0 in texts(world):
         xt = world.hidings(x0)
         weight = pattern_weights((xt == world.mask).sum(-1), length)
-        loss, tokens = loss_of(world, x0, xt, weight)
+        loss, tokens = compute_loss(world, x0, xt, weight)
         assert float(loss.nll * tokens) == pytest.approx(nelbo(world, x0), rel=1e-5)
         assert float(loss.total) == float(loss.nll)
         torch.testing.assert_close(loss.row_nll.double(), hidden_costs(world, x0)[0] * weight, atol=1e-5, rtol=1e-5)
@@ -87,15 +82,14 @@ def test_corruption_estimates_the_nelbo(length, schedule):
     world, rows = WORLDS[length], 20_000
     nodes, node_weights = np.polynomial.legendre.leggauss(60)
     t = torch.from_numpy((nodes + 1) / 2 * (1 - 1e-3) + 1e-3)
-    is_hidden_prob = 1 - schedule.alpha(t)
+    hidden_prob = 1 - schedule.alpha(t)
     for number, x0 in enumerate(texts(world)[::5]):
         cost, hidden = hidden_costs(world, x0)
-        chance = is_hidden_prob[:, None] ** hidden * (1 - is_hidden_prob[:, None]) ** (length - hidden)
-        each_time = -schedule.dalpha(t) / is_hidden_prob * (chance * cost).sum(-1)
+        chance = pattern_chances(hidden_prob, hidden, length)
+        each_time = -schedule.dalpha(t) / hidden_prob * (chance * cost).sum(-1)
         expected = float((torch.from_numpy(node_weights) / 2 * each_time).sum())
-        batch = corrupt(
-            x0.expand(rows, -1), ForwardProcess(world.mask, schedule=schedule), CounterRng.from_seed(7, rows), number
-        )
+        process = ForwardProcess(world.mask, schedule=schedule)
+        batch = corrupt(x0.expand(rows, -1), process, CounterRng.from_seed(7, rows), number)
         with torch.no_grad():
             row_nll = training_loss(world.model, batch).row_nll.double()
         error = float(row_nll.std()) / math.sqrt(rows)
@@ -114,12 +108,12 @@ def test_discrete_time_is_the_sum_over_its_steps(length, steps):
     for x0 in texts(world):
         xt = world.hidings(x0)
         hidden = (xt == world.mask).sum(-1)
-        chance = t[:, None] ** hidden * (1 - t[:, None]) ** (length - hidden)
-        loss, tokens = loss_of(world, x0, xt.repeat(steps, 1), (chance * weight[:, None]).flatten())
+        chance = pattern_chances(t, hidden, length)
+        loss, tokens = compute_loss(world, x0, xt.repeat(steps, 1), (chance * weight[:, None]).flatten())
         assert float(loss.nll * tokens) == pytest.approx(discrete_nelbo(world, x0, steps), rel=1e-5)
     uniform = (torch.arange(steps * 100) + 0.5) / (steps * 100)
-    found, count = discrete_time(uniform, steps).unique(return_counts=True)
-    torch.testing.assert_close(found, t)
+    times, count = discrete_time(uniform, steps).unique(return_counts=True)
+    torch.testing.assert_close(times, t)
     assert count.tolist() == [100] * steps
 
 
@@ -130,8 +124,8 @@ def test_held_out_bound_in_discrete_time(steps):
     x0 = texts(world)[1]
     rows = x0.expand(4000, -1)
     batch = corrupt(rows, ForwardProcess(world.mask, steps=steps), CounterRng.from_seed(0, 4000), 0)
-    found, count = (batch.t * steps).round().unique(return_counts=True)
-    assert found.tolist() == list(range(1, steps + 1))
+    times, count = (batch.t * steps).round().unique(return_counts=True)
+    assert times.tolist() == list(range(1, steps + 1))
     assert count.max() - count.min() <= 2
     bound = estimate_nll(world.model, rows, batch=1000, draws=4, steps=steps)
     # LogLinear hides (1 - eps) t: a thousandth less than the enumeration's alpha = 1 - t
@@ -154,7 +148,7 @@ def test_any_order_likelihood_is_below_the_nelbo(length):
     """First-hitting: p(x) is the mean over orders of products of conditionals, and the NELBO bounds -log p(x)."""
     world = WORLDS[length]
     log_probs, total = world.log_probs()[1], 0.0
-    law = law_of(world, first_hitting())
+    law = exact_law(world, first_hitting())
     for x0 in texts(world):
         chances = []
         for order in itertools.permutations(range(length)):
@@ -163,7 +157,7 @@ def test_any_order_likelihood_is_below_the_nelbo(length):
                 chance += float(log_probs[world.number(xt), position, x0[position]])
                 xt[position] = x0[position]
             chances.append(chance)
-        likelihood = sum(math.exp(c) for c in chances) / len(chances)
+        likelihood = sum(map(math.exp, chances)) / len(chances)
         assert float(law[world.number(x0)]) == pytest.approx(likelihood, rel=1e-9)
         # The NELBO is the same mean taken over logarithms, hence the bound (Jensen).
         assert nelbo(world, x0) == pytest.approx(-sum(chances) / len(chances), rel=1e-9)
@@ -172,30 +166,16 @@ def test_any_order_likelihood_is_below_the_nelbo(length):
     assert total == pytest.approx(1, abs=1e-9)
 
 
-def ancestral_law(world, steps):
-    """The exact Markov chain over all states by `reverse_distribution`."""
-    reach = world.point()
-    for step in ancestral(steps):
-        reach = reach @ joint(world, reverse_distribution(world.states, world.probs(), step, world.mask))
-    return reach
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_ancestral_likelihood_is_below_its_nelbo(length, steps):
     world = WORLDS[length]
     law = ancestral_law(world, steps)
     assert float(law[world.texts].sum()) == pytest.approx(1, abs=1e-9)
-    torch.testing.assert_close(law, law_of(world, ancestral(steps)), atol=1e-12, rtol=0)
-    gaps = [
-        discrete_nelbo(world, x0, steps) + math.log(float(law[n]))
-        for n, x0 in zip(world.texts.tolist(), texts(world), strict=True)
-    ]
+    torch.testing.assert_close(law, exact_law(world, ancestral(steps)), atol=1e-12, rtol=0)
+    gaps = [discrete_nelbo(world, x0, steps) + math.log(law[world.number(x0)]) for x0 in texts(world)]
     assert min(gaps) >= -1e-9
-    if steps == 1:
-        assert max(gaps) == pytest.approx(0, abs=1e-9)  # one step: the bound is the likelihood
-    else:
-        assert max(gaps) > 1e-3
+    assert max(gaps) == pytest.approx(0, abs=1e-9) if steps == 1 else max(gaps) > 1e-3  # one step is exact
 
 
 RULES = {
@@ -222,8 +202,8 @@ def divergences(world, x0, is_anchor, steps):
     of_denoiser = of_anchor = 0.0
     for step in ancestral(steps):
         chance = (1 - step.alpha_t) ** hidden * step.alpha_t ** (world.length - hidden)
-        said, anchored = (reverse_divergence(xt, truth, p, step, world.mask) for p in (final, anchor))
-        of_denoiser += float((chance * said.sum(-1)).sum())
+        denoised, anchored = (reverse_divergence(xt, truth, p, step, world.mask) for p in (final, anchor))
+        of_denoiser += float((chance * denoised.sum(-1)).sum())
         of_anchor += float((chance * (anchored * is_anchor).sum(-1)).sum())
     return of_denoiser, of_anchor
 
@@ -231,12 +211,10 @@ def divergences(world, x0, is_anchor, steps):
 def anelbo(world, x0, rule, gamma, steps, scope):
     t = torch.arange(1, steps + 1, dtype=torch.float64) / steps
     xt = world.hidings(x0)
-    hidden = (xt == world.mask).sum(-1)
-    chance = t[:, None] ** hidden * (1 - t[:, None]) ** (world.length - hidden)
-    weight = chance * discrete_loss_weight(EXACT, t, steps)[:, None] / steps
-    loss, tokens = loss_of(
-        world, x0, xt.repeat(steps, 1), weight.flatten(), gamma, anchor_rule=rule, anchor_scope=scope
-    )
+    chance = pattern_chances(t, (xt == world.mask).sum(-1), world.length)
+    weight = (chance * discrete_loss_weight(EXACT, t, steps)[:, None] / steps).flatten()
+    anchors = {"anchor_rule": rule, "anchor_scope": scope}
+    loss, tokens = compute_loss(world, x0, xt.repeat(steps, 1), weight, gamma, **anchors)
     return tuple(float(part * tokens) for part in (loss.total, loss.nll, loss.anchor))
 
 
@@ -271,7 +249,7 @@ def test_anelbo_is_the_sum_of_both_divergences(length, rule):
 def test_anelbo_bounds_likelihood_and_anchor_loss(rule, gamma, steps):
     """-log p(x) + γ L_anchor ≤ ANELBO (the paper's theorem) for every text; the lineage's scope only adds to it."""
     world = WORLDS[3]
-    law = law_of(world, ancestral(steps))
+    law = exact_law(world, ancestral(steps))
     for x0 in texts(world)[::2]:
         _, of_anchor = divergences(world, x0, RULES[rule](x0[None], None)[0], steps)
         left = -math.log(float(law[world.number(x0)])) + gamma * of_anchor

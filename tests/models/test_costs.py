@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,9 +19,10 @@ from adlm.models import costs
 from adlm.models.costs import count_parameters, count_parameters_by_part, estimate_memory, flops_per_token, peak_flops
 from adlm.models.language_model import PRESETS, LanguageModel, ModelConfig
 from bench import costs as planned
+from tests.world import count_weights, shapes_only
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = [
+OPTIONS: list[dict[str, object]] = [
     {},
     {"bridge": "direct"},
     {"bridge": "softmax"},
@@ -30,9 +30,8 @@ OPTIONS = [
     {"cond_dim": 32, "time_conditioning": True},
     {"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True},
     {"positions": "learned", "length": 77},
-    {"norm_bias": True},
+    {"norm_bias": True, "tied": True},
     {"attention_bias": True},
-    {"tied": True},
 ]
 
 
@@ -40,32 +39,17 @@ def small(method: str = "adlm", **changes: object) -> ModelConfig:
     return build_config(method, "small", vocab_size=50_258, mask_id=50_257, **changes)
 
 
-def shapes_only(config: ModelConfig) -> LanguageModel:
-    """The model on the meta device: shapes without memory."""
-    model = LanguageModel.__new__(LanguageModel)
-    nn.Module.__init__(model)
-    with torch.device("meta"):
-        model._build(config)
-    if config.tied:
-        model.head.weight = model.embed.weight
-    return model
-
-
-def count(*modules: nn.Module | None) -> int:
-    return sum(p.numel() for module in modules if module is not None for p in module.parameters())
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_count_is_the_models(method: str, preset: str, options: dict[str, object]) -> None:
     config = build_config(method, preset, vocab_size=1003, mask_id=1002, **options)
-    model, found = shapes_only(config), count_parameters_by_part(config)
-    assert count_parameters(config) == found.total == count(model)
-    assert found.layers == count(model.anchor, model.denoiser)
-    assert found.embedding == count(model.embed, model.positions)
-    assert found.bridge == count(model.bridge)
-    assert found.heads == count(model.anchor_head) + (0 if config.tied else count(model.head))
+    model, parts = shapes_only(config), count_parameters_by_part(config)
+    assert count_parameters(config) == parts.total == count_weights(model)
+    assert parts.layers == count_weights(model.anchor, model.denoiser)
+    assert parts.embedding == count_weights(model.embed, model.positions)
+    assert parts.bridge == count_weights(model.bridge)
+    assert parts.heads == count_weights(model.anchor_head) + (0 if config.tied else count_weights(model.head))
 
 
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
@@ -110,7 +94,7 @@ def test_peaks_are_found_by_name_and_never_guessed() -> None:
     assert peaks == {name: tera * 1e12 for name, tera in TERAFLOPS.items()} | dict.fromkeys(UNKNOWN)
 
 
-def bytes_of(config: ModelConfig, **changes: object) -> costs.MemoryEstimate:
+def estimate(config: ModelConfig, **changes: object) -> costs.MemoryEstimate:
     settings = {"rows": 32, "length": 1024, "bytes_per_activation": 2, "ema": True, "optimizer": "adamw"}
     return estimate_memory(config, **(settings | {"is_cuda": True} | changes))  # type: ignore[arg-type]
 
@@ -118,27 +102,27 @@ def bytes_of(config: ModelConfig, **changes: object) -> costs.MemoryEstimate:
 @pytest.mark.parametrize(("bridge", "gib"), [("factored", 24.3), ("direct", 23.1)])
 def test_memory_is_near_what_an_h200_took(bridge: str, gib: float) -> None:
     """bench/RECORDS.md: ADLM small, batch 32 × 1,024, compiled layers, dropout 0.1, AdamW, EMA."""
-    assert bytes_of(small(bridge=bridge)).total / 2**30 == pytest.approx(gib, rel=0.1)
+    assert estimate(small(bridge=bridge)).total / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 def test_memory_follows_its_parts() -> None:
     config = small()
-    base, count = bytes_of(config), count_parameters(config)
+    base, count = estimate(config), count_parameters(config)
     assert base.weights == base.gradients == base.average == base.optimizer // 2 == 4 * count
     assert base.total == sum(base)
-    assert bytes_of(config, ema=False).average == 0
-    assert base.optimizer - bytes_of(config, optimizer="muon").optimizer == 4 * 18 * 12 * 768**2
-    sharded = bytes_of(config, shards=8)
+    assert estimate(config, ema=False).average == 0
+    assert base.optimizer - estimate(config, optimizer="muon").optimizer == 4 * 18 * 12 * 768**2
+    sharded = estimate(config, shards=8)
     assert sharded.optimizer == base.optimizer // 8 and sharded.average == base.average // 8
     assert 4 * count // 8 < sharded.weights < 4 * count
-    assert bytes_of(config, checkpoint_activations=True).activations < base.activations / 5
-    assert bytes_of(config, bytes_per_activation=4).activations > 1.7 * base.activations
-    rows = [bytes_of(config, rows=n).activations for n in (8, 16, 24)]
+    assert estimate(config, checkpoint_activations=True).activations < base.activations / 5
+    assert estimate(config, bytes_per_activation=4).activations > 1.7 * base.activations
+    rows = [estimate(config, rows=n).activations for n in (8, 16, 24)]
     assert rows[2] - rows[1] == rows[1] - rows[0]
     # No more logits than those of one chunk exist at a time.
-    heads = [bytes_of(config, rows=n).head for n in (64, 128)]
+    heads = [estimate(config, rows=n).head for n in (64, 128)]
     assert heads[1] - heads[0] < 2 * 24576 * 50_258 / 4
-    assert bytes_of(replace(config, bridge="softmax")).activations > base.activations + 32 * 1024 * 50_258
+    assert estimate(replace(config, bridge="softmax")).activations > base.activations + 32 * 1024 * 50_258
 
 
 def test_chunks_are_those_of_the_loss() -> None:
@@ -190,8 +174,8 @@ def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length
     shape = {"vocab_size": vocab, "mask_id": vocab - 1, "dim": dim, "heads": 4, "length": length}
     shape |= {"anchor_layers": depth[0], "denoiser_layers": depth[1]}
     command = [sys.executable, "-c", STEPS, json.dumps(shape), str(rows)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    estimate = bytes_of(
+    process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    estimated = estimate(
         ModelConfig(**shape),  # type: ignore[arg-type]
         rows=rows,
         length=length,
@@ -199,7 +183,7 @@ def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length
         is_cuda=False,
         anchor_share=1.0,  # of tokens drawn evenly from a large vocabulary nearly all are rare
     )
-    assert estimate.total == pytest.approx(int(found.stdout), rel=0.35)
+    assert estimated.total == pytest.approx(int(process.stdout), rel=0.35)
 
 
 @pytest.mark.parametrize("name", ["paper_table", "shape_table", "memory_table", "time_table"])
