@@ -211,9 +211,8 @@ def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> 
     The seed shifts all rows alike: without that a row would be at the same times for every seed, and a mean over seeds
     would keep the bias of rows at times that are easy for them. A single draw has the lineage's place.
     """
-    shift = 0.0
-    if draws > 1:  # with a step number that no draw has
-        shift = float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME))
+    # `draws` is a step number that no draw has.
+    shift = float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0
     return row.double() + count * (draw / draws + shift)
 
 
@@ -337,11 +336,10 @@ def estimate_order_nll(
     """Nats per token of rows (n, L) that are revealed in an order: exact, or a bound for a random order.
 
     The order is a name of `ORDERS`, an `Order` with a score (with its own steps or entropy bound), or a permutation
-    (L,): the positions in the order of their reveal. Scores are computed in float64, and where they are equal (to 1e-6)
-    the left one comes first, so that rounding and batch size change nothing. A row of n hidden tokens takes
-    ceil(n / tokens_per_step) steps of equal size, the larger ones first, as in `denoise` with so many steps. A random
-    order takes `draws` permutations for each row; their spread is the error from noise. `batch` is the number of states
-    in the network at a time; the other arguments are those of `estimate_nll`.
+    (L,): the positions in the order of their reveal. Scores are computed in float64, and of equal ones (to 1e-6) the
+    left one comes first, so that rounding and batch size change nothing. A row of n hidden tokens takes
+    ceil(n / tokens_per_step) steps, as in `denoise`. A random order takes `draws` permutations for each row. `batch` is
+    the number of states in the network at a time; the other arguments are those of `estimate_nll`.
     """
     if model.config.is_causal or model.config.mask_id is None:
         raise ValueError("a causal model has one order, from left to right, in which its nll is exact already")
@@ -363,13 +361,10 @@ def estimate_order_nll(
         if scored is not None:
             return _nats_by_score(folded, each, scored, tokens_per_step)[:, None]
         positions = torch.arange(each.x0.shape[1])
-        place = positions.expand_as(each.x0)
-        if isinstance(order, Tensor):
-            if not torch.equal(order.sort().values, positions):
-                raise ValueError(
-                    f"a permutation has all {len(positions)} positions of a row once, got {order.tolist()}"
-                )
-            place = order.argsort().expand_as(each.x0)
+        reveals = order if isinstance(order, Tensor) else positions
+        if not torch.equal(reveals.sort().values, positions):
+            raise ValueError(f"order {reveals.tolist()} does not have all {len(positions)} positions of a row once")
+        place = reveals.argsort().expand_as(each.x0)
         nats = []
         for draw in range(draws):
             if is_random:

@@ -29,12 +29,9 @@ GIVEN = (0, 1)
 ROWS = torch.randint(VOCAB - 1, (40, 16), generator=torch.Generator().manual_seed(0))
 
 
-def fields(estimate: NllEstimate) -> tuple[float | None, ...]:
-    return estimate.nll, estimate.stderr, estimate.tokens, estimate.noise_stderr, estimate.draws
-
-
 def assert_close(estimate: NllEstimate, expected: NllEstimate, rel: float = 1e-5) -> None:
-    assert fields(estimate) == pytest.approx(fields(expected), rel=rel)
+    for name in ("nll", "stderr", "tokens", "noise_stderr", "draws"):
+        assert getattr(estimate, name) == pytest.approx(getattr(expected, name), rel=rel)
 
 
 def tiny(method: str, scale: float = 0.3) -> LanguageModel:
@@ -143,9 +140,8 @@ def test_one_draw_is_that_of_earlier_versions(method: str) -> None:
     """The numbers are of the version before draws were spread."""
     bound = estimate_nll(tiny(method), ROWS)
     expected = {"adlm": (29.459060406684877, 3.162097461106151, 640), "ar": (4.676235535939535, 0.054104946070015, 600)}
-    assert fields(bound)[:3] == pytest.approx(expected[method], rel=1e-6)
-    assert bound.draws == 1
-    assert bound.noise_stderr == (None if method == "adlm" else 0)  # unknown, and none
+    assert (bound.nll, bound.stderr, bound.tokens) == pytest.approx(expected[method], rel=1e-6)
+    assert bound.draws == 1 and bound.noise_stderr == (None if method == "adlm" else 0)  # unknown, and none
 
 
 UNUSED = tiny("mdlm", 0)
@@ -296,8 +292,7 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
     exact = -float(law[picks].log().sum()) / rows.numel()
     expected = enumerated(world, rows) / rows.numel()
     bound = estimate_nll(world.model, rows, batch=1000, draws=draws)
-    assert expected > exact + 1e-3
-    assert bound.nll > exact
+    assert expected > exact + 1e-3 and bound.nll > exact
     assert abs(bound.nll - expected) < 3 * (bound.noise_stderr or bound.stderr) < 0.15 * expected
 
 
@@ -344,8 +339,8 @@ def test_the_error_is_that_of_a_ratio() -> None:
 
 def test_what_has_no_token_is_no_unit() -> None:
     """A row of given tokens alone must not make the error look like one of more units."""
-    nats, tokens = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1.0, 1.0, 2.0])
-    more = summarize_rows(torch.cat([nats, torch.zeros(40)]), torch.cat([tokens, torch.zeros(40)]))
+    nats, tokens, none = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([1.0, 1.0, 2.0]), torch.zeros(40)
+    more = summarize_rows(torch.cat([nats, none]), torch.cat([tokens, none]))
     assert more.stderr == summarize_rows(nats, tokens).stderr
     with pytest.raises(ValueError, match="counted tokens in 2 of 2 units, got 1"):
         summarize_rows(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))

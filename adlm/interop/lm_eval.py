@@ -223,7 +223,10 @@ class HarnessModel:
         until = (until,) if isinstance(until, str) else tuple(until)
         temperature = float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample", True) else 0.0
         context, tokens = fit_context(self.lm, context, int(kwargs.get("max_gen_toks") or self.max_gen_toks))
-        sampling = {"length": count_context_tokens(self.lm, context) + tokens, "temperature": temperature}
+        sampling: dict[str, Any] = {
+            "length": count_context_tokens(self.lm, context) + tokens,
+            "temperature": temperature,
+        }
         sampling |= {"top_p": float(kwargs.get("top_p") or 1.0), "top_k": kwargs.get("top_k")}
         return ContinuationRequest(context, until, tokens, tuple(sampling.items()))
 

@@ -28,14 +28,12 @@ def convert_name(name: str, *, two_stages: bool) -> str | None:
     if prefix not in STAGES:
         return None
     first = STAGES[prefix] == 0
-    stage = "anchor" if two_stages and first else "denoiser"
-    whole = {
-        "vocab_embed.embedding": "embed.weight" if first else None,
-        "vocab_embed.0.weight": None if first else "bridge.weight",
-        "vocab_embed.0.bias": None if first else "bridge.bias",
-        "output_layer.linear.weight": "anchor_head.weight" if stage == "anchor" else "head.weight",
-        "output_layer.linear.bias": "anchor_head.bias" if stage == "anchor" else "head.bias",
-    }
+    stage, head = ("anchor", "anchor_head") if two_stages and first else ("denoiser", "head")
+    whole = {"output_layer.linear.weight": f"{head}.weight", "output_layer.linear.bias": f"{head}.bias"}
+    if first:
+        whole["vocab_embed.embedding"] = "embed.weight"
+    else:
+        whole |= {"vocab_embed.0.weight": "bridge.weight", "vocab_embed.0.bias": "bridge.bias"}
     if rest in whole:
         return whole[rest]
     block = re.match(r"blocks\.(\d+)\.", rest)

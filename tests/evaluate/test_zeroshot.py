@@ -16,7 +16,6 @@ from adlm.evaluate.zeroshot import (
     SPLIT,
     compare_with_paper,
     find_set,
-    list_deviations,
     load_set,
     locate_set,
     zero_shot,
@@ -143,7 +142,7 @@ def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None
 def test_a_file_of_another_split_is_read_and_listed(tmp_path: Path) -> None:
     root = write_sets(tmp_path)
     reading = load_set(locate_set("ptb", path=root / "ptb/ptb.test.txt"), tokenizer("gpt2"), 32)
-    assert reading.settings["split"] == "test" and "split test, not valid" in list_deviations("ptb", reading.settings)
+    assert "split test, not valid" in compare_with_paper("ptb", reading.settings)["deviations"]
     reading = load_set(locate_set("ag_news", path=root / "ag_news/test.csv"), tokenizer("gpt2"), 32)
     assert reading.settings["split"] == "valid"  # the lineage validates on this file
 
@@ -173,8 +172,8 @@ PAPERS: dict[str, Any] = {
     ],
 )
 def test_deviations_from_the_paper_are_listed(change: dict[str, Any], reasons: list[str]) -> None:
-    assert list_deviations("ptb", PAPERS | change) == reasons
-    assert compare_with_paper("ptb", PAPERS | change)["is_comparable"] == (not reasons)
+    compared = compare_with_paper("ptb", PAPERS | change)
+    assert compared["deviations"] == reasons and compared["is_comparable"] == (not reasons)
 
 
 def test_plain_text_in_place_of_articles_is_a_stand_in(tmp_path: Path) -> None:
@@ -192,7 +191,7 @@ def test_an_entry_is_the_estimate_with_the_papers_numbers(tmp_path: Path) -> Non
     assert ptb["nll"] == pytest.approx(expected.nll, abs=1e-5) and ptb["tokens"] == expected.tokens
     assert ptb["set"] == "ptb" and ptb["rows_hash"] == data.rows_hash and ptb["model"] == "small"
     assert ptb["paper"] == {"ADLM": 95.37, "MDLM": 95.26, "AR": 82.05} and not ptb["is_comparable"]
-    assert ptb["differs"] == list_deviations("ptb", data.settings)
+    assert ptb["deviations"] == compare_with_paper("ptb", data.settings)["deviations"]
     assert pubmed["paper"] is None and pubmed["label"] == "stand-in: abstracts, in place of full articles"
     assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
 
