@@ -1,7 +1,5 @@
 """What only a GPU runs: the kernels, half precision, compiled graphs. `pytest -m gpu` where there is one."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -25,9 +23,8 @@ VOCAB, MASK = 9001, 17
 
 
 def small_model(**changes):
-    config = build_config(
-        "adlm", "nano", vocab_size=VOCAB, mask_id=MASK, length=64, dim=128, heads=2, dropout=0.0, **changes
-    )
+    sizes = {"vocab_size": VOCAB, "mask_id": MASK, "length": 64, "dim": 128, "heads": 2, "dropout": 0.0}
+    config = build_config("adlm", "nano", **sizes, **changes)
     model, rng = LanguageModel(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -49,7 +46,7 @@ def test_the_loss_kernel_is_the_formula(dtype, offset):
     logits[:, MASK] = -torch.inf
     target, weight = torch.randint(20, VOCAB, (33,), generator=rng), torch.rand(33, generator=rng)
     shift = None if offset is None else torch.tensor(offset)
-    loss, slope = compute_loss_and_grad(logits.clone().float(), target, weight, shift)  # it overwrites what it is given
+    loss, slope = compute_loss_and_grad(logits.clone().float(), target, weight, shift)  # it overwrites its argument
     on_gpu = [None if x is None else x.cuda() for x in (logits, target, weight, shift)]
     gpu_loss, gpu_slope = compute_loss_and_grad(*on_gpu)
     torch.testing.assert_close(gpu_loss.cpu(), loss, atol=1e-4, rtol=1e-5)
@@ -81,12 +78,8 @@ def test_the_nucleus_kernel_inverts_the_distribution(dtype, scale, top_p):
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
 def test_half_precision_training_agrees_with_float32(bridge):
     model = small_model(bridge=bridge)
-    batch = corrupt(
-        random_rows(8),
-        ForwardProcess(MASK, anchor_rule=rare_in_sequence(5), multiple=64),
-        CounterRng.from_seed(0, 8),
-        0,
-    )
+    process = ForwardProcess(MASK, anchor_rule=rare_in_sequence(5), multiple=64)
+    batch = corrupt(random_rows(8), process, CounterRng.from_seed(0, 8), 0)
     loss = training_loss(model, batch, anchor_weight=0.5)
     loss.total.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -106,10 +99,8 @@ def test_compiled_gradients_are_those_of_eager_layers_at_real_sizes(rows, length
     gradients = []
     for is_compiled in (False, True):
         torch._dynamo.reset()
-        config = build_config(
-            "mdlm", "small", vocab_size=512, mask_id=511, dim=dim, heads=dim // 64, denoiser_layers=2, length=length
-        )
-        model = LanguageModel(replace(config, dropout=0.0), seed=0)
+        sizes = {"vocab_size": 512, "mask_id": 511, "dim": dim, "heads": dim // 64, "denoiser_layers": 2}
+        model = LanguageModel(build_config("mdlm", "small", **sizes, length=length, dropout=0.0), seed=0)
         rng = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -184,7 +175,7 @@ def test_banned_tokens_are_never_drawn_where_the_head_is_wider_than_the_vocabula
     assert torch.isin(tokens, allowed).all() and (tokens[:, 5] == allowed[0]).all()
 
 
-def test_the_bundled_model_writes_the_same_whatever_the_batch_where_that_is_asked():
+def test_texts_do_not_depend_on_the_batch_with_deterministic():
     lm = adlm.load(device="cuda", deterministic=True)
     texts = lm.generate("The old man ", length=48, n=5, seed=3, steps=24).texts
     assert lm.generate("The old man ", length=48, n=5, seed=3, steps=24, batch=2).texts == texts

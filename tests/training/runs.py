@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,9 @@ def data(rows: str = "wrapped") -> Path:
         text.write_text(TEXT, "utf-8")
         prepare(text, folder, train_tokenizer=300, length=32, valid_share=0.1, workers=1)
         return folder
-    words, documents = TEXT.split(), []
-    while words:
-        count = 2 + 5 * len(documents) % 11
-        documents.append(" ".join(words[:count]))
-        words = words[count:]
+    words, documents = iter(TEXT.split()), []
+    while document := list(islice(words, 2 + 5 * len(documents) % 11)):
+        documents.append(" ".join(document))
     text.write_text("\n".join(documents), "utf-8")
     tokenizer = data() / "tokenizer.json"
     prepare(text, folder, tokenizer=tokenizer, length=32, rows=rows, documents="line", valid_share=0.1, workers=1)
@@ -125,16 +124,12 @@ def assert_same(one: Path, other: Path) -> None:
 
 def assert_close(one: Path, other: Path, *, losses: float = 2e-5, weights: float = 1e-5) -> None:
     """Two runs differ by rounding alone: losses relative to their size, weights absolutely."""
-    mine, theirs = curve(one), curve(other)
-    assert [record.keys() for record in mine] == [record.keys() for record in theirs]
-    for a, b in zip(mine, theirs, strict=True):
-        for key in a:
-            assert abs(a[key] - b[key]) <= losses * max(1, abs(b[key])), (key, a, b)
-    mine_at_end, at_end = tensors(one), tensors(other)
-    for name in at_end:
-        if name.startswith(("weights.", "model.")):
-            apart = float((mine_at_end[name] - at_end[name]).abs().max())
-            assert apart <= weights, (name, apart)
+    for a, b in zip(curve(one), curve(other), strict=True):
+        assert a.keys() == b.keys()
+        wrong = [key for key in a if abs(a[key] - b[key]) > losses * max(1, abs(b[key]))]
+        assert not wrong, (wrong, a, b)
+    mine, theirs = ({k: v for k, v in tensors(run).items() if not k.startswith("optimizer.")} for run in (one, other))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=weights)
 
 
 def in_process(folder: Path, *changes: str, slow: float = 0.0, rows: str = "wrapped") -> BaseProcess:
@@ -163,24 +158,21 @@ def _command(given: list[str], slow: float) -> None:
     app(["train", *given])
 
 
-def until(happens: Callable[[], object], process: BaseProcess, seconds: float = 60) -> bool:
+def wait_until(condition: Callable[[], object], process: BaseProcess, seconds: float = 60) -> bool:
     """Wait for a condition or the end of the process; return whether the condition was met."""
     deadline = time.monotonic() + seconds
-    while not happens():
-        if not process.is_alive():
-            return bool(happens())
+    while process.is_alive() and not condition():
         assert time.monotonic() < deadline, f"nothing happened in {seconds} s"
         time.sleep(0.001)
-    return True
+    return bool(condition())
 
 
-def ended(process: BaseProcess, seconds: float = 60) -> int:
+def get_exit_code(process: BaseProcess, seconds: float = 60) -> int | None:
     """The exit code of a process that should end by itself."""
     process.join(seconds)
     if process.is_alive():
         process.kill()
         raise AssertionError(f"still running after {seconds} s")
-    assert process.exitcode is not None
     return process.exitcode
 
 
@@ -201,7 +193,7 @@ def torchrun(
     return subprocess.CompletedProcess(given, process.returncode, out, err)
 
 
-def many(processes: int, jobs: dict[str, list[str]], seconds: float = 100) -> dict[str, str]:
+def run_jobs(processes: int, jobs: dict[str, list[str]], seconds: float = 100) -> dict[str, str]:
     """Runs by name, one after another in the same processes; the errors of those that failed."""
     folder = Path(tempfile.mkdtemp(dir=shelf()))
     listed = folder / "jobs.json"
@@ -214,7 +206,7 @@ def many(processes: int, jobs: dict[str, list[str]], seconds: float = 100) -> di
     return errors[0]
 
 
-def _many(listed: Path) -> None:
+def _run_jobs(listed: Path) -> None:
     rendezvous = sys.modules["torch.distributed.rendezvous"]  # the name in torch.distributed is a function
     errors, create = {}, rendezvous._create_c10d_store
     for name, given in json.loads(listed.read_text("utf-8")).items():
@@ -227,7 +219,7 @@ def _many(listed: Path) -> None:
     (listed.parent / f"errors-{os.environ['RANK']}.json").write_text(json.dumps(errors), "utf-8")
 
 
-def _one_that_dies(given: list[str]) -> None:
+def _run_and_die(given: list[str]) -> None:
     """A run whose second process is killed once there is a checkpoint, the first time that it is started."""
     folder = Path(next(change for change in given if change.startswith("folder=")).removeprefix("folder="))
 
@@ -246,6 +238,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with suppress(BrokenPipeError):
         if sys.argv[1] == "--dies":
-            _one_that_dies(sys.argv[2:])
+            _run_and_die(sys.argv[2:])
         else:
-            _many(Path(sys.argv[1]))
+            _run_jobs(Path(sys.argv[1]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adlm.checkpoint import PARTIAL, list_checkpoints, verify_checkpoint
-from tests.training.runs import assert_same, ended, in_process, run, until
+from tests.training.runs import assert_same, get_exit_code, in_process, run, wait_until
 
 # A checkpoint at every step, at other steps than those that are logged and validated.
 OFTEN = ("checkpoint.every=1", "log.every=3", "valid.every=4", "model.dropout=0.1")
@@ -21,16 +21,16 @@ def partial(folder: Path) -> list[Path]:
 def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment: str) -> bool:
     """Start or resume a run and kill it: as soon as it writes, some time after that, or at any time.
 
-    False if it ended before.
+    False if it get_exit_code before.
     """
     process = in_process(folder, *changes, slow=SLOW)
     before = {path.name for path in partial(folder)}
     if moment == "any time":
         time.sleep(rng.uniform(0, 1))
-    elif until(lambda: any(path.name not in before for path in partial(folder)), process) and moment == "later":
+    elif wait_until(lambda: any(path.name not in before for path in partial(folder)), process) and moment == "later":
         time.sleep(rng.uniform(0, 0.2))
     process.kill()
-    code = ended(process)
+    code = get_exit_code(process)
     assert code in (0, -9)
     return code == -9
 
@@ -47,7 +47,7 @@ def check(tmp_path: Path, kills: int, steps: int) -> None:
         for path in list_checkpoints(torn / "checkpoints")[-2:]:
             verify_checkpoint(path)
     assert left >= kills // 3, "too few kills fell into the writing of a checkpoint"
-    assert ended(in_process(torn, *changes)) == 0
+    assert get_exit_code(in_process(torn, *changes)) == 0
     assert not partial(torn)
     assert_same(torn, straight)
 

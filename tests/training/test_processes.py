@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adlm.checkpoint import read_state
-from tests.training.runs import arguments, assert_close, many, run, shelf, torchrun
+from tests.training.runs import arguments, assert_close, run, run_jobs, shelf, torchrun
 
 # Adam divides by the size of a gradient: where that is rounding alone, eps keeps it so.
 STEADY = ("optimizer.eps=1e-5",)
@@ -67,14 +67,14 @@ def two() -> dict[str, str]:
     """All runs of two processes, and the errors of those that must fail."""
     jobs = {f"{shape} {kind}": job(2, shape, kind) for shape, kind in TWO}
     jobs["half"] = job(2, "halves", "fsdp", "steps=5", name="half")
-    return many(2, jobs | {name: job(2, "full", *changes, name=name) for name, (*changes, _) in REFUSED.items()})
+    return run_jobs(2, jobs | {name: job(2, "full", *changes, name=name) for name, (*changes, _) in REFUSED.items()})
 
 
 @cache
 def four() -> dict[str, str]:
     jobs = {f"{shape} {kind}": job(4, shape, kind) for shape, kind in FOUR}
     jobs |= {f"half {kind}": job(4, "halves", kind, "steps=5", name=f"half-{kind}") for kind in ("fsdp", "hsdp")}
-    return many(4, jobs, seconds=400)
+    return run_jobs(4, jobs, seconds=400)
 
 
 @pytest.mark.parametrize(("shape", "kind"), TWO)
@@ -124,5 +124,5 @@ def test_fewer_processes_resume_what_four_sharded(tmp_path: Path, kind: str, pro
     if processes == 1:
         run(folder, *settings("halves", "none"))
     else:
-        assert many(2, {"rest": arguments(folder, *settings("halves", "fsdp"))}) == {}
+        assert run_jobs(2, {"rest": arguments(folder, *settings("halves", "fsdp"))}) == {}
     assert_close(folder, alone("halves"))

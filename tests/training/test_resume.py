@@ -11,7 +11,7 @@ import pytest
 from adlm.checkpoint import compute_checksums, find_latest_checkpoint, load_model, read_state, write_json
 from adlm.methods import METHODS
 from adlm.training.logging import RunLogger
-from tests.training.runs import assert_same, curve, data, ended, in_process, run, tensors, until
+from tests.training.runs import assert_same, curve, data, get_exit_code, in_process, run, tensors, wait_until
 
 
 class Crash(Exception):
@@ -179,10 +179,10 @@ def test_a_run_without_its_link_resumes_from_the_newest_checkpoint(tmp_path: Pat
 def test_a_signal_is_answered_with_a_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
     changes = ("steps=60", "log.every=7", "checkpoint.every=1000", "valid.every=50")
     process, metrics = in_process(tmp_path / "torn", *changes), tmp_path / "torn/metrics.jsonl"
-    assert until(lambda: metrics.exists() and metrics.stat().st_size, process)
+    assert wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
     assert process.pid is not None
     os.kill(process.pid, number)
-    assert ended(process) == code
+    assert get_exit_code(process) == code
     saved = find_latest_checkpoint(tmp_path / "torn/checkpoints")
     assert saved is not None and 7 <= read_state(saved)["step"] < 60
     run(tmp_path / "torn", *changes)
