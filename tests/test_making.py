@@ -63,7 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str
     main()
 
 
-def test_from_books_to_figures(
+def test_from_books_to_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The commands of bundled/README.md, in small."""

@@ -10,9 +10,7 @@ import torch
 
 from adlm.data.batches import TensorRows
 from adlm.data.shards import open_data
-from adlm.likelihood import estimate_nll, unigram_nll
-from adlm.methods import build_config
-from adlm.models.language_model import LanguageModel
+from adlm.likelihood import unigram_nll
 from bundled import ngrams
 from bundled.ngrams import Bigram, count_bigrams, estimate_heldout_nll
 from tests.training.runs import data
@@ -41,24 +39,16 @@ def table(model: Bigram) -> np.ndarray:
     return model.probability(before, after).reshape(VOCAB, VOCAB)
 
 
-def test_everything_is_counted_except_padding() -> None:
+@pytest.mark.parametrize("chunk", [30, 10**6])
+def test_everything_is_counted_except_padding(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngrams, "TOKENS_PER_CHUNK", chunk)
     texts = [row[:n].tolist() for row, n in zip(TRAIN.tokens, TRAIN.lengths, strict=True)]
-    pairs = Counter(pair for text in texts for pair in pairwise(text))
-    model = count_bigrams(TRAIN, VOCAB)
+    pairs, seen = Counter(pair for text in texts for pair in pairwise(text)), []
+    model = count_bigrams(TRAIN, VOCAB, on_rows=lambda done, total: seen.append((done, total)))
+    assert (len(seen) > 10) == (chunk == 30) and seen[-1] == (40, 40)
     assert {divmod(int(code), VOCAB): int(n) for code, n in zip(model.pairs, model.counts, strict=True)} == pairs
     assert model.tokens.tolist() == [sum(text.count(token) for text in texts) for token in range(VOCAB)]
     assert model.tokens[6] == 0
-
-
-def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, seen = count_bigrams(TRAIN, VOCAB), []
-    estimate = estimate_heldout_nll(whole.nll, VALID)
-    monkeypatch.setattr(ngrams, "TOKENS_PER_CHUNK", 30)
-    parts = count_bigrams(TRAIN, VOCAB, on_rows=lambda done, total: seen.append((done, total)))
-    for name in ("tokens", "pairs", "counts"):
-        assert np.array_equal(getattr(whole, name), getattr(parts, name))
-    assert estimate_heldout_nll(whole.nll, VALID).nll == pytest.approx(estimate.nll)
-    assert len(seen) > 10 and seen[-1] == (40, 40)
 
 
 FEW = [TensorRows(torch.tensor(tokens)) for tokens in ([[0, 1]] * 3, [[0, 1, 0, 2, 0, 3]])]
@@ -92,7 +82,11 @@ def test_discounts_follow_from_counts_of_counts() -> None:
     assert model.discounts == pytest.approx(expected)
 
 
-def test_the_first_token_has_the_unigram_probability_and_ends_can_be_free() -> None:
+@pytest.mark.parametrize("chunk", [30, 10**6])
+def test_the_first_token_has_the_unigram_probability_and_ends_can_be_free(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ngrams, "TOKENS_PER_CHUNK", chunk)
     model = count_bigrams(TRAIN, VOCAB)
     tokens, lengths = VALID.tokens.numpy(), VALID.lengths.numpy()
     nats = model.nll(tokens)
@@ -105,16 +99,9 @@ def test_the_first_token_has_the_unigram_probability_and_ends_can_be_free() -> N
     inner[:, 0] = False
     free = estimate_heldout_nll(model.nll, VALID, ends_free=True)
     assert free.tokens == estimate.tokens and free.nll == pytest.approx(nats[inner].sum() / lengths.sum())
-
-
-def test_the_same_tokens_count_as_in_a_models_nelbo() -> None:
-    shape = {"dim": 16, "heads": 2, "length": 9, "denoiser_layers": 1}
-    masked = LanguageModel(build_config("mdlm", "nano", vocab_size=VOCAB, mask_id=5, **shape))
-    model = count_bigrams(TRAIN, VOCAB)
     unigram = estimate_heldout_nll(model.unigram_nll, VALID)
-    assert unigram.tokens == estimate_nll(masked, VALID).tokens
-    valid = torch.arange(9) < VALID.lengths[:, None]
-    assert unigram.nll == pytest.approx(unigram_nll(torch.from_numpy(model.tokens), VALID.tokens, valid))
+    expected = unigram_nll(torch.from_numpy(model.tokens), VALID.tokens, torch.from_numpy(valid))
+    assert unigram.tokens == estimate.tokens and unigram.nll == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("form", ["wrapped", "documents"])

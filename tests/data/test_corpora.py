@@ -54,12 +54,8 @@ def test_billion_words(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert texts(open_source(f"lm1b:{tmp_path}")) == [
-        "The cat's gone.",
-        "So it is, they said.",
-        "It is two.",
-        "Ten .",  # the detokenizer needs a space before the last word
-    ]
+    # In "Ten ." the detokenizer would need a space before the last word.
+    assert texts(open_source(f"lm1b:{tmp_path}")) == ["The cat's gone.", "So it is, they said.", "It is two.", "Ten ."]
     held_out = open_source(f"lm1b:{tmp_path}", split="valid")
     assert texts(held_out) == ['He said: "Why not?"']
     assert held_out.identity == open_source(f"lm1b:{tmp_path}", split="test").identity
