@@ -46,19 +46,14 @@ def documents() -> list[str]:
 @cache
 def causal_folder(bos: bool = True, positions: int = 64) -> Path:
     """A GPT-2 of two layers with a byte-level vocabulary of 400."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
     folder = shelf() / f"gpt2-{bos}-{positions}"
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        documents(), trainers.BpeTrainer(vocab_size=400, special_tokens=[END], initial_alphabet=letters)
-    )
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(documents(), vocab_size=400, special_tokens=[END])
     names = {"eos_token": END} | ({"bos_token": END} if bos else {})
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=positions, **names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, model_max_length=positions, **names)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=400, n_positions=positions, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
@@ -69,20 +64,15 @@ def causal_folder(bos: bool = True, positions: int = 64) -> Path:
 @cache
 def encoder_folder() -> Path:
     """A BERT of two layers that reads 48 tokens."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import BertWordPieceTokenizer, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     folder = shelf() / "bert"
-    words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    words.normalizer = normalizers.BertNormalizer()
-    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words.train_from_iterator(documents(), trainers.WordPieceTrainer(vocab_size=600, special_tokens=special))
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    words = BertWordPieceTokenizer()
+    words.train_from_iterator(documents(), vocab_size=600)
+    words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     roles = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=48, **roles)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, model_max_length=48, **roles)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
