@@ -1,5 +1,6 @@
 """Checkpoints: complete or absent, verified before they are used, and without code in them."""
 
+import errno
 import json
 import os
 import pickle
@@ -7,13 +8,14 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from adlm import checkpoint
@@ -231,38 +233,18 @@ def test_a_file_size_limit_is_a_clear_error(tmp_path: Path) -> None:
     assert load_model(tmp_path, verify=True).step == 10
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """A function that mounts a file system of a given size."""
-    place = tmp_path / "disk"
-    place.mkdir()
+@pytest.mark.parametrize("failure", ["foreseen", "file", "weights"])
+def test_a_full_disk_is_a_clear_error(trained: Path, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    def fail(*arguments: Any) -> None:
+        raise SafetensorError("I/O error: os error 28") if failure == "weights" else OSError(errno.ENOSPC, "full")
 
-    def mount(size: int) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
-        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-            reason = "a small file system cannot be mounted here: that takes root and mount -t tmpfs"
-            (pytest.fail if os.environ.get("ADLM_ALL") == "1" else pytest.skip)(reason)
-        return place
-
-    yield mount
-    if place.is_mount():
-        subprocess.run(["umount", str(place)], check=True)
-
-
-@pytest.mark.parametrize("is_foreseen", [True, False])
-def test_a_full_disk_is_a_clear_error(
-    tmp_path: Path, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, is_foreseen: bool
-) -> None:
-    run(tmp_path / "measure", "steps=5")
-    path = tmp_path / "measure/checkpoints" / name_checkpoint(5)
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    folder = small_disk(int(1.6 * size)) / "run"  # one fits, a second does not
-    run(folder, "steps=5")
-    before, plenty = tree(folder / "checkpoints"), shutil.disk_usage(tmp_path)
+    before = tree(trained / "checkpoints")
     with monkeypatch.context() as patch:
-        if not is_foreseen:
-            patch.setattr(shutil, "disk_usage", lambda path: plenty)
-        with pytest.raises(OSError, match=r"are free" if is_foreseen else r"step-00000005.*Make room"):
-            run(folder)
-    assert tree(folder / "checkpoints") == before
-    assert load_model(folder, verify=True).step == 5
+        if failure == "foreseen":
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        else:
+            patch.setattr(checkpoint, "save_file" if failure == "weights" else "write_json", fail)
+        message = "1.0 kB are free" if failure == "foreseen" else r"step-00000005, step-00000010.*Make room"
+        with pytest.raises(OSError, match=message):
+            run(trained, "steps=15")
+    assert tree(trained / "checkpoints") == before and load_model(trained, verify=True).step == 10

@@ -15,26 +15,16 @@ import pytest
 import adlm
 
 ROOT = Path(__file__).resolve().parent.parent
-TIERS = {
-    "diffusion": 0,
-    "models": 0,
-    "data": 0,
-    "config": 1,
-    "methods": 1,
-    "checkpoint": 1,
-    "bundled": 1,
-    "generate": 2,
-    "likelihood": 2,
-    "view": 2,
-    "training": 3,
-    "text": 3,
-    "evaluate": 4,
-    "interop": 4,
-    "reasoning": 4,
-    "cli": 5,
-    "serve": 5,
-    "__main__": 6,
-}
+LAYERS = [  # from tier 0; imports point to a lower tier or into the same package
+    "diffusion models data",
+    "config methods checkpoint bundled",
+    "generate likelihood view",
+    "training text",
+    "evaluate interop reasoning",
+    "cli serve",
+    "__main__",
+]
+TIERS = {part: tier for tier, parts in enumerate(LAYERS) for part in parts.split()}
 TIER_0_MAY_IMPORT = {
     "diffusion": {"torch", "numpy", "triton"},
     "models": {"torch", "numpy"},

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from click.testing import Result
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from adlm.checkpoint import load_model, verify_checkpoint
-from adlm.cli.main import app
 from adlm.data.tokenizers import train_bpe
 from adlm.training.logging import read_metrics
+from tests.cli.terminal import invoke, process
 from tests.training.runs import ROOT, TEXT, arguments, data, run
 
 SMALL = ("batch=8", "model.dim=32", "model.heads=2", "model.anchor_layers=1", "optimizer.warmup=3", "device=cpu")
@@ -26,10 +25,6 @@ def nano(folder: Path, *changes: str, source: Path | None = None) -> list[str]:
     """The contract's own words, with a smaller model."""
     given = [f"data.path={source or data()}", f"folder={folder}", "steps=12"]
     return ["train", "recipes/cpu-nano.yaml", *given, *SMALL, *changes]
-
-
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
 
 
 def assert_error(result: Result, code: int, *parts: str) -> None:
@@ -157,19 +152,18 @@ def test_samples_are_written_while_training(tmp_path: Path) -> None:
     assert mine.read_bytes() == theirs.read_bytes()  # to look on changes nothing
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    wrong = python("-m", "adlm", *nano(tmp_path, "stepps=3"))
-    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
-    assert wrong.stderr.startswith("error: ") and "did you mean steps" in wrong.stderr
+    wrong = process(*nano(tmp_path, "stepps=3"))
+    assert wrong.returncode == 2 and b"Traceback" not in wrong.stderr
+    assert wrong.stderr.startswith(b"error: ") and b"did you mean steps" in wrong.stderr
 
 
 def test_a_line_of_python_is_enough(tmp_path: Path) -> None:
     changes = dict(change.split("=") for change in SMALL)
     given = f"folder={str(tmp_path)!r}, data={{'path': {str(data())!r}}}, steps=12, **{changes!r}"
-    done = python("-c", f"import adlm; run = adlm.train('recipes/cpu-nano.yaml', {given}); print(run.step, run.valid)")
+    code = f"import adlm; run = adlm.train('recipes/cpu-nano.yaml', {given}); print(run.step, run.valid)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.strip().splitlines()[-1].startswith("12 {'val/nll': ")
