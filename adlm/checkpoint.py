@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.filesize import decimal as format_bytes
@@ -26,12 +27,13 @@ from torch.distributed.tensor import DTensor
 from adlm.data.shards import fsync_path, hash_file, read_json
 from adlm.data.tokenizers import Tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.quantized import dequantize, quantize
 
 LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 MODEL_FORMAT = 1  # of config.json and model.safetensors
 RUN_FORMAT = 2  # of state.json and training/
 WRAPPED = "wrapped"
+SCALE = ".scale"  # of an int8 matrix
+INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
 DISK_FULL = ("No space left", "file write failed", "os error 28", "os error 27")  # other libraries' ENOSPC and EFBIG
 
@@ -295,6 +297,35 @@ def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
         raise ValueError(f"{problem}: {COPY_AGAIN}, or update adlm") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
+
+
+def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Store matrices as int8 and `<name>.scale` (a float32 per row), vectors as float32; models compute in float."""
+    stored: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if weight.dim() != 2:
+            stored[name] = weight.float().contiguous()
+            continue
+        scale = weight.float().abs().amax(1) / INT8_MAX
+        scale = torch.where(scale == 0, 1.0, scale)  # a row of zeros
+        stored[name] = (weight.float() / scale[:, None]).round().to(torch.int8).contiguous()
+        stored[name + SCALE] = scale
+    return stored
+
+
+def dequantize(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights that `quantize` stored, in float32; others stay as they are."""
+    weights: dict[str, Tensor] = {}
+    for name, weight in stored.items():
+        if name.endswith(SCALE):
+            continue
+        if weight.dtype != torch.int8:
+            weights[name] = weight
+            continue
+        if name + SCALE not in stored:
+            raise ValueError(f"{name} is int8 but has no {name + SCALE}: the file is incomplete; export it again")
+        weights[name] = weight.float() * stored[name + SCALE][:, None]
+    return weights
 
 
 def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True) -> Path:

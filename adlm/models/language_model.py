@@ -90,7 +90,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 Caches = list[KVCache] | None  # of a causal model, one per layer
-StageContext = tuple[Tensor | None, Rotary | None, Tensor | None]  # noise level (B,), rotary angles, attention mask
 
 
 class Features(NamedTuple):
@@ -145,8 +144,7 @@ class LanguageModel(nn.Module):
             raise ValueError("this model has one stage and no anchor network: use a two-stage model (adlm, a2r)")
         context = self._stage_context(tokens, noise_level, valid, cache)
         caches = None if cache is None else cache[: self.config.anchor_layers]
-        features: Tensor = self.anchor(self._embed_tokens(tokens, cache), *context, caches)
-        return features
+        return self.anchor(self._embed_tokens(tokens, cache), *context, caches)
 
     def denoise_features(
         self, anchor: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
@@ -154,8 +152,7 @@ class LanguageModel(nn.Module):
         """Run bridge and denoiser: anchor features (B, L, dim) to features (B, L, dim), which `head` maps to logits."""
         caches = None if cache is None else cache[self.config.anchor_layers :]
         context = self._stage_context(anchor, noise_level, valid, caches)
-        features: Tensor = self.denoiser(self.apply_bridge(anchor), *context, caches)
-        return features
+        return self.denoiser(self.apply_bridge(anchor), *context, caches)
 
     def _embed_tokens(self, tokens: Tensor, cache: Caches) -> Tensor:
         """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
@@ -168,7 +165,7 @@ class LanguageModel(nn.Module):
 
     def _stage_context(
         self, x: Tensor, noise_level: Tensor | None, valid: Tensor | None, cache: Caches
-    ) -> StageContext:
+    ) -> tuple[Tensor | None, Rotary | None, Tensor | None]:
         """Collect what a stage takes besides its input (B, L, …): noise level, rotary angles, attention mask."""
         config = self.config
         start = cache[0].used if cache else 0
@@ -319,7 +316,6 @@ def fold_stack(stack: Stack) -> dict[str, Tensor]:
 @torch.no_grad()
 def initialize(model: LanguageModel, rng: torch.Generator) -> None:
     """Initialize as the lineage: uniform ±1/√fan_in; heads and modulations zero; a direct bridge is the identity."""
-
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear):
             bound = 1 / math.sqrt(module.weight.shape[1])

@@ -86,21 +86,17 @@ def test_a_rows_numbers_do_not_depend_on_the_batch():
     assert torch.equal(counted.uniform(0, 2, Purpose.TIME), numbered.uniform(0, 2, Purpose.TIME))
 
 
-def test_rows_may_have_seeds_of_their_own():
+def test_rows_and_steps_are_their_own():
+    """Rows with seeds of their own have the numbers of each seed, a block of steps those of each step."""
     seeds, rows = torch.tensor([1, 2, 1]), torch.tensor([7, 7, 8])
-    mixed = CounterRng(seeds, rows).uniform(3, 5, Purpose.SAMPLE)
+    mixed, steps = CounterRng(seeds, rows), CounterRng(seeds, rows).pairs(10, 6, 4, Purpose.SAMPLE)
     for i in range(3):
         alone = CounterRng.from_seed(int(seeds[i]), rows[i : i + 1]).uniform(3, 5, Purpose.SAMPLE)
-        assert torch.equal(mixed[i], alone[0])
-
-
-def test_a_block_of_steps_is_its_steps():
-    rng = CounterRng.from_seed(2**62 + 1, 3)
-    first, second = rng.pairs(10, 6, 4, Purpose.SAMPLE)
+        assert torch.equal(mixed.uniform(3, 5, Purpose.SAMPLE)[i], alone[0])
     for i in range(6):
-        one, other = rng.pairs(10 + i, 1, 4, Purpose.SAMPLE)
-        assert torch.equal(first[i], one[0]) and torch.equal(second[i], other[0])
-        assert torch.equal(rng.uniform(10 + i, 4, Purpose.SAMPLE), one[0])
+        one, other = mixed.pairs(10 + i, 1, 4, Purpose.SAMPLE)
+        assert torch.equal(steps[0][i], one[0]) and torch.equal(steps[1][i], other[0])
+        assert torch.equal(mixed.uniform(10 + i, 4, Purpose.SAMPLE), one[0])
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])

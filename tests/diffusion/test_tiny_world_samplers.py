@@ -11,7 +11,7 @@ from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import SAMPLERS, build_sampler
-from tests.world import TinyWorld, ancestral_law, chi_square_p, exact_law, random_model
+from tests.world import OPTIONS, TinyWorld, ancestral_law, chi_square_p, exact_law, random_model
 
 ROWS = 20_000
 WORLDS = {
@@ -68,15 +68,6 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "options", "compat"),
-    [(*case, compat) for case in PLANS for compat in (False, True) if not compat or case[1] in ("two", "timed")],
-)
-def test_plans_have_their_law(name, world, options, compat):
-    sampler = build_sampler(name, compat=compat, **options)
-    assert p_value(WORLDS[world], sampler) > 1e-3
-
-
 ORDERS = [
     ("first_hitting", "two", {}), ("first_hitting", "rotary", {}), ("first_hitting", "mdlm", {}),
     ("confidence", "learned", {"steps": 1}), ("confidence", "learned", {"steps": 2}),
@@ -86,13 +77,16 @@ ORDERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "world", "options"), ORDERS)
-def test_orders_have_their_law(name, world, options):
+COMPATIBLE = [(name, world, options | {"compat": True}) for name, world, options in PLANS if world in ("two", "timed")]
+
+
+@pytest.mark.parametrize(("name", "world", "options"), PLANS + COMPATIBLE + ORDERS)
+def test_samplers_have_their_law(name, world, options):
     assert p_value(WORLDS[world], build_sampler(name, **options)) > 1e-3
 
 
 def test_every_sampler_is_counted():
-    assert {name for name, *_ in PLANS + ORDERS} == set(SAMPLERS)
+    assert {name for name, *_ in PLANS + ORDERS} == set(SAMPLERS) == set(OPTIONS)
 
 
 DRAWS = {

@@ -166,8 +166,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and the estimate is of glibc")
 @pytest.mark.parametrize(
-    ("dim", "depth", "length", "rows", "vocab"),
-    [(256, (4, 2), 256, 8, 2048), (128, (6, 3), 128, 32, 4096)],
+    ("dim", "depth", "length", "rows", "vocab"), [(256, (4, 2), 256, 8, 2048), (128, (6, 3), 128, 32, 4096)]
 )
 def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length: int, rows: int, vocab: int) -> None:
     """Six real steps in a fresh process, within 35%: 30.5% was seen once on a busy machine."""
@@ -175,14 +174,9 @@ def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length
     shape |= {"anchor_layers": depth[0], "denoiser_layers": depth[1]}
     command = [sys.executable, "-c", STEPS, json.dumps(shape), str(rows)]
     process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    estimated = estimate(
-        ModelConfig(**shape),  # type: ignore[arg-type]
-        rows=rows,
-        length=length,
-        bytes_per_activation=4,
-        is_cuda=False,
-        anchor_share=1.0,  # of tokens drawn evenly from a large vocabulary nearly all are rare
-    )
+    # Of tokens drawn evenly from a large vocabulary nearly all are rare.
+    real = {"rows": rows, "length": length, "bytes_per_activation": 4, "is_cuda": False, "anchor_share": 1.0}
+    estimated = estimate(ModelConfig(**shape), **real)  # type: ignore[arg-type]
     assert estimated.total == pytest.approx(int(process.stdout), rel=0.35)
 
 
