@@ -201,8 +201,8 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                     )
             except FloatingPointError as error:
                 raise Diverged(f"after step {step} {error}", step, metrics.batch) from error
-            metrics = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
-            valid = metrics | {"unigram/ppl": unigram_ppl}
+            valid = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
+            valid["unigram/ppl"] = unigram_ppl
             state["valid"] = valid | {"step": step}
             logger.log({"step": step, **valid, "time": {"seconds": time.perf_counter() - start}})
             logger.print(f"step {step:,}: {format_validation(valid, is_causal=shape.is_causal)}")
