@@ -165,7 +165,10 @@ def stream_tokens(
     """
     config, xt = predictor.config, xt.to(predictor.device)
     if xt.shape[1] > config.length:
-        raise ValueError(f"{xt.shape[1]} tokens are longer than this model's length of {config.length}")
+        raise ValueError(
+            f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: give shorter rows, or use a "
+            "model with longer ones"
+        )
     if rows is not None and rows.shape != xt.shape[:1]:
         raise ValueError(f"rows has shape {tuple(rows.shape)}: give one number for each of the {xt.shape[0]} rows")
     if isinstance(sampler, str):

@@ -51,11 +51,6 @@ class GenerationOptions:
     pause: options.Pause = 0.05
     is_json: options.Json = False
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether stdout is a terminal; color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file."""
-        return not self.is_json and sys.stdout.isatty()
-
 
 def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command whose first argument is GenerationOptions: its fields become command-line options."""
@@ -141,8 +136,9 @@ class GenerationRun:
 
     def __str__(self) -> str:
         steps = "" if self.request.steps is None else f", {self.request.steps} steps"
-        count, seed = f"{len(self.output)} text" + "s" * (len(self.output) > 1), self.request.config.seed
-        return f"{self.title}{steps}: {count}, NFE {self.output.nfe}, {self.output.seconds:.1f} s, seed {seed}"
+        count = f"{len(self.output.texts)} text" + "s" * (len(self.output.texts) > 1)
+        nfe, seconds, seed = self.output.nfe, self.output.seconds, self.request.config.seed
+        return f"{self.title}{steps}: {count}, NFE {nfe}, {seconds:.1f} s, seed {seed}"
 
 
 def run_generation(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> None:
@@ -155,7 +151,9 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
         raise ImportError("--gif needs Pillow: pip install 'adlm[view]'; --html needs nothing")
     with output.json_stdout(settings.is_json):
         runs = build_runs(model, settings, texts)
-        write_outputs(runs, sample_runs(runs, settings), settings)
+        # Color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file.
+        is_watched = not settings.is_json and sys.stdout.isatty()
+        write_outputs(runs, sample_runs(runs, settings, is_watched), settings, is_watched)
     if settings.is_json:
         results = [run.output.as_dict() for run in runs]
         if "template" in texts:  # the texts of the holes of each row, in their order
@@ -174,7 +172,8 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
 
     lm = load(model or DEFAULT, device=settings.device, deterministic=settings.deterministic)
     sampler = {name: getattr(settings, name) for name in ("sampler", "steps", "block")}
-    sampler |= parse_sampler_options(settings.option or [])
+    if settings.option:
+        sampler |= parse_sampler_options(settings.option)
     pairs = [(lm, sampler)]
     if settings.compare is not None:
         # A causal model samples left to right, without the options of the other's sampler.
@@ -224,12 +223,12 @@ def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions) -> list[Trajectory]:
+def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool) -> list[Trajectory]:
     """Generate all texts; show the first ones on a terminal, and return their trajectories if they are written."""
     is_recorded = settings.html is not None or settings.gif is not None
-    is_streamed = is_recorded or settings.is_watched
+    is_streamed = is_recorded or is_watched
     streams = [run.stream_first(GUESSES if settings.guesses else 0) for run in runs] if is_streamed else []
-    if settings.is_watched:
+    if is_watched:
         from adlm.view.terminal import watch
 
         show_guesses = settings.guesses and any(not run.lm.row_format.is_causal for run in runs)
@@ -248,10 +247,12 @@ def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions) -> l
     return trajectories
 
 
-def write_outputs(runs: list[GenerationRun], trajectories: list[Trajectory], settings: GenerationOptions) -> None:
+def write_outputs(
+    runs: list[GenerationRun], trajectories: list[Trajectory], settings: GenerationOptions, is_watched: bool
+) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
-    texts = output.join_texts([text for run in runs for text in run.output])
-    if settings.is_watched:
+    texts = output.join_texts([text for run in runs for text in run.output.texts])
+    if is_watched:
         print_texts(runs, Console(highlight=False))
     elif not settings.is_json:
         output.print_bytes(texts)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import torch
 
@@ -303,14 +303,10 @@ def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number:
 def find_neighbors(layout: Layout, number: int) -> list[int]:
     """Return the positions of given text next to hole `number`, on both sides up to the next hole."""
     at = [i for i, span in enumerate(layout.spans) if span.texts is None][number]
-    positions: list[int] = []
-    for left in layout.spans[max(0, at - 1) : at]:
-        if left.texts is not None:
-            positions += range(max(left.start, left.end - MAX_NEIGHBORS), left.end)
-    for right in layout.spans[at + 1 : at + 2]:
-        if right.texts is not None:
-            positions += range(right.start, min(right.end, right.start + MAX_NEIGHBORS))
-    return positions
+    before, after = layout.spans[max(0, at - 1) : at], layout.spans[at + 1 : at + 2]
+    left = [i for span in before if span.texts is not None for i in range(span.start, span.end)]
+    right = [i for span in after if span.texts is not None for i in range(span.start, span.end)]
+    return left[-MAX_NEIGHBORS:] + right[:MAX_NEIGHBORS]
 
 
 def choose_sampler(
@@ -336,24 +332,12 @@ def choose_sampler(
     return build_sampler(name, **settings), {"sampler": name, **settings}
 
 
-def as_texts(prompt: str | Sequence[str]) -> list[str]:
-    """Return one text or several as a list."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not isinstance(prompt, Sequence):
-        raise ValueError(f"a text is a string, or there is a list of them; got {prompt!r}")
-    return list(prompt)
-
-
-def as_templates(template: Templates) -> list[Template]:
-    """Return one template or several as a list; a list that has a Hole in it is one template."""
-    if isinstance(template, str):
-        return [template]
-    if not isinstance(template, Sequence):
-        raise ValueError(f"a template is a string, or a list of strings and Holes; got {template!r}")
-    if any(isinstance(piece, Hole) for piece in template):
-        return [cast(Template, template)]
-    return list(cast(Sequence[Template], template))
+def as_list(value: Any, kind: str = "text") -> list[Any]:
+    """Return one text or template, or several, as a list; a list that has a Hole in it is one template."""
+    if not isinstance(value, Sequence):
+        raise ValueError(f"a {kind} is a string, or there is a list of them; got {value!r}")
+    is_one = isinstance(value, str) or any(isinstance(piece, Hole) for piece in value)
+    return [value] if is_one else list(value)
 
 
 def check_whole_numbers(least: int, **values: int | None) -> None:

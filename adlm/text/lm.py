@@ -10,19 +10,19 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
-from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
@@ -38,13 +38,14 @@ from adlm.text.generation import (
     RowFormat,
     SamplerOptions,
     Templates,
-    as_templates,
-    as_texts,
+    as_list,
     check_whole_numbers,
     choose_sampler,
 )
 from adlm.text.templates import WORD, Layout, Template, classify_tokens, find_banned_tokens
-from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
+
+if TYPE_CHECKING:
+    from adlm.view.trajectory import Trajectory, TrajectoryFrame
 
 Prompts = str | Sequence[str]
 MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
@@ -129,13 +130,6 @@ class Guesses:
     probs: Tensor  # (B, L, k)
     is_anchor: Tensor  # (B, L): rare in the predicted text
 
-    def at(self, layout: Layout, row: int, position: int) -> tuple[tuple[str, float], ...]:
-        """Return the guesses at one position as text, with their probabilities, without a blank that is given there."""
-        names = [decode_token(layout.tokenizer, token) for token in self.tokens[row, position].tolist()]
-        if layout.kinds[position] == WORD:
-            names = [name.removeprefix(" ") for name in names]
-        return tuple(zip(names, self.probs[row, position].tolist(), strict=True))
-
 
 @dataclass(frozen=True)
 class StreamStep:
@@ -162,6 +156,8 @@ class StreamStep:
 
     def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
         """Return one of the texts as terminal, player and GIF draw it."""
+        from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, TrajectoryFrame
+
         layout, frame = self.layouts[row], self.frame
         masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
         states = []
@@ -173,9 +169,14 @@ class StreamStep:
                 state = REMASKED if changed[position] else HIDDEN
             else:
                 state = GIVEN if layout.is_fixed[position] else REVEALED if changed[position] else VISIBLE
+            guesses: list[tuple[str, float]] = []
+            if self.guesses is not None and masked[position]:
+                names = [layout.tokenizer.decode([token]) for token in self.guesses.tokens[row, position].tolist()]
+                if layout.kinds[position] == WORD:  # the blank before it is given
+                    names = [name.removeprefix(" ") for name in names]
+                guesses = list(zip(names, self.guesses.probs[row, position].tolist(), strict=True))
             is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, position])
-            guesses = self.guesses.at(layout, row, position) if self.guesses is not None and masked[position] else ()
-            states.append(TokenState(text or "", state, guesses, is_anchor))
+            states.append(TokenState(text or "", state, tuple(guesses), is_anchor))
         return TrajectoryFrame(self.step, int(frame.nfe[row]), tuple(states))
 
 
@@ -227,12 +228,12 @@ class LMEngine:
         choose(hidden=1)  # raises before a network chooses the lengths of holes
         if template is None:
             lengths = config.length, config.max_new_tokens
-            layouts = [self.row_format.layout_prompt(text, *lengths) for text in as_texts(prompt)]
+            layouts = [self.row_format.layout_prompt(text, *lengths) for text in as_list(prompt)]
         elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
             raise ValueError("a template sets all positions: leave prompt, length and max_new_tokens out")
         else:
             predictor = partial(getattr, self, "predictor")  # made when a length is to be chosen
-            layouts = [self.row_format.layout_template(each, predictor) for each in as_templates(template)]
+            layouts = [self.row_format.layout_template(each, predictor) for each in as_list(template, "template")]
         if not layouts:
             raise ValueError("there is nothing to generate: give a prompt (it may be empty) or a template, or a list")
         sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
@@ -272,6 +273,8 @@ class LMEngine:
         self, frames: Sequence[TrajectoryFrame], request: GenerationRequest, *, title: str = "", seconds: float = 0.0
     ) -> Trajectory:
         """Collect the frames of a request's first text."""
+        from adlm.view.trajectory import Trajectory
+
         guesser = "anchor network" if self.model.anchor is not None else "network"
         title = title or f"{self.name} · {request.settings['sampler']}"
         return Trajectory(title, tuple(frames), seconds, request.settings, guesser)
@@ -370,7 +373,7 @@ class LM(LMEngine):
 
         check_whole_numbers(1, draws=draws, batch=batch)
         check_whole_numbers(0, seed=seed)
-        layouts, is_exact = [self.row_format.layout_text(text) for text in as_texts(texts)], self.row_format.is_causal
+        layouts, is_exact = [self.row_format.layout_text(text) for text in as_list(texts)], self.row_format.is_causal
         if not layouts:
             raise ValueError("there is no text to score: give one, or a list of them")
         if draws < 2 and not is_exact:
@@ -395,19 +398,12 @@ def denoise_rows(
     predictor: Predictor, request: GenerationRequest, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
 ) -> Iterator[Frame]:
     """Sample rows of a request together; with the start, the first frame is what they begin as."""
-    longest = max(len(layout) for layout, _ in rows)
-
-    def stack(values: Sequence[Sequence[int]], pad: int) -> Tensor:
-        return torch.tensor([[*row, *[pad] * (longest - len(row))] for row in values])
-
-    layouts = [layout for layout, _ in rows]
+    layouts, stack = [layout for layout, _ in rows], partial(pad_sequence, batch_first=True)
     pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
-    xt = stack([layout.ids for layout in layouts], pad_id).to(predictor.device)
-    is_fixed = stack([layout.is_fixed for layout in layouts], 1).bool()
-    banned = find_banned_tokens(layouts[0].tokenizer)
-    extra = predictor.config.vocab_size - banned.shape[1]  # a causal model may have no mask, others ids to spare
-    limits = TokenLimits(stack([layout.kinds for layout in layouts], 0), F.pad(banned, (0, extra), value=True))
-    valid = torch.arange(longest) < torch.tensor([len(layout) for layout in layouts])[:, None]
+    xt = stack([torch.tensor(layout.ids) for layout in layouts], padding_value=pad_id).to(predictor.device)
+    is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
+    kinds = stack([torch.tensor(layout.kinds) for layout in layouts])
+    valid = torch.arange(xt.shape[1]) < torch.tensor([len(layout) for layout in layouts])[:, None]
     frames = stream_tokens(
         predictor,
         xt,
@@ -417,19 +413,13 @@ def denoise_rows(
         sampling=request.sampling,
         is_fixed=is_fixed,
         valid=None if bool(valid.all()) else valid,
-        limits=limits,
+        limits=TokenLimits(kinds, find_banned_tokens(layouts[0].tokenizer)),
         block=request.config.block,
     )
     if not with_start:
         return frames
     start = Frame(0, xt, ~is_fixed, torch.zeros_like(is_fixed), torch.zeros(len(rows), dtype=torch.int64))
     return chain([start], frames)
-
-
-@lru_cache(maxsize=65536)
-def decode_token(tokenizer: Tokenizer, token: int) -> str:
-    """Decode one token."""
-    return tokenizer.decode([token])
 
 
 @torch.no_grad()

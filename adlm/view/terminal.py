@@ -187,10 +187,10 @@ def watch(
     live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
     try:
         with live if is_live else nullcontext():
-            while any(frames := [next(stream, None) for stream in streams]):
-                for frame, earlier in zip(frames, seen):
+            while any(arrived := [next(stream, None) for stream in streams]):
+                for frame, frames in zip(arrived, seen):
                     if frame is not None:
-                        earlier.append(frame)
+                        frames.append(frame)
                 if is_live and time.monotonic() - drawn >= MIN_REFRESH:
                     drawn = time.monotonic()
                     view.frames, view.height = [each[-1] for each in seen], console.height - 1
