@@ -440,15 +440,15 @@ def _score_hidden(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden
     """Score and nats (2, n, L) of every hidden position of some rows of the batch, zero elsewhere."""
     assert order.score is not None
     features = _compute_features(model, batch, rows, is_hidden)
-    is_asked = is_hidden.to(features.device)
-    targets, parts = batch.x0[rows].to(features.device)[is_asked], []
-    for i, each in enumerate(features[is_asked].split(size := MAX_LOGIT_ROWS[features.device.type])):
+    is_scored = is_hidden.to(features.device)
+    targets, parts = batch.x0[rows].to(features.device)[is_scored], []
+    for i, each in enumerate(features[is_scored].split(size := MAX_LOGIT_ROWS[features.device.type])):
         logits = model.head(each)
         logits[:, model.config.mask_id] = -torch.inf
         losses = -logits.log_softmax(-1).gather(1, targets[i * size : (i + 1) * size, None])[:, 0]
         parts.append(torch.stack([order.score(logits), losses]))
     result = features.new_zeros(2, *is_hidden.shape)
-    result[:, is_asked] = torch.cat(parts, dim=1)
+    result[:, is_scored] = torch.cat(parts, dim=1)
     return result.cpu()
 
 

@@ -43,12 +43,12 @@ class ZeroShotSet:
     documents: int  # of the split on the Hub
     paper: tuple[float, float, float]
     patterns: tuple[str, ...]  # of its files in a folder of sets; the first that matches
-    note: str
+    remark: str
 
 
 WIKITEXT_PAPER = (31.94, 32.83, 25.75)
-WIKITEXT_NOTE = "validation split, a line to a document; in the raw form the same text as that of the other WikiText"
-PAPERS_NOTE = "validation split; whole articles, cleaned up as WikiText and then as LM1B"
+WIKITEXT_REMARK = "validation split, a line to a document; in the raw form the same text as that of the other WikiText"
+PAPERS_REMARK = "validation split; whole articles, cleaned up as WikiText and then as LM1B"
 SETS = {
     "lambada": ZeroShotSet(
         "lambada", 5_153, (44.32, 47.52, 51.28), ("lambada", "lambada_test.jsonl*"),
@@ -59,10 +59,10 @@ SETS = {
         "validation split; <unk> becomes ?, N becomes 1; in the lineage's many processes it fills no row of 1024",
     ),
     "wikitext2": ZeroShotSet(
-        "wikitext2", 3_760, WIKITEXT_PAPER, ("wikitext2", "wikitext-2", "wikitext-2-raw"), WIKITEXT_NOTE
+        "wikitext2", 3_760, WIKITEXT_PAPER, ("wikitext2", "wikitext-2", "wikitext-2-raw"), WIKITEXT_REMARK
     ),
     "wikitext103": ZeroShotSet(
-        "wikitext103", 3_760, WIKITEXT_PAPER, ("wikitext103", "wikitext-103", "wikitext-103-raw"), WIKITEXT_NOTE
+        "wikitext103", 3_760, WIKITEXT_PAPER, ("wikitext103", "wikitext-103", "wikitext-103-raw"), WIKITEXT_REMARK
     ),
     "lm1b": ZeroShotSet(
         "lm1b", 306_688, (64.43, 67.01, 51.25), ("lm1b", "1-billion-word*", "news.en.heldout*"),
@@ -73,10 +73,10 @@ SETS = {
         "test split; title and description joined by a blank, nothing cleaned up",
     ),
     "pubmed": ZeroShotSet(
-        "scientific_papers_pubmed", 6_633, (37.56, 41.89, 49.01), ("pubmed", "scientific_papers_pubmed"), PAPERS_NOTE
+        "scientific_papers_pubmed", 6_633, (37.56, 41.89, 49.01), ("pubmed", "scientific_papers_pubmed"), PAPERS_REMARK
     ),
     "arxiv": ZeroShotSet(
-        "scientific_papers_arxiv", 6_436, (33.69, 37.37, 41.73), ("arxiv", "scientific_papers_arxiv"), PAPERS_NOTE
+        "scientific_papers_arxiv", 6_436, (33.69, 37.37, 41.73), ("arxiv", "scientific_papers_arxiv"), PAPERS_REMARK
     ),
 }  # fmt: skip
 ALIASES = {"wikitext-2": "wikitext2", "wikitext-103": "wikitext103", "lm1b-gpt2": "lm1b"}
@@ -153,7 +153,7 @@ def compare_with_paper(name: str, settings: Mapping[str, Any]) -> dict[str, Any]
     }
     reasons = [reason for reason, applies in deviations.items() if applies]
     paper = None if label else dict(zip(PAPER, SETS[name].paper, strict=True))
-    about = {"label": f"stand-in: {label}" if label else None, "paper": paper, "note": SETS[name].note}
+    about = {"label": f"stand-in: {label}" if label else None, "paper": paper, "remark": SETS[name].remark}
     return about | {"deviations": reasons, "is_comparable": not reasons}
 
 

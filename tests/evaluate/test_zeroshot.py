@@ -83,7 +83,6 @@ def test_the_table_names_corpora_and_the_papers_numbers() -> None:
         assert len(found.paper) == len(PAPER) and found.documents > 1000 and found.patterns
     is_test = {name for name in SETS if CORPORA[SETS[name].corpus].splits["valid"] == "test"}
     assert is_test == {"lambada", "lm1b", "ag_news"}  # which have no other
-    assert [each.paper[0] for each in SETS.values()] == [44.32, 95.37, 31.94, 31.94, 64.43, 55.72, 37.56, 33.69]
     lineage = ["lm1b-gpt2", "wikitext-2", "scientific_papers_arxiv", "ptb"]
     assert [find_set(name) for name in lineage] == ["lm1b", "wikitext2", "arxiv", "ptb"]
 

@@ -78,19 +78,18 @@ def test_an_older_name_of_the_denoiser():
     assert torch.equal(ours.head.weight, model("adlm").head.weight)
 
 
-def test_what_does_not_fit_is_refused():
-    state = weights("adlm")
-    with pytest.raises(ValueError, match=r"keys of the state dict are not .*extra"):
-        from_state_dict(state | {"backbone.extra": torch.zeros(1)}, heads=HEADS, mask_id=MASK)
-    with pytest.raises(ValueError, match="keys of the state dict are not"):
-        from_state_dict(state | {"noise.sigma": torch.zeros(1)}, heads=HEADS, mask_id=MASK)
-    with pytest.raises(RuntimeError, match=r"head\.bias"):
-        from_state_dict(
-            {k: v for k, v in state.items() if k != "denoiser.output_layer.linear.bias"}, heads=HEADS, mask_id=MASK
-        )
-    with pytest.raises(ValueError, match="number of heads"):
-        from_state_dict(state, heads=2, mask_id=MASK)
-    with pytest.raises(ValueError, match=r"backbone\.vocab_embed\.embedding"):
-        from_state_dict({"model.weight": torch.zeros(1)}, heads=HEADS, mask_id=MASK)
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        from_state_dict(state, heads=HEADS, mask_id=65)
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        ({"backbone.extra": torch.zeros(1)}, {}, ValueError, r"keys of the state dict are not .*extra"),
+        ({"noise.sigma": torch.zeros(1)}, {}, ValueError, "keys of the state dict are not"),
+        ({"denoiser.output_layer.linear.bias": None}, {}, RuntimeError, r"head\.bias"),
+        ({"backbone.vocab_embed.embedding": None}, {}, ValueError, r"no 'backbone\.vocab_embed\.embedding'"),
+        ({}, {"heads": 2}, ValueError, "number of heads"),
+        ({}, {"mask_id": 65}, ValueError, "outside the vocabulary"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, options, error, message):
+    state = {name: value for name, value in (weights("adlm") | change).items() if value is not None}
+    with pytest.raises(error, match=message):
+        from_state_dict(state, **{"heads": HEADS, "mask_id": MASK} | options)
