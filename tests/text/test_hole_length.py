@@ -1,6 +1,7 @@
-"""How long a hole becomes: where what is given next to it is likeliest, within what was asked and what there is."""
+"""The length of a hole: the one that makes the given tokens next to it likeliest, within the limits and the row."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ LENGTH = 32
 
 @cache
 def placed(text: str, rows: str = "documents") -> LM:
-    """A model that knows one thing: which byte stands at which place, where `text` (after the beginning) has letters.
+    """A model that predicts only by position: the byte of `text` there (after BOS), where it has a letter.
 
-    Its layers add nothing, its tokens say nothing: every place is a vector of its own, and the head reads it.
+    Its layers add nothing, its tokens are zero: every position is a vector of its own, and the head reads it.
     """
     config = build_config(
         "mdlm", "nano", vocab_size=258, mask_id=257, dim=LENGTH, heads=2, denoiser_layers=1, length=LENGTH,
@@ -37,76 +38,71 @@ def placed(text: str, rows: str = "documents") -> LM:
     return wrap(model, method="mdlm", rows=rows)
 
 
-def lengths(model: LM, template: object) -> list[int]:
-    (layout,) = model.build_request(template=template).layouts  # type: ignore[arg-type]
+def lengths(model: LM, template: Any) -> list[int]:
+    (layout,) = model.build_request(template=template).layouts
     return [span.end - span.start for span in layout.spans if span.texts is None]
 
 
 @pytest.mark.parametrize("rows", ["documents", "wrapped"])
 @pytest.mark.parametrize("length", [1, 2, 5, 11, 12])
-def test_the_likeliest_length_is_found(length: int, rows: str) -> None:
+def test_the_likeliest_length_is_chosen(length: int, rows: str) -> None:
     model = placed("ab" + "." * length + "cd", rows)
-    assert lengths(model, "ab___cd") == [length]
-    assert lengths(model, ["ab", Hole(), "cd"]) == [length]
+    assert lengths(model, "ab___cd") == lengths(model, ["ab", Hole(), "cd"]) == [length]
     assert len(model.infill("ab___cd", n=2, temperature=0.0).texts) == 2
 
 
-def test_what_was_asked_is_kept_to() -> None:
+def test_limits_are_kept() -> None:
     model = placed("ab.......cd")  # seven would be best
     assert lengths(model, "ab___{3}cd") == [3]
-    assert lengths(model, "ab___{2,9}cd") == [7]
-    assert lengths(model, "ab___{7,9}cd") == [7]
+    assert lengths(model, "ab___{2,9}cd") == lengths(model, "ab___{7,9}cd") == [7]
     assert 2 <= lengths(model, "ab___{2,5}cd")[0] <= 5
     assert 8 <= lengths(model, "ab___{8,9}cd")[0] <= 9
 
 
 def test_there_is_room_for_everything() -> None:
-    """A row has 32 places, two of them for the marks: a hole takes what the others leave it."""
-    model = placed("ab" + "." * 20 + "cd")
+    """A row has 32 positions, two of them for BOS and EOS: a hole takes what the others leave."""
+    model, full = placed("ab" + "." * 20 + "cd"), "x" * 20
     assert lengths(model, "ab___{1,40}cd") == [20]
-    full = "x" * 20
     assert sum(lengths(model, full + "___ ___{3}y___")) <= 30 - 22
     assert lengths(model, full + "___{1,12}___{8}y") == [1, 8]
     assert lengths(model, "x" * 29 + "___") == [1]
     assert lengths(placed("a" * 26), "a" * 26 + "___{1,12}") == [1]  # every length is as likely: the shortest
 
 
-def test_several_holes_are_found_from_the_left() -> None:
-    assert lengths(placed("a...b.....c"), "a___b___c") == [3, 5]
-    assert lengths(placed("a...b..c.....d"), "a___b___{2}c___d") == [3, 2, 5]
+@pytest.mark.parametrize(
+    ("text", "template", "expected"),
+    [
+        ("a...b.....c", "a___b___c", [3, 5]),  # from left to right
+        ("a...b..c.....d", "a___b___{2}c___d", [3, 2, 5]),
+        ("abc", "___", [MAX_HOLE_TOKENS]),  # nothing is given: as long as allowed
+        ("abc", "___{2,7}", [7]),
+        ("abc", "___{1,99}", [30]),
+        ("abc", [Hole(1, 4), Hole(1, 5)], [4, 5]),
+    ],
+)
+def test_several_holes_and_nothing_given(text: str, template: Any, expected: list[int]) -> None:
+    assert lengths(placed(text), template) == expected
 
 
-def test_where_nothing_is_given_a_hole_is_as_long_as_may_be() -> None:
-    assert lengths(placed("abc"), "___") == [MAX_HOLE_TOKENS]
-    assert lengths(placed("abc"), "___{2,7}") == [7]
-    assert lengths(placed("abc"), "___{1,99}") == [30]
-    assert lengths(placed("abc"), [Hole(1, 4), Hole(1, 5)]) == [4, 5]
-
-
-def test_it_is_the_same_every_time_and_for_every_number_of_texts() -> None:
-    model = lm("adlm", "bytes", "documents")
+@pytest.mark.parametrize("time_conditioning", [False, True])
+def test_the_choice_depends_on_neither_time_nor_batch(time_conditioning: bool) -> None:
+    model = lm("adlm", "bytes", "documents", time_conditioning=time_conditioning)
     template = "An ___ in a ___{1,6}, or ___."
-    first = model.infill(template, n=3, seed=1)
-    assert model.infill(template, n=3, seed=1, batch=1).texts == first.texts
-    assert {tuple(lengths(model, template)) for _ in range(3)} == {tuple(lengths(model, template))}
-    told = lm("adlm", "bytes", "documents", time_conditioning=True)
-    assert len(told.infill(template).texts) == 1
+    assert model.infill(template, n=3, seed=1, batch=1).texts == model.infill(template, n=3, seed=1).texts
+    assert lengths(model, template) == lengths(model, template)
 
 
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_a_causal_model_ends_its_hole_itself(method: str) -> None:
-    """Nothing stands after the hole: it gets all the tokens that it may have, and the text ends where an end is."""
+    """Nothing follows the hole: it gets all the tokens that it may have, and the text ends at EOS."""
     model = lm(method)
     assert lengths(model, "The cat ___") == [MAX_HOLE_TOKENS]
     assert lengths(model, "x" * 60 + "___") == [3]
     assert lengths(model, "The ___{2,40}") == [40]
 
 
-def test_the_given_tokens_next_to_a_hole_are_asked() -> None:
-    words = tokenizer("bytes")
-    layout = build_layout(
-        parse_template(["abcdefg", Hole.of_length(2), "xy", Hole.of_length(1), Hole.of_length(3), "z"]), words
-    )
-    at = [[layout.ids[place] for place in find_neighbors(layout, number)] for number in range(3)]
-    assert [bytes(each).decode() for each in at] == ["defgxy", "xy", "z"]
-    assert len(at[0]) == MAX_NEIGHBORS + 2
+def test_the_given_tokens_next_to_a_hole_are_scored() -> None:
+    template = ["abcdefg", Hole.of_length(2), "xy", Hole.of_length(1), Hole.of_length(3), "z"]
+    layout = build_layout(parse_template(template), tokenizer("bytes"))
+    neighbors = [bytes(layout.ids[place] for place in find_neighbors(layout, number)) for number in range(3)]
+    assert neighbors == [b"defgxy", b"xy", b"z"] and len(neighbors[0]) == MAX_NEIGHBORS + 2
