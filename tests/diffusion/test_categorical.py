@@ -50,21 +50,13 @@ def test_nuclei_by_hand(top_p, nucleus, kept):
 
 
 def test_equally_likely_tokens_share_their_fate():
-    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    found = compute_probs(logits, SamplingParams(top_p=0.3))
-    torch.testing.assert_close(found, torch.tensor([[1, 1, 1, 0]]).double() / 3)
+    probs = compute_probs(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), SamplingParams(top_p=0.3))
+    torch.testing.assert_close(probs, torch.tensor([[1, 1, 1, 0]]).double() / 3)
 
 
-SETTINGS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.7),
-    SamplingParams(top_p=0.9),
-    SamplingParams(top_p=0.5, nucleus="lineage"),
-    SamplingParams(top_k=5),
-    SamplingParams(top_k=5, top_p=0.8),
-    SamplingParams(top_k=17, top_p=0.95, temperature=1.7, nucleus="lineage"),
-    SamplingParams(top_k=100, top_p=0.8),
-]
+SETTINGS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(top_p=0.9), SamplingParams(top_k=5)]
+SETTINGS += [SamplingParams(top_p=0.5, nucleus="lineage"), SamplingParams(top_k=5, top_p=0.8)]
+SETTINGS += [SamplingParams(1.7, 17, 0.95, nucleus="lineage"), SamplingParams(top_k=100, top_p=0.8)]
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])

@@ -1,5 +1,6 @@
 """Reverse distributions and whole trajectories of the samplers, against the authors' numbers."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -29,12 +30,12 @@ def predictor(kind, time_conditioning=False):
     return compile_for_sampling(model(kind, time_conditioning))
 
 
-def plan_of(name, steps):
+def build_plan(name, steps):
     sampler, options = OPTIONS[name]
     return build_sampler(sampler, steps=steps, compat=True, **options)
 
 
-def predicted(xt, level, sampling, kind=("adlm", False)):
+def predict_probs(xt, level, sampling, kind=("adlm", False)):
     """p(x0 | xt) of every position after the nucleus: what the shipped sampler draws from."""
     ours = predictor(*kind)
     with torch.no_grad():
@@ -42,43 +43,38 @@ def predicted(xt, level, sampling, kind=("adlm", False)):
     return compute_probs(logits.flatten(0, 1), sampling).view(logits.shape)
 
 
-def dist_of(plan, step, xt, probs, confidence=None):
+def step_law(plan, step, xt, probs, confidence=None):
     """Our per-position law; conf shares its remasking out as the sampler does."""
     transition = plan[step]
     if plan.by_confidence:
-        is_hidden = xt == MASK
-        remask = confidence_remask_prob(transition.remask_prob, confidence.double(), is_hidden)
-        transition = type(transition)(
-            transition.t, transition.alpha_t, transition.alpha_s, remask, transition.noise_level
-        )
+        remask = confidence_remask_prob(transition.remask_prob, confidence.double(), xt == MASK)
+        transition = replace(transition, remask_prob=remask)
     return reverse_distribution(xt, probs, transition, MASK)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_reverse_distributions(name, top_p):
-    golden, plan = arrays(f"reverse_adlm_p{top_p}"), plan_of(name, 64)
+    golden, plan = arrays(f"reverse_adlm_p{top_p}"), build_plan(name, 64)
     xt = golden["xt"]
     sampling = SamplingParams(top_p=top_p if plan.nucleus else 1.0, nucleus="lineage")
-    probs = predicted(xt, None, sampling)
-    tried = 0
+    probs = predict_probs(xt, None, sampling)
+    assert len(golden["t"]) == 9
     for i, t in enumerate(golden["t"].double()):
         step = int((plan.t - t).abs().argmin())
         assert abs(plan.t[step] - t) < 1e-5
-        ours = dist_of(plan, step, xt, probs, -golden["conf_in"])
+        ours = step_law(plan, step, xt, probs, -golden["conf_in"])
         torch.testing.assert_close(ours, golden[f"{name}/{i}/dist"], atol=1e-4, rtol=0)
-        tried += 1
         if name == "remdm-conf":
             sigma = confidence_remask_prob(plan[step].remask_prob, -golden["conf_in"].double(), xt == MASK)
             torch.testing.assert_close(sigma.float(), golden[f"{name}/{i}/sigma"], atol=1e-5, rtol=0)
-    assert tried == 9
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_reverse_distribution_of_flow_matching(top_p):
     """dfm's steps depend on where it stands: its rule is asked at each golden time, and the plan follows the rule."""
     golden = arrays(f"reverse_adlm_p{top_p}")
-    xt, probs = golden["xt"], predicted(golden["xt"], None, SamplingParams(top_p=top_p, nucleus="lineage"))
+    xt, probs = golden["xt"], predict_probs(golden["xt"], None, SamplingParams(top_p=top_p, nucleus="lineage"))
     for i, t in enumerate(golden["t"].double()):
         dt, remask = dfm_step(float(t), 64)
         step = Transition(t, 1 - t, 1 - t + dt, torch.tensor(remask, dtype=torch.float64), t)
@@ -95,7 +91,7 @@ def test_reverse_distribution_of_flow_matching(top_p):
 
 def test_confidences_in_half_precision():
     """The authors hold confidences in bfloat16: their remasking probabilities are ours, rounded."""
-    golden, plan = arrays("reverse_adlm_conf_bf16"), plan_of("remdm-conf", 64)
+    golden, plan = arrays("reverse_adlm_conf_bf16"), build_plan("remdm-conf", 64)
     for i, t in enumerate(golden["t"].double()):
         most = plan.remask_prob[int((plan.t - t).abs().argmin())]
         ours = confidence_remask_prob(most, -golden["conf_in"].double(), golden["xt"] == MASK)
@@ -109,7 +105,7 @@ RUNS = facts("trajectory_adlm")["runs"]
 def test_trajectories(run):
     """Their noise is a (B, L, V) slab per step and its argmax includes the mask: this driver draws so, from our law."""
     golden, noise, info = arrays("trajectory_adlm"), arrays("trajectory_noise")["u"], RUNS[run]
-    plan = plan_of(run.split("_")[0], 32)
+    plan = build_plan(run.split("_")[0], 32)
     kind = ("adlm", info["time_conditioning"])
     sampling = SamplingParams(top_p=info["nucleus_p"] if plan.nucleus else 1.0, nucleus="lineage")
     xt = torch.full_like(golden[f"{run}/final"], MASK)
@@ -119,8 +115,8 @@ def test_trajectories(run):
     for step in range(32):
         if probs is None or not is_cached:
             level = plan.noise_level[step].float().expand(len(xt))
-            probs, calls = predicted(xt, level, sampling, kind), calls + 1
-        law = dist_of(plan, step, xt, probs, confidence)
+            probs, calls = predict_probs(xt, level, sampling, kind), calls + 1
+        law = step_law(plan, step, xt, probs, confidence)
         drawn = (law / (1e-10 - torch.log(noise[step] + 1e-10))).argmax(-1)
         is_certain = law.gather(-1, xt[..., None])[..., 0] == 1
         xs = torch.where(is_certain, xt, drawn)
@@ -130,7 +126,7 @@ def test_trajectories(run):
             probs = None
         xt = xs
         assert torch.equal(xt, golden[f"{run}/x"][step]), f"step {step}"
-    final = predicted(xt, torch.full((len(xt),), 1e-5), SamplingParams(temperature=0.0), kind).argmax(-1)
+    final = predict_probs(xt, torch.full((len(xt),), 1e-5), SamplingParams(temperature=0.0), kind).argmax(-1)
     assert torch.equal(torch.where(xt == MASK, final, xt), golden[f"{run}/final"])
     assert calls + 1 == info["network_calls"]
 

@@ -61,24 +61,18 @@ def test_the_anchor_term_sees_only_the_anchor_network():
 
 
 def test_factored_bridge_is_the_linear_map_of_the_logits():
-    """The folded product equals Linear(V → dim) on raw logits; a softmax in between is another model."""
+    """The product of the matrices equals Linear(V → dim) on raw logits; a softmax in between is another model."""
     xt = random_tokens(3)
     xt[:, ::3] = MASK
-    outputs = {}
-    for bridge in ("factored", "softmax"):
-        model = small_model(bridge=bridge)
-        with torch.no_grad():
-            anchor_logits, _ = plain_logits(model, xt)
-            crossed = model.apply_bridge(model(xt).anchor)
-            outputs[bridge] = model(xt).final
-            through = model.bridge(anchor_logits)
-            assert torch.allclose(crossed, through, atol=1e-5) == (bridge == "factored")
-            if bridge == "factored":
-                torch.testing.assert_close(model.fold()(xt).final, model(xt).final, atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(plain_logits(model, xt)[1], model.head(model(xt).final), atol=1e-5, rtol=0)
-            else:
-                torch.testing.assert_close(crossed, model.bridge(anchor_logits.softmax(-1)), atol=1e-5, rtol=0)
-    assert (outputs["factored"] - outputs["softmax"]).abs().max() > 0.1
+    factored, softmax = small_model(bridge="factored"), small_model(bridge="softmax")
+    with torch.no_grad():
+        anchor = factored(xt).anchor
+        anchor_logits, logits = plain_logits(factored, xt)
+        torch.testing.assert_close(factored.apply_bridge(anchor), factored.bridge(anchor_logits), atol=1e-5, rtol=0)
+        torch.testing.assert_close(factored.head(factored(xt).final), logits, atol=1e-5, rtol=0)
+        expected = softmax.bridge(softmax.anchor_head(anchor).softmax(-1))
+        torch.testing.assert_close(softmax.apply_bridge(anchor), expected, atol=1e-5, rtol=0)
+        assert (factored(xt).final - softmax(xt).final).abs().max() > 0.1
 
 
 GPT2 = {"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True}

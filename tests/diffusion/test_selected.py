@@ -202,13 +202,6 @@ def test_log_probs_are_the_plain_ones(method):
     assert (log_probs.exp().gather(-1, xt[..., None])[xt != MASK] == 1).all()
 
 
-def test_selections_keep_positions_and_weights():
-    is_selected = torch.tensor([[True, False, True], [False, False, False], [False, True, True]])
-    where = select(is_selected, torch.tensor([0.5, 9.0, 2.0]), multiple=3)
-    assert where.index.tolist() == [0, 2, 7, 8, 0, 0]
-    assert where.weight.tolist() == [0.5, 0.5, 2.0, 2.0, 0.0, 0.0]
-
-
 def test_measuring_is_training_without_the_gradients_product(monkeypatch):
     """The same losses under no_grad, and no product for the head's gradient, which its weights would ask for."""
     head, features, targets = linear(), normal(2, 5, 6), torch.tensor([[1, 2, 3, 4, 5]] * 2)

@@ -57,10 +57,8 @@ def test_the_count_is_the_models(method: str, preset: str, options: dict[str, ob
 def test_flops_are_what_torch_counts(method: str, bridge: str) -> None:
     """Of a real step, forward and backward, with attention written out: all of it, and the bridge's product, if any."""
     rows, length, vocab, dim, share = 4, 32, 96, 64, 0.25
-    config = build_config(
-        method, "nano", vocab_size=vocab, mask_id=vocab - 1, length=length, dim=dim, heads=4, bridge=bridge, dropout=0.0
-    )
-    config = replace(config, cond_dim=None)  # modulations are constants: not counted
+    shape = {"vocab_size": vocab, "mask_id": vocab - 1, "length": length, "dim": dim, "heads": 4, "bridge": bridge}
+    config = build_config(method, "nano", **shape, dropout=0.0, cond_dim=None)  # modulations are not counted
     model, tokens = LanguageModel(config), rows * length
 
     def some(part: float) -> Selection:
@@ -119,14 +117,11 @@ def test_memory_follows_its_parts() -> None:
     assert estimate(config, bytes_per_activation=4).activations > 1.7 * base.activations
     rows = [estimate(config, rows=n).activations for n in (8, 16, 24)]
     assert rows[2] - rows[1] == rows[1] - rows[0]
-    # No more logits than those of one chunk exist at a time.
+    # No more logits than those of one chunk of the loss exist at a time.
+    assert {True: selected.MAX_LOGIT_ROWS["cuda"], False: selected.MAX_LOGIT_ROWS["cpu"]} == costs.MAX_LOGIT_ROWS
     heads = [estimate(config, rows=n).head for n in (64, 128)]
     assert heads[1] - heads[0] < 2 * 24576 * 50_258 / 4
     assert estimate(replace(config, bridge="softmax")).activations > base.activations + 32 * 1024 * 50_258
-
-
-def test_chunks_are_those_of_the_loss() -> None:
-    assert {True: selected.MAX_LOGIT_ROWS["cuda"], False: selected.MAX_LOGIT_ROWS["cpu"]} == costs.MAX_LOGIT_ROWS
 
 
 STEPS = """
