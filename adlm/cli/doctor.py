@@ -1,4 +1,4 @@
-"""`adlm doctor`: versions, devices, bundled models and tools, as a bug report needs them."""
+"""`adlm doctor`: versions, devices and bundled models, as a bug report needs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import os
 import platform
 import re
-import shutil
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
@@ -20,19 +19,17 @@ from adlm.cli import options
 from adlm.cli.output import json_stdout, print_json, status_console
 
 MODULES = {"pillow": "PIL", "mauve-text": "mauve", "pytest-xdist": "xdist"}  # where the name is another
-TOOLS = {"bwrap": "adlm eval code", "c++": "compile=true on a CPU"}
 BROKEN = "broken: "
 Section = dict[str, str]  # name -> version or state; of what is broken it begins with BROKEN
 
 
 def doctor(is_json: options.Json = False) -> None:
-    """Print versions, devices, bundled models and tools for a bug report.
+    """Print versions, devices and the state of the bundled models for a bug report.
 
     Exit codes: 0 everything required works; 1 something required is broken.
     """
     with json_stdout(is_json), status_console().status("checking …"):
-        checks = {"packages": check_packages, "devices": check_devices, "models": check_models, "tools": find_tools}
-        sections = {title: check() for title, check in checks.items()}
+        sections = {"packages": check_packages(), "devices": check_devices(), "models": check_models()}
     problems = [name for section in sections.values() for name, text in section.items() if text.startswith(BROKEN)]
     if is_json:
         print_json({"ok": not problems, "problems": problems} | sections)
@@ -98,8 +95,3 @@ def check_models() -> Section:
         return "loads and generates"
 
     return {name: attempt("pip install --force-reinstall --no-deps adlm", generate, name) for name in MODELS}
-
-
-def find_tools() -> Section:
-    """Find optional programs."""
-    return {tool: shutil.which(tool) or f"missing → install it for {use}" for tool, use in TOOLS.items()}

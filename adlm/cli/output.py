@@ -119,13 +119,12 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = status_console()
     with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bars:
+        task = bars.add_task("", total=None)
 
         def update(stage: str, done: int, total: int) -> None:
-            if not bars.tasks or bars.tasks[0].description != stage:
-                for task in bars.task_ids:
-                    bars.remove_task(task)
-                bars.add_task(stage, total=None)
-            bars.update(bars.task_ids[0], completed=done, total=total or None)
+            if bars.tasks[task].description != stage:
+                bars.reset(task, description=stage)
+            bars.update(task, completed=done, total=total or None)
 
         yield update
 

@@ -127,7 +127,8 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         is_bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
         precision = torch.bfloat16 if is_bfloat16 else torch.float32
         if config.batch % context.world_size:
-            raise ValueError(f"batch={config.batch} must be a multiple of the {context.world_size} processes")
+            problem = f"batch={config.batch} must be a multiple of the {context.world_size} processes"
+            raise ValueError(f"{problem}: choose another batch, or start another number of processes")
         micro_batch = min(config.micro_batch or config.batch, config.batch // context.world_size)
 
         # What we train: the data, the model and its objective.

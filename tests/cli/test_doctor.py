@@ -23,7 +23,7 @@ def test_everything_required_works_here() -> None:
     assert report["ok"] is True and report["problems"] == []
     assert report["packages"]["adlm"] == adlm.__version__
     assert report["packages"]["torch"].startswith(torch.__version__.split("+")[0])
-    assert set(report["models"]) == set(MODELS) and report["tools"].keys() == {"bwrap", "c++"}
+    assert set(report["models"]) == set(MODELS)
     assert {"pillow", "datasets", "matplotlib"} <= report["packages"].keys() and "cores" in report["devices"]["cpu"]
 
 
