@@ -406,7 +406,7 @@ def code(
 
         written = write_standard_library(write_data)
         if is_json:
-            print_json({"written": written})
+            print_json({"datasets": written})
         for each in written:
             size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
             status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)

@@ -85,15 +85,11 @@ def anchors(
 ) -> EvalResult:
     """Measure the anchor networks of two-stage masked models on held-out text, and correlate three models or more.
 
-    Models are measured one after the other, so `models` may be an iterator that loads them.
-
-    Args:
-        data, rows, limit, draws: held-out text, its rows and the noises per row, as in `perplexity`.
-        max_count: anchors occur at most this often in their row; by default the rule of the run's training.
-        perturb: amounts of noise on the anchor features, relative to their norm.
-        stale: masking levels (in sampling: steps) by which the anchor features are out of date.
-        samples: texts for every perturbation; `scorer` computes their Gen-PPL, in windows of `window` tokens.
-        out: folder for finished models; running again resumes.
+    Models are measured one after the other, so `models` may be an iterator that loads them. Anchors occur at most
+    `max_count` times in their row (by default the rule of the run's training). `perturb` has the amounts of noise on
+    the anchor features, relative to their norm, `stale` the masking levels (in sampling: steps) by which they are out
+    of date. `scorer` computes the Gen-PPL of the `samples` texts for every perturbation. `out` keeps finished models;
+    the same call resumes there.
     """
     check_whole_numbers(1, draws=draws, batch=batch, steps=steps)
     if samples == 1 or samples < 0:

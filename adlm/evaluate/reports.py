@@ -144,14 +144,11 @@ def report(
     same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress}
     sections = {name: Section(name) for name in TITLES}
 
-    text = {Path(data).name: data}
-    sections["perplexity"].add(perplexity(lms, text, rows=rows, **same, **extent["perplexity"]))
+    sections["perplexity"].add(perplexity(lms, {Path(data).name: data}, rows=rows, **same, **extent["perplexity"]))
     if scorer is None:
         sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
     else:
-        sections["frontier"].add(
-            frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"])
-        )
+        sections["frontier"].add(frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"]))
         if find_spec("mauve") is None:
             sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
         for lm in lms if find_spec("mauve") else []:
@@ -243,9 +240,8 @@ def choose_extent(
 
 def fit_sampling(lm: LM, extent: Mapping[str, Any]) -> dict[str, Any]:
     """The extent without the sampler and its steps if the model is causal."""
-    return {
-        name: each for name, each in extent.items() if name not in ("sampler", "steps") or not lm.row_format.is_causal
-    }
+    skipped = ("sampler", "steps") if lm.row_format.is_causal else ()
+    return {name: each for name, each in extent.items() if name not in skipped}
 
 
 def describe_model(lm: LM) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def test_the_standard_library_is_the_same_twice_and_sorted() -> None:
 
 def test_the_standard_library_as_data(tmp_path: Path) -> None:
     result = invoke("eval", "code", "--write-data", tmp_path / "python.jsonl", "--json")
-    written = json.loads(result.stdout)["written"]
+    written = json.loads(result.stdout)["datasets"]
     train, held_out = ([json.loads(line) for line in (tmp_path / each["file"]).open()] for each in written)
     assert len(train) == written[0]["files"] > 5 * len(held_out) and len(held_out) == written[1]["files"] > 10
     assert not {row["name"] for row in train} & {row["name"] for row in held_out}
