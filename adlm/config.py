@@ -283,9 +283,7 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     except YAMLError as error:
         raise ValueError(f"{path} is not YAML ({' '.join(str(error).split())}): correct this line") from error
     if not OmegaConf.is_dict(loaded):
-        raise ValueError(
-            f"{path.name} is not a recipe: its top level must be `key: value` lines, as in {next(iter(recipes.values()))}"
-        )
+        raise ValueError(f"{path.name} is not a recipe: its top level must be `key: value` lines")
     return loaded
 
 
