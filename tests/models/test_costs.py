@@ -22,17 +22,10 @@ from bench import costs as planned
 from tests.world import count_weights, shapes_only
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS: list[dict[str, object]] = [
-    {},
-    {"bridge": "direct"},
-    {"bridge": "softmax"},
-    {"cond_dim": None},
-    {"cond_dim": 32, "time_conditioning": True},
-    {"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True},
-    {"positions": "learned", "length": 77},
-    {"norm_bias": True, "tied": True},
-    {"attention_bias": True},
-]
+OPTIONS: list[dict[str, object]] = [{}, {"bridge": "direct"}, {"bridge": "softmax"}, {"cond_dim": None}]
+OPTIONS += [{"cond_dim": 32, "time_conditioning": True}, {"positions": "learned", "length": 77}]
+OPTIONS += [{"norm_bias": True}, {"attention_bias": True}, {"tied": True}]
+OPTIONS += [{"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True}]
 
 
 def small(method: str = "adlm", **changes: object) -> ModelConfig:
@@ -65,11 +58,9 @@ def test_flops_are_what_torch_counts(method: str, bridge: str) -> None:
         index = torch.arange(int(part * tokens))
         return Selection(index, torch.ones(len(index)))
 
-    x0, ones = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows)
-    two = config.anchor_layers > 0
-    hidden = some(1.0 if config.is_causal else 0.5)
-    batch = NoisyBatch(x0, x0, ones, ones, hidden, some(share) if two else None, torch.tensor(float(tokens)))
-    batch = replace(batch, is_causal=config.is_causal)
+    x0, ones, two = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows), config.anchor_layers > 0
+    hidden, anchors = some(1.0 if config.is_causal else 0.5), some(share) if two else None
+    batch = NoisyBatch(x0, x0, ones, ones, hidden, anchors, torch.tensor(float(tokens)), is_causal=config.is_causal)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         training_loss(model, batch, anchor_weight=1.0 if two else None).total.backward()
     expected = tokens * flops_per_token(config, length=length, anchor_share=share)
