@@ -22,7 +22,7 @@ import torch
 from adlm.data import shards
 from adlm.data.corpora import Corpus, find_corpus
 from adlm.data.packing import Framing, PackedRows, Packer
-from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows, ShardWriter
+from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
 from adlm.data.workers import TokenizerPool, chunk_documents
@@ -150,19 +150,21 @@ class Preparation:
         """Whether the valid split is the end of the train stream."""
         return "share" in self.settings["valid"]
 
+    @property
+    def dtype(self) -> str:
+        return shards.choose_dtype(self.state["tokenizer"]["vocab_size"])
+
     def save_state(self) -> None:
         shards.write_atomically(self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8"))
 
-    def open_train_rows(self, dtype: str) -> ShardedRows:
+    def open_train_rows(self) -> ShardedRows:
         files = tuple((shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"])
         is_padded = self.settings["rows"] == "documents"
-        return ShardedRows(self.folder, self.settings["length"], dtype, is_padded, files)
+        return ShardedRows(self.folder, self.settings["length"], self.dtype, is_padded, files)
 
-    def open_writer(
-        self, split: str, dtype: str, on_shard: Callable[[dict[str, Any], list[int]], None], **options: Any
-    ) -> ShardWriter:
+    def open_writer(self, split: str, on_shard: OnShard, **options: Any) -> ShardWriter:
         rows = self.settings["shard_tokens"] // self.settings["length"]
-        return ShardWriter(self.folder, split, dtype=dtype, shard_rows=rows, on_shard=on_shard, **options)
+        return ShardWriter(self.folder, split, dtype=self.dtype, shard_rows=rows, on_shard=on_shard, **options)
 
 
 def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
@@ -204,15 +206,14 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
     """Do everything that is left to do and return the manifest."""
     tokenizer = save_tokenizer(job, sources["train"], tokenizer)
     framing = Framing.from_tokenizer(tokenizer, job.settings["length"])
-    dtype = shards.choose_dtype(tokenizer.vocab_size)
     try:
-        with TokenizerPool(job.folder / "tokenizer.json", dtype, job.workers) as pool:
+        with TokenizerPool(job.folder / "tokenizer.json", job.dtype, job.workers) as pool:
             for split, source in sources.items():
                 if not job.state["splits"][split]["is_complete"]:
-                    write_split(job, split, source, pool, framing, dtype)
+                    write_split(job, split, source, pool, framing)
         if job.is_cut:
-            cut_valid(job, dtype)
-        return write_manifest(job, sources["train"], tokenizer, dtype)
+            cut_valid(job)
+        return write_manifest(job)
     except OSError as error:
         remove_files(job.folder, (".part",))  # frees space
         if error.errno != errno.ENOSPC:
@@ -246,9 +247,7 @@ def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
             return
 
 
-def write_split(
-    job: Preparation, split: str, source: Source, pool: TokenizerPool, framing: Framing, dtype: str
-) -> None:
+def write_split(job: Preparation, split: str, source: Source, pool: TokenizerPool, framing: Framing) -> None:
     """Write documents to shards, from the end of the last complete shard."""
     state, began = job.state["splits"][split], time.perf_counter()
 
@@ -257,7 +256,7 @@ def write_split(
         state["end"] = end
         job.save_state()
 
-    writer = job.open_writer(split, dtype, on_shard, first=len(state["shards"]), keep_ends=job.is_cut)
+    writer = job.open_writer(split, on_shard, first=len(state["shards"]), keep_ends=job.is_cut)
     packer = Packer(framing, is_wrapped=job.settings["rows"] == "wrapped", start=state["end"])
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
     for chunk, consumed in pool.tokenize(chunk_documents(source.read(), skip=packer.documents)):
@@ -276,11 +275,11 @@ def write_split(
     job.save_state()
 
 
-def cut_valid(job: Preparation, dtype: str) -> None:
+def cut_valid(job: Preparation) -> None:
     """Move the last rows to the valid split: first copy, then truncate, so that a kill in between loses nothing."""
     state = job.state["splits"]["train"]
     if job.state["cut"] is None:
-        rows = job.open_train_rows(dtype)
+        rows = job.open_train_rows()
         cut = len(rows) - count_valid_rows(len(rows), job.settings["valid"]["share"])
         if cut < 1:
             remove_files(job.folder)
@@ -290,7 +289,7 @@ def cut_valid(job: Preparation, dtype: str) -> None:
             )
         end = find_row_end(job.folder, state["shards"], cut)
         moved: list[dict[str, Any]] = []
-        writer = job.open_writer("valid", dtype, lambda record, _: moved.append(record))
+        writer = job.open_writer("valid", lambda record, _: moved.append(record))
         for start in range(cut, len(rows), COPY_ROWS):
             tokens, lengths = rows.fetch(torch.arange(start, min(start + COPY_ROWS, len(rows))))
             no_ends = np.zeros((len(tokens), 3), dtype=np.int64)
@@ -302,7 +301,7 @@ def cut_valid(job: Preparation, dtype: str) -> None:
             job.state["splits"]["valid"] = {"shards": moved, "end": valid_end, "is_complete": True}
         job.state["cut"] = {"rows": cut, "end": end}
         job.save_state()
-    row_bytes = job.settings["length"] * np.dtype(dtype).itemsize
+    row_bytes = job.settings["length"] * np.dtype(job.dtype).itemsize
     state["shards"] = shards.shorten_shards(job.folder, state["shards"], job.state["cut"]["rows"], row_bytes)
     state["end"] = job.state["cut"]["end"]
 
@@ -316,7 +315,7 @@ def find_row_end(folder: Path, shard_records: list[dict[str, Any]], rows: int) -
     return list(map(int, ends.reshape(-1, 3)[rows - 1]))
 
 
-def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+def write_manifest(job: Preparation) -> dict[str, Any]:
     """Count the tokens, write the manifest and remove temporary files."""
     splits = {}
     for name, state in job.state["splits"].items():
@@ -329,23 +328,23 @@ def write_manifest(job: Preparation, source: Source, tokenizer: Tokenizer, dtype
         adlm_version = version("adlm")
     except PackageNotFoundError:
         adlm_version = "not installed"
-    content = io.BytesIO()
-    counts = job.open_train_rows(dtype).count_tokens(tokenizer.vocab_size)
+    content, tokenizer = io.BytesIO(), job.state["tokenizer"]
+    counts = job.open_train_rows().count_tokens(tokenizer["vocab_size"])
     np.save(content, counts.astype("<i8"), allow_pickle=False)
     shards.write_atomically(job.folder / COUNTS, content.getvalue())
     manifest = {
         "format": FORMAT,
         "settings": job.settings,
         "settings_sha256": job.sha256,
-        "tokenizer": shards.describe_tokenizer(tokenizer),
-        "vocab_size": tokenizer.vocab_size,
-        "mask_id": tokenizer.mask_id,
+        "tokenizer": tokenizer,
+        "vocab_size": tokenizer["vocab_size"],
+        "mask_id": tokenizer["mask_id"],
         "length": job.settings["length"],
-        "dtype": dtype,
+        "dtype": job.dtype,
         "rows": job.settings["rows"],
         "splits": splits,
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
-        "source": source.identity,
+        "source": job.settings["source"],
         "counts_sha256": shards.hash_file(job.folder / COUNTS),
         "made_with": f"adlm {adlm_version}",
     }

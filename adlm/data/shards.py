@@ -28,6 +28,7 @@ STATE_KEYS = ("settings", "settings_sha256", "tokenizer", "splits")  # of a prog
 MANIFEST_KEYS = (*STATE_KEYS, "format", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
+OnShard = Callable[[dict[str, Any], list[int]], None]  # gets a shard's record and where it ends in the source
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
 
 
@@ -193,7 +194,7 @@ class ShardWriter:
         shard_rows: int,
         first: int = 0,
         keep_ends: bool = False,
-        on_shard: Callable[[dict[str, Any], list[int]], None],
+        on_shard: OnShard,
     ) -> None:
         self.folder, self.split, self.shard_rows = folder, split, shard_rows
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -237,8 +238,9 @@ class ShardWriter:
         record["sha256"] = self.digest.hexdigest()
         if self.lengths:
             lengths = np.concatenate(self.lengths).astype(LENGTH_DTYPE)
-            write_atomically(self.path.with_suffix(".len"), lengths.tobytes())
-            record |= {"lengths_sha256": hashlib.sha256(lengths).hexdigest(), "tokens": int(lengths.sum())}
+            content = lengths.tobytes()
+            write_atomically(self.path.with_suffix(".len"), content)
+            record |= {"lengths_sha256": hashlib.sha256(content).hexdigest(), "tokens": int(lengths.sum())}
         ends = np.concatenate(self.ends)
         if self.keep_ends:
             write_atomically(self.path.with_suffix(".ends"), ends.astype(END_DTYPE).tobytes())
