@@ -214,8 +214,10 @@ def _load_prepared(
         starts = accumulate((count for _, count in every.shards), initial=0)
         shards = ((file, min(count, limit - start)) for (file, count), start in zip(every.shards, starts))
         kept = replace(every, shards=tuple(each for each in shards if each[1] > 0))
-        share = count_text_tokens(kept, tokenizer) / max(1, count_text_tokens(every, tokenizer))
-        text_bytes = round(text_bytes * share)
+        tokens, all_tokens = (
+            sum(int(_find_text(*part, tokenizer).sum()) for part in iterate_rows(each)) for each in (kept, every)
+        )
+        text_bytes = round(text_bytes * (tokens / max(1, all_tokens)))
     settings = {"source": str(folder), "identity": data.manifest["source"], "split": split, "rows": layout}
     settings |= {"prepared": data.manifest["settings_sha256"], "length": data.length, "limit": limit}
     settings["bytes_source"] = "manifest" if is_whole else "manifest, in proportion to the tokens"
@@ -233,11 +235,6 @@ def _find_text(tokens: NDArray[Any], lengths: NDArray[Any], tokenizer: Tokenizer
     """Which tokens (n, L) are neither BOS, EOS nor padding."""
     is_text: NDArray[np.bool_] = (tokens != tokenizer.bos_id) & (tokens != tokenizer.eos_id)
     return is_text & (np.arange(tokens.shape[1]) < lengths[:, None])
-
-
-def count_text_tokens(rows: RowDataset, tokenizer: Tokenizer) -> int:
-    """The number of tokens of rows that stand for text."""
-    return sum(int(_find_text(tokens, lengths, tokenizer).sum()) for tokens, lengths in iterate_rows(rows))
 
 
 def count_row_bytes(data: EvalDataset, tokenizer: Tokenizer) -> NDArray[np.float64]:
@@ -263,19 +260,14 @@ def hash_rows(rows: RowDataset) -> str:
     return digest.hexdigest()
 
 
-def number_documents(rows: RowDataset, tokenizer: Tokenizer, *, is_wrapped: bool) -> Tensor:
-    """The number of the document in which each row begins, (n,); in wrapped rows an EOS ends each document."""
-    if not is_wrapped:
-        return torch.arange(len(rows))
-    ends = np.concatenate([(tokens[:, 1:-1] == tokenizer.eos_id).sum(1) for tokens, _ in iterate_rows(rows)])
-    return torch.from_numpy(np.cumsum(ends) - ends)
-
-
 def _describe_rows(rows: RowDataset, tokenizer: Tokenizer, text_bytes: int, settings: dict[str, Any]) -> EvalDataset:
     """The dataset of rows, with their hash and documents computed."""
     if text_bytes < 1:
         raise ValueError(f"{settings['source']} has {len(rows)} rows without any text: give another text")
-    documents = number_documents(rows, tokenizer, is_wrapped=settings["rows"] == "wrapped")
+    documents = torch.arange(len(rows))
+    if settings["rows"] == "wrapped":  # an EOS ends each document
+        ends = np.concatenate([(tokens[:, 1:-1] == tokenizer.eos_id).sum(1) for tokens, _ in iterate_rows(rows)])
+        documents = torch.from_numpy(np.cumsum(ends) - ends)
     settings |= {name: settings["identity"].get(name) for name in ("detokenizer", "stand_in")}
     settings |= {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256}
     settings |= {"row_count": len(rows), "text_bytes": text_bytes}

@@ -14,7 +14,7 @@ import torch
 from adlm.data.batches import TensorRows
 from adlm.data.prepare import prepare
 from adlm.data.shards import open_data
-from adlm.evaluate.data import EvalDataset, hash_rows, load_eval_data, number_documents
+from adlm.evaluate.data import EvalDataset, hash_rows, load_eval_data
 from tests.data.test_sources import FIXTURES
 from tests.text.models import PROSE, tokenizer
 
@@ -119,8 +119,6 @@ def test_the_hash_is_of_the_documented_bytes() -> None:
     assert hash_rows(TensorRows(tokens, lengths)) == expected
     unpadded = hashlib.sha256(struct.pack("<2Q8I", 2, 3, 9, 8, 7, 6, 5, 4, 3, 3)).hexdigest()
     assert hash_rows(TensorRows(tokens)) == unpadded
-    rows = TensorRows(torch.tensor([[256, 1, 256, 256], [256, 2, 2, 256], [256, 256, 3, 256]]))
-    assert number_documents(rows, tokenizer("bytes"), is_wrapped=True).tolist() == [0, 1, 1]
 
 
 def test_what_the_text_is_stands_in_the_settings(tmp_path: Path) -> None:
@@ -129,10 +127,6 @@ def test_what_the_text_is_stands_in_the_settings(tmp_path: Path) -> None:
     assert wiki["tokenizer"] == "gpt2" and wiki["tokenizer_sha256"] == tokenizer("gpt2").sha256
     assert wiki["unk_marks"] == 0
     assert wiki["identity"]["files"][0]["name"] == "wiki.valid.tokens"
-    path = tmp_path / "valid.jsonl"
-    path.write_text(json.dumps({"abstract": "cells , we find , grow . " * 20}) + "\n")
-    science = load_eval_data(f"scientific_papers_pubmed:{path}", tokenizer("gpt2"), 16).settings
-    assert science["stand_in"] == "abstracts, in place of full articles"
     news = tmp_path / "news.en.heldout-00000-of-00050"
     news.write_text("It is so .\n" * 9)
     assert load_eval_data(f"lm1b:{news}", tokenizer("gpt2"), 16).settings["rows"] == "documents"  # as that set has them
