@@ -35,7 +35,8 @@ def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment
     return code == -9
 
 
-def check(tmp_path: Path, kills: int, steps: int) -> None:
+@pytest.mark.parametrize(("kills", "steps"), [(3, 24), pytest.param(20, 120, marks=pytest.mark.slow)])
+def test_kills_change_nothing(tmp_path: Path, kills: int, steps: int) -> None:
     straight, torn = tmp_path / "straight", tmp_path / "torn"
     changes = (*OFTEN, f"steps={steps}")
     run(straight, *changes)
@@ -50,12 +51,3 @@ def check(tmp_path: Path, kills: int, steps: int) -> None:
     assert get_exit_code(in_process(torn, *changes)) == 0
     assert not partial(torn)
     assert_same(torn, straight)
-
-
-def test_three_kills_change_nothing(tmp_path: Path) -> None:
-    check(tmp_path, kills=3, steps=24)
-
-
-@pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    check(tmp_path, kills=20, steps=120)

@@ -77,10 +77,14 @@ def four() -> dict[str, str]:
     return run_jobs(4, jobs, seconds=400)
 
 
-@pytest.mark.parametrize(("shape", "kind"), TWO)
-def test_two_processes_are_one(shape: str, kind: str) -> None:
-    assert f"{shape} {kind}" not in two(), two()[f"{shape} {kind}"]
-    assert_close(place(2, shape, kind), alone(shape))
+FOUR_IF_SLOW = [pytest.param(4, *case, marks=pytest.mark.slow) for case in FOUR]
+
+
+@pytest.mark.parametrize(("processes", "shape", "kind"), [*((2, *case) for case in TWO), *FOUR_IF_SLOW])
+def test_several_processes_are_one(processes: int, shape: str, kind: str) -> None:
+    errors = two() if processes == 2 else four()
+    assert f"{shape} {kind}" not in errors, errors[f"{shape} {kind}"]
+    assert_close(place(processes, shape, kind), alone(shape))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -105,13 +109,6 @@ def test_a_run_survives_the_death_of_a_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "torn/killed").exists(), "nobody died: the test is void"
     assert_close(tmp_path / "torn", tmp_path / "alone")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "kind"), FOUR)
-def test_four_processes_are_one(shape: str, kind: str) -> None:
-    assert f"{shape} {kind}" not in four(), four()[f"{shape} {kind}"]
-    assert_close(place(4, shape, kind), alone(shape))
 
 
 @pytest.mark.slow
