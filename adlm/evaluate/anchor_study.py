@@ -466,7 +466,7 @@ def collect_figures(studies: Sequence[Row], correlations: Sequence[Row]) -> dict
     figures = dict[str, Any]()
     for number, study in enumerate(studies, 1):
         if study["losses"][1:]:
-            figures["anchors" if len(studies) == 1 else f"anchors-{number}"] = {"kind": "anchors", "study": study}
+            figures["anchors" if len(studies) == 1 else f"anchors-{number}"] = ("anchors", {"study": study})
     if correlations:
-        figures["correlation"] = {"kind": "correlation", "studies": studies, "correlations": correlations}
+        figures["correlation"] = "correlation", {"studies": studies, "correlations": correlations}
     return figures

@@ -123,7 +123,7 @@ def frontier(
         every = short + sum(point["texts"] for point in points)
         warnings = [f"{short} of {every} texts have fewer than four tokens: they count in NFE and time only"]
     metrics = {"points": points, "reference": baseline}
-    tables, figures = [tabulate_points(points, baseline, settings)], {"frontier": {"kind": "frontier", **metrics}}
+    tables, figures = [tabulate_points(points, baseline, settings)], {"frontier": ("frontier", metrics)}
     return EvalResult("frontier", metrics, settings, collect_provenance(models[0].device), tables, warnings, figures)
 
 

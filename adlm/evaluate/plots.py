@@ -41,11 +41,7 @@ LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seco
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
     kinds: Any = {"frontier": draw_frontier, "anchors": draw_anchors, "correlation": draw_correlation}
-    paths = []
-    for name, figure in result.figures.items():
-        arguments = {key: value for key, value in figure.items() if key != "kind"}
-        paths.append(kinds[figure["kind"]](path=folder / f"{name}{suffix}", **arguments))
-    return paths
+    return [kinds[kind](path=folder / f"{name}{suffix}", **data) for name, (kind, data) in result.figures.items()]
 
 
 @contextmanager

@@ -44,16 +44,11 @@ TEXTS_PER_BUCKET, MIN_BUCKETS = 10, 10  # fewer give a warning
 class GenPpl:
     """Generative perplexity of a set of texts under a scoring model, as nats per token and bits per character."""
 
+    estimate: Estimate  # the perplexity; its standard error is first-order
     nll: Estimate
     bits_per_character: Estimate  # comparable between scoring models with different vocabularies
     tokens: int  # that are counted
     characters: int  # of these tokens
-
-    @property
-    def estimate(self) -> Estimate:
-        """The perplexity; its standard error is first-order."""
-        value = math.exp(self.nll.value)
-        return Estimate(value, value * (self.nll.stderr or 0.0))
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
@@ -216,9 +211,10 @@ def compute_gen_ppl(
         is_in = is_counted(text.ids, scorer.tokenizer.eos_token_id, until_eos=until_eos)
         is_in[: 1 - len(scorer.special_ids[0])] = False  # a first token without a BOS before it
         sums[:, number] = own[is_in].sum(), is_in.sum(), np.diff(text.ends, prepend=0)[is_in].sum()
-    nll = Estimate(*estimate_ratio(sums[0], sums[1]))
+    nll, stderr = estimate_ratio(sums[0], sums[1])
     bits = Estimate(*estimate_ratio(sums[0] / math.log(2), sums[2]))
-    return GenPpl(nll, bits, int(sums[1].sum()), int(sums[2].sum()))
+    ppl = Estimate(math.exp(nll), math.exp(nll) * stderr)
+    return GenPpl(ppl, Estimate(nll, stderr), bits, int(sums[1].sum()), int(sums[2].sum()))
 
 
 # MAUVE (Pillutla et al., 2021), with a 95% interval.

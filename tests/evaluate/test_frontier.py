@@ -97,7 +97,7 @@ def test_a_point_measures_the_texts_of_generate() -> None:
     assert point["nfe"] == np.mean(expected.nfe_each) and point["texts"] + point["short"] == 4
     assert point["seconds"] > 0 and point["timings"] == 2 and point["gen_ppl"] > 1
     assert {"gen_ppl_se", "entropy", "entropy_se", "distinct_2", "repetition_4", "is_pareto"} <= point.keys()
-    assert result.figures["frontier"] == {"kind": "frontier", "points": [point], "reference": None}
+    assert result.figures["frontier"] == ("frontier", {"points": [point], "reference": None})
     names = {"models", "n", "length", "seed", "batch", "repeats", "threads", "device", "scorer", "samplers"}
     assert names <= result.settings.keys() and json.dumps(result.settings)
     (point,) = measure(lm("ar"))["points"]
