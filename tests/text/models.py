@@ -38,30 +38,29 @@ def tokenizer(name: str) -> Tokenizer:
 
 
 def wrap(model: LanguageModel, words: str | Tokenizer = "bytes", method: str = "adlm", rows: str = "wrapped") -> LM:
-    """A model as one that was loaded."""
-    found = tokenizer(words) if isinstance(words, str) else words
-    return LM(LoadedModel(model, found, method, 0, rows), f"small {method}", device="cpu")
+    """A model as `adlm.load` returns it."""
+    known = tokenizer(words) if isinstance(words, str) else words
+    return LM(LoadedModel(model, known, method, 0, rows), f"small {method}", device="cpu")
+
+
+def rigged(method: str, bias: dict[int, float], words: str = "bytes", rows: str = "wrapped", **changes: Any) -> LM:
+    """A model with random weights whose head adds to the logits of some tokens at every position."""
+    known = tokenizer(words)
+    size = {"vocab_size": known.vocab_size, "mask_id": known.mask_id, "dim": 16, "length": 64, "scale": 0.6}
+    model = random_model(method, **(size | changes))
+    with torch.no_grad():
+        for token, value in bias.items():
+            model.head.bias[token] += value
+    return wrap(model, known, method, rows)
 
 
 @cache
 def lm(method: str = "adlm", words: str = "bytes", rows: str = "wrapped", **changes: Any) -> LM:
     """A model with random weights; a causal one has no mask token unless `mask_id` gives it one."""
-    found = tokenizer(words)
-    size: dict[str, Any] = {"vocab_size": found.vocab_size, "mask_id": found.mask_id, "dim": 16, "length": 64}
-    if METHODS[method].is_causal and found.mask_id == found.vocab_size - 1:
-        size |= {"vocab_size": found.vocab_size - 1, "mask_id": None}
-    return wrap(random_model(method, **(size | {"scale": 0.6} | changes)), found, method, rows)
-
-
-def rigged(method: str, bias: dict[int, float], words: str = "bytes", rows: str = "wrapped", **changes: Any) -> LM:
-    """A model whose head adds to the logits of some tokens, wherever they stand."""
-    found = tokenizer(words)
-    size = {"vocab_size": found.vocab_size, "mask_id": found.mask_id, "dim": 16, "length": 64, "scale": 0.6}
-    model = random_model(method, **(size | changes))
-    with torch.no_grad():
-        for token, value in bias.items():
-            model.head.bias[token] += value
-    return wrap(model, found, method, rows)
+    known = tokenizer(words)
+    if METHODS[method].is_causal and known.mask_id == known.vocab_size - 1:
+        changes = {"vocab_size": known.vocab_size - 1, "mask_id": None} | changes
+    return rigged(method, {}, words, rows, **changes)
 
 
 def any_text(rng: random.Random, most: int = 4) -> str:

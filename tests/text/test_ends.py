@@ -1,4 +1,6 @@
-"""Where a text ends: a model of whole documents is told, others write an end themselves; given text is only text."""
+"""Where a text ends: at its length in a model of whole documents, elsewhere at EOS; given text is only text."""
+
+from typing import Any
 
 import pytest
 
@@ -7,63 +9,59 @@ from tests.text.models import lm, rigged, tokenizer
 from tests.world import OPTIONS
 
 BYTES = tokenizer("bytes")
-END = BYTES.eos_id
-assert END is not None
+EOS = BYTES.eos_id
+assert EOS is not None
 
 
-def last_tokens(model: LM, **how: object) -> tuple[list[list[int]], list[str]]:
-    *_, shot = model.stream(**how)  # type: ignore[arg-type]
-    return shot.frame.tokens.tolist(), shot.texts
+def last_tokens(model: LM, **settings: Any) -> tuple[list[list[int]], list[str]]:
+    *_, step = model.stream(**settings)
+    return step.frame.tokens.tolist(), step.texts
+
+
+def find_eos(row: list[int]) -> list[int]:
+    return [place for place, token in enumerate(row) if token == EOS]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_document_has_the_length_that_was_asked_for(name: str) -> None:
-    """Begun and ended by marks, which stand nowhere else, however much the model wants to end."""
-    model = rigged("adlm", {END: 30.0}, rows="documents")
+def test_a_document_has_the_requested_length(name: str) -> None:
+    """Between BOS and EOS, which stand nowhere else, however likely the model finds EOS."""
+    model, sampling = rigged("adlm", {EOS: 30.0}, rows="documents"), {"sampler": name, **OPTIONS[name]}
     for length in (1, 9, 62):
-        ids, texts = last_tokens(model, prompt="", length=length, n=2, sampler=name, **OPTIONS[name])
-        for row in ids:
-            assert len(row) == length + 2
-            assert [place for place, token in enumerate(row) if token == END] == [0, length + 1]
-        assert texts == model.generate(length=length, n=2, sampler=name, **OPTIONS[name]).texts
-    ids, _ = last_tokens(model, template=["a ___{3}b", "___{5}"], n=2, sampler=name, **OPTIONS[name])
-    assert [[place for place, token in enumerate(row) if token == END] for row in ids] == [[0, 7]] * 2 + [[0, 6]] * 2
+        ids, texts = last_tokens(model, prompt="", length=length, n=2, **sampling)
+        assert all(len(row) == length + 2 and find_eos(row) == [0, length + 1] for row in ids)
+        assert texts == model.generate(length=length, n=2, **sampling).texts
+    ids, _ = last_tokens(model, template=["a ___{3}b", "___{5}"], n=2, **sampling)
+    assert [find_eos(row) for row in ids] == [[0, 7]] * 2 + [[0, 6]] * 2
 
 
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "sedd", "ar", "a2r"])
-@pytest.mark.parametrize("want", [2.0, 30.0])
-def test_other_texts_end_at_the_first_end_token(method: str, want: float) -> None:
-    model = rigged(method, {END: want})
-    prompt = "ab "
+@pytest.mark.parametrize("bias", [2.0, 30.0])
+def test_other_texts_end_at_the_first_eos(method: str, bias: float) -> None:
+    model, prompt = rigged(method, {EOS: bias}), "ab "
     ids, texts = last_tokens(model, prompt=prompt, length=40, n=12, top_p=1.0, seed=3)
-    ends = [row.index(END, 1) if END in row[1:] else len(row) for row in ids]
-    assert len(set(ends)) > 3 if want == 2.0 else set(ends) == {4}
+    ends = [row.index(EOS, 1) if EOS in row[1:] else len(row) for row in ids]
+    assert len(set(ends)) > 3 if bias == 2.0 else set(ends) == {4}
+    assert min(ends) >= 4, "the end is never inside the prompt"
     for row, end, text in zip(ids, ends, texts, strict=True):
-        assert len(row) == 41
-        assert text == prompt + BYTES.decode(row[4:end])
-        assert min(ends) >= 4, "the end is never before the prompt is over"
+        assert len(row) == 41 and text == prompt + BYTES.decode(row[4:end])
     assert texts == model.generate(prompt, length=40, n=12, top_p=1.0, seed=3).texts
 
 
 def test_a_hole_ends_a_text_only_if_nothing_is_given_after_it() -> None:
-    model = rigged("mdlm", {END: 30.0})
-    ids, texts = last_tokens(model, template=["a___{3}b___{4}", "a___{3}b"], n=3)
-    assert all(row[1 + 5 : 1 + 9] == [END] * 4 and END not in row[1:6] for row in ids[:3])
+    ids, texts = last_tokens(rigged("mdlm", {EOS: 30.0}), template=["a___{3}b___{4}", "a___{3}b"], n=3)
+    assert all(row[6:10] == [EOS] * 4 for row in ids[:3]) and all(EOS not in row[1:6] for row in ids)
     assert all(text.endswith("b") for text in texts)
-    assert all(END not in row[1:6] for row in ids[3:])
 
 
 @pytest.mark.parametrize("method", ["mdlm", "ar"])
-def test_the_name_of_the_end_in_a_prompt_is_only_text(method: str) -> None:
-    model = rigged(method, {END: 30.0}, length=64)
-    prompt = "x<|endoftext|>y"
-    found = model.generate(prompt, length=30)
-    assert found.texts == [prompt]
-    assert END not in model.build_request(prompt, length=30).layouts[0].ids[1:]
+def test_the_name_of_eos_in_a_prompt_is_only_text(method: str) -> None:
+    model, prompt = rigged(method, {EOS: 30.0}, length=64), "x<|endoftext|>y"
+    assert model.generate(prompt, length=30).texts == [prompt]
+    assert EOS not in model.build_request(prompt, length=30).layouts[0].ids[1:]
 
 
-def test_a_first_word_is_written_before_the_end() -> None:
-    """After a blank a word begins, even where the model would rather end: it may end after it."""
+def test_a_word_is_generated_before_the_end() -> None:
+    """After a blank a word begins, even where EOS is likelier: the text may end after it."""
     words = tokenizer("prose")
     assert words.eos_id is not None
     model = rigged("mdlm", {words.eos_id: 30.0}, "prose")
@@ -72,7 +70,7 @@ def test_a_first_word_is_written_before_the_end() -> None:
     assert model.generate("The", length=20).texts == ["The"]
 
 
-def test_a_vocabulary_without_an_end_never_ends() -> None:
+def test_a_vocabulary_without_eos_never_ends() -> None:
     model = lm("mdlm", "bare", "documents")
     ids, texts = last_tokens(model, prompt="the cat", length=30)
     assert len(ids[0]) == 30 and model.row_format.longest == 64

@@ -10,7 +10,7 @@ import torch
 from adlm import LM, estimate_nll
 from adlm.diffusion.masking import MIN_TIME
 from adlm.diffusion.schedules import LogLinear, loss_weight
-from tests.text.models import lm, wrap
+from tests.text.models import lm, rigged, wrap
 from tests.world import random_model
 
 TEXTS = ["the cat", "sat", "on the mat and the dog sat", "é 😀", "  x"]
@@ -92,7 +92,7 @@ def test_a_score_is_the_held_out_bound_of_its_row(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar", "sedd"])
-def test_a_score_does_not_depend_on_neighbours_batch_or_padding(method: str) -> None:
+def test_a_score_does_not_depend_on_other_texts_batch_or_padding(method: str) -> None:
     model = lm(method, "bytes", "documents")
     whole = model.score(TEXTS, draws=16)
     assert len(whole) == len(TEXTS)
@@ -108,18 +108,14 @@ def test_a_score_does_not_depend_on_neighbours_batch_or_padding(method: str) -> 
         assert one != pytest.approx(other, rel=1e-5)
 
 
-def test_a_score_is_without_dropout_and_may_be_told_the_time() -> None:
+def test_a_score_is_without_dropout_and_with_time_conditioning() -> None:
     model = random_model("mdlm", vocab_size=258, mask_id=257, dim=16, length=64, dropout=0.5).train()
     noisy = wrap(model, method="mdlm")
     assert noisy.score("the cat", draws=8) == noisy.score("the cat", draws=8)
-    told = lm("adlm", time_conditioning=True)
-    assert math.isfinite(told.score("the cat", draws=8)[0].nll)
+    conditioned = lm("adlm", time_conditioning=True)
+    assert math.isfinite(conditioned.score("the cat", draws=8)[0].nll)
 
 
 def test_a_likelier_text_scores_better() -> None:
-    """A model that writes nothing but a's."""
-    model = random_model("mdlm", vocab_size=258, mask_id=257, dim=16, length=64, scale=0.2)
-    with torch.no_grad():
-        model.head.bias[ord("a")] = 9.0
-    likely, unlikely = wrap(model, method="mdlm").score(["aaaa", "abab"])
+    likely, unlikely = rigged("mdlm", {ord("a"): 9.0}, scale=0.2).score(["aaaa", "abab"])
     assert likely.nll < 0.5 < 3 < unlikely.nll

@@ -1,4 +1,4 @@
-"""A seed is a text: whatever the batch, the neighbours, the number of texts asked for, watched or not."""
+"""A text follows from its seed: not from the batch, the other texts, their number, or whether it is streamed."""
 
 from typing import Any
 
@@ -16,23 +16,23 @@ TEMPLATES: list[Any] = ["The ___{3} sat on ___{4}.", "___{1}", ["a", Hole.of_len
 CAUSAL = ("ar", "a2r")
 
 
-def assert_one_text(model: LM, asked: str, given: list[Any], **sampling: Any) -> list[str]:
-    """The same texts in every batch, for fewer of them, one by one, as a stream and as a recording."""
-    call = model.generate if asked == "prompt" else model.infill
-    told = {"length": 22} if asked == "prompt" else {}
-    whole = call(given, n=3, batch=16, **told, **sampling)
+def assert_same_texts(model: LM, kind: str, given: list[Any], **sampling: Any) -> list[str]:
+    """The same texts in every batch, for fewer of them, one by one, as a stream and as a trajectory."""
+    call = model.generate if kind == "prompt" else model.infill
+    sampling |= {"length": 22} if kind == "prompt" else {}
+    whole = call(given, n=3, batch=16, **sampling)
     assert len(whole.texts) == 3 * len(given)
     for batch in (1, 2, 7):
-        other = call(given, n=3, batch=batch, **told, **sampling)
+        other = call(given, n=3, batch=batch, **sampling)
         assert (other.texts, other.nfe_each, other.nfe) == (whole.texts, whole.nfe_each, whole.nfe)
-    *_, last = model.stream(n=3, guesses=2, **{asked: given}, **told, **sampling)
-    assert last.texts == whole.texts and last.nfe == whole.nfe_each
+    *_, last = model.stream(n=3, guesses=2, **{kind: given}, **sampling)
+    assert (last.texts, last.nfe) == (whole.texts, whole.nfe_each)
     for number, one in enumerate(given):
-        alone, first = call(one, n=5 if number == 1 else 1, **told, **sampling), 3 * number
+        alone, first = call(one, n=5 if number == 1 else 1, **sampling), 3 * number
         shared = min(3, len(alone.texts))
         assert alone.texts[:shared] == whole.texts[first : first + shared]
         assert alone.nfe_each[:shared] == whole.nfe_each[first : first + shared]
-    assert model.record(**{asked: given[1]}, **told, **sampling).text == whole.texts[3]
+    assert model.record(**{kind: given[1]}, **sampling).text == whole.texts[3]
     return whole.texts
 
 
@@ -40,18 +40,18 @@ def assert_one_text(model: LM, asked: str, given: list[Any], **sampling: Any) ->
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_masked_models(name: str, block: int | None) -> None:
     sampling = {"sampler": name, "block": block, **OPTIONS[name]}
-    texts = assert_one_text(lm("adlm"), "prompt", PROMPTS, seed=5, **sampling)
+    texts = assert_same_texts(lm("adlm"), "prompt", PROMPTS, seed=5, **sampling)
     assert len(set(texts)) == len(texts), "texts of one prompt differ by their number"
-    assert_one_text(lm("adlm"), "template", TEMPLATES, seed=5, **sampling)
+    assert_same_texts(lm("adlm"), "template", TEMPLATES, seed=5, **sampling)
     other = lm("adlm").generate(PROMPTS, n=3, length=22, seed=6, **sampling).texts
     assert not set(other) & set(texts), "another seed, other texts"
 
 
 @pytest.mark.parametrize("method", CAUSAL)
 def test_causal_models(method: str) -> None:
-    texts = assert_one_text(lm(method), "prompt", PROMPTS, seed=5)
+    texts = assert_same_texts(lm(method), "prompt", PROMPTS, seed=5)
     assert len(set(texts)) == len(texts)
-    assert_one_text(lm(method), "template", ["a ___{4}", "The cat ___{9}", ["x_", Hole.of_length(1)]], seed=5)
+    assert_same_texts(lm(method), "template", ["a ___{4}", "The cat ___{9}", ["x_", Hole.of_length(1)]], seed=5)
     assert not set(lm(method).generate(PROMPTS, n=3, length=22, seed=6).texts) & set(texts)
 
 
@@ -66,19 +66,18 @@ def test_causal_models(method: str) -> None:
     ],
 )
 def test_other_masked_models(method: str, rows: str, changes: dict[str, Any]) -> None:
-    """Also with what a sampler is unless told, and with holes of free length, which are found once for all."""
+    """Also with the default sampler, and with holes whose length the model chooses."""
     model = lm(method, "bytes", rows, **changes)
-    assert_one_text(model, "prompt", PROMPTS, seed=2, steps=6)
-    assert_one_text(model, "template", [*TEMPLATES, "an ___ in a ___{1,4}"], seed=2, temperature=0.7, top_p=1.0)
+    assert_same_texts(model, "prompt", PROMPTS, seed=2, steps=6)
+    assert_same_texts(model, "template", [*TEMPLATES, "an ___ in a ___{1,4}"], seed=2, temperature=0.7, top_p=1.0)
 
 
 @pytest.mark.parametrize("words", ["gpt2", "bert-base-uncased", "prose"])
 def test_other_vocabularies(words: str) -> None:
-    assert_one_text(lm("adlm", words, "documents"), "template", TEMPLATES, seed=2, top_p=1.0, steps=3)
+    assert_same_texts(lm("adlm", words, "documents"), "template", TEMPLATES, seed=2, top_p=1.0, steps=3)
 
 
-def test_the_default_of_infilling_takes_a_token_a_step_for_every_template() -> None:
-    """And so does it under the name that others know it by; a number of steps that is given is shared out."""
+def test_infilling_reveals_one_token_per_step_by_default() -> None:
     model = lm("mdlm")
     assert model.infill(TEMPLATES).nfe_each == [7, 1, 7]
     assert ALIASES["low_confidence"] == "confidence"

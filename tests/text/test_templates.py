@@ -26,29 +26,29 @@ ROWS = {"gpt2": "documents", "bert-base-uncased": "wrapped", "bytes": "wrapped",
 
 @pytest.mark.parametrize("words", TOKENIZERS)
 def test_fixed_text_comes_back_to_the_byte(words: str) -> None:
-    """Over random templates: in every frame, shot and still, and at the end; holes have what was asked for."""
+    """Over random templates: in every frame and at the end; holes have the requested lengths."""
     rng = random.Random(words)
     templates = [any_template(rng) for _ in range(COUNT)]
     model = lm("adlm", words, ROWS[words], length=256)
     known, special = model.tokenizer, classify_tokens(model.tokenizer).special
-    how = {"sampler": "remask_cap", "steps": 4, "eta": 0.5, "top_p": 1.0, "seed": 3}
-    job = model.build_request(template=templates, **how)
-    shots = list(model.stream_request(job))
-    assert len(shots) == 5
+    sampling = {"sampler": "remask_cap", "steps": 4, "eta": 0.5, "top_p": 1.0, "seed": 3}
+    request = model.build_request(template=templates, **sampling)
+    steps = list(model.stream_request(request))
+    assert len(steps) == 5
     given_pieces = [given_in(template) for template in templates]
-    for shot in shots:
-        for row, (layout, pieces) in enumerate(zip(job.layouts, given_pieces, strict=True)):
+    for step in steps:
+        for row, (layout, pieces) in enumerate(zip(request.layouts, given_pieces, strict=True)):
             fixed, ids = torch.tensor(layout.is_fixed), torch.tensor(layout.ids)
-            assert torch.equal(shot.frame.tokens[row, : len(layout)][fixed], ids[fixed])
-            assert holds_in_order(shot.trajectory_frame(row).text, pieces)
-        assert all(holds_in_order(text, pieces) for text, pieces in zip(shot.texts, given_pieces, strict=True))
+            assert torch.equal(step.frame.tokens[row, : len(layout)][fixed], ids[fixed])
+            assert holds_in_order(step.trajectory_frame(row).text, pieces)
+        assert all(holds_in_order(text, pieces) for text, pieces in zip(step.texts, given_pieces, strict=True))
 
-    texts = model.infill(templates, **how).texts
-    assert texts == shots[-1].texts
-    for row, (layout, template, text) in enumerate(zip(job.layouts, templates, texts, strict=True)):
-        ids = shots[-1].frame.tokens[row].tolist()
+    texts = model.infill(templates, **sampling).texts
+    assert texts == steps[-1].texts
+    for row, (layout, template, text) in enumerate(zip(request.layouts, templates, texts, strict=True)):
+        ids = steps[-1].frame.tokens[row].tolist()
         found = layout.pieces(ids)
-        assert "".join(piece for piece, _ in found) == text == shots[-1].trajectory_frame(row).text
+        assert "".join(piece for piece, _ in found) == text == steps[-1].trajectory_frame(row).text
         assert [piece for piece, is_given in found if is_given] == given_pieces[row]
         asked = [piece.min_tokens for piece in template if isinstance(piece, Hole)]
         holes = [span for span in layout.spans if span.texts is None]
@@ -65,8 +65,8 @@ def test_a_prompt_comes_back_to_the_byte(words: str) -> None:
     prompts = ["", " ", "\n", *(any_text(rng) + rng.choice(["", " "]) for _ in range(40))]
     for method in ("mdlm", "ar"):
         model = lm(method, words, length=200)
-        how = {"sampler": "ancestral", "steps": 3} if method == "mdlm" else {}
-        texts = model.generate(prompts, length=80, batch=64, top_p=1.0, **how).texts
+        sampling = {"sampler": "ancestral", "steps": 3} if method == "mdlm" else {}
+        texts = model.generate(prompts, length=80, batch=64, top_p=1.0, **sampling).texts
         assert [text[: len(prompt)] for prompt, text in zip(prompts, texts, strict=True)] == prompts
 
 
@@ -77,10 +77,10 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
     templates = ["The ___{2} sat", "a___{1} ___{1}  ___{2}", " ___{3}", "x ___{1}___{1}."]
     layouts = model.build_request(template=templates).layouts
     last = model.run_request(model.build_request(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4))
-    *_, shot = model.stream(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
+    *_, step = model.stream(template=templates, n=20, temperature=2.0, top_p=1.0, steps=4)
     firsts = 0
     for row, layout in enumerate(layout for layout in layouts for _ in range(20)):
-        ids = shot.frame.tokens[row].tolist()
+        ids = step.frame.tokens[row].tolist()
         for before, span in zip(layout.spans, layout.spans[1:]):
             if span.texts is not None:
                 continue
@@ -92,7 +92,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
                 assert not name.startswith("##") if words.startswith("bert") else name[0] == "Ġ" != name[1]
                 assert not "".join(text or "" for text in layout.decode_hole(span, ids)).startswith(" ")
     assert (firsts > 0) == (words != "bytes")
-    assert shot.texts == last.texts
+    assert step.texts == last.texts
     assert all(text.startswith("The ") and text.endswith(" sat") for text in last.texts[:20])
 
 
@@ -121,8 +121,8 @@ def test_any_tokens_in_the_holes_leave_what_is_given(pieces: list[str | Hole], d
 def test_a_text_without_anything_given_is_what_its_tokens_say(words: str) -> None:
     """Of byte-level vocabularies: half characters and all, as the tokenizer itself reads the whole row."""
     model = lm("mdlm", words, "documents")
-    *_, shot = model.stream(n=30, sampler="ancestral", steps=3, top_p=1.0)
-    for text, ids in zip(shot.texts, shot.frame.tokens.tolist(), strict=True):
+    *_, step = model.stream(n=30, sampler="ancestral", steps=3, top_p=1.0)
+    for text, ids in zip(step.texts, step.frame.tokens.tolist(), strict=True):
         assert text == model.tokenizer.decode(ids, skip_special=True)
 
 
