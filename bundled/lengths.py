@@ -41,13 +41,13 @@ def main() -> None:
     parser.add_argument("--holes", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
-    asked = parser.parse_args()
-    lm = adlm.load(asked.model, device=asked.device) if asked.model else adlm.load(device=asked.device)
-    data, rng = adlm.open_data(asked.data), random.Random(asked.seed)
+    options = parser.parse_args()
+    lm = adlm.load(options.model, device=options.device) if options.model else adlm.load(device=options.device)
+    data, rng = adlm.open_data(options.data), random.Random(options.seed)
     rows = data.rows("valid")
     truth: list[int] = []
-    found: list[int] = []
-    for number in track(rng.sample(range(len(rows)), min(4 * asked.holes, len(rows))), console=Console(stderr=True)):
+    chosen: list[int] = []
+    for number in track(rng.sample(range(len(rows)), min(4 * options.holes, len(rows))), console=Console(stderr=True)):
         tokens, lengths = rows.fetch([number])
         row = tokens[0].tolist() if lengths is None else tokens[0, : int(lengths[0])].tolist()
         parts = cut_out(data.tokenizer.decode(row, skip_special=True), rng)
@@ -64,15 +64,15 @@ def main() -> None:
         template = parse_template((before, Hole(1, MAX_HOLE), after))
         pieces = choose_hole_lengths(lambda: lm.predictor, lm.row_format.build_layout, template, MAX_HOLE)
         truth.append(length)
-        found.append(find_holes(pieces)[0].min_tokens)
-        if len(truth) == asked.holes:
+        chosen.append(find_holes(pieces)[0].min_tokens)
+        if len(truth) == options.holes:
             break
     if not truth:
-        raise ValueError(f"no passage of {asked.data} could be used: they need 12 words, and to fit the model's rows")
-    print(json.dumps(summarize(truth, found) | {"model": lm.name, "seed": asked.seed, "max_hole": MAX_HOLE}))
+        raise ValueError(f"no passage of {options.data} could be used: they need 12 words, and to fit the model's rows")
+    print(json.dumps(summarize(truth, chosen) | {"model": lm.name, "seed": options.seed, "max_hole": MAX_HOLE}))
 
 
-def summarize(truth: list[int], found: list[int]) -> dict[str, object]:
+def summarize(truth: list[int], chosen: list[int]) -> dict[str, object]:
     """Shares of exact lengths and of errors of at most one, the mean error, and those of the best constant length."""
 
     def shares(guesses: list[int]) -> dict[str, float]:
@@ -83,7 +83,7 @@ def summarize(truth: list[int], found: list[int]) -> dict[str, object]:
 
     best = max((shares([length] * len(truth)) for length in range(1, MAX_HOLE + 1)), key=lambda each: each["exact"])
     lengths = dict(sorted(Counter(truth).items()))
-    return {"holes": len(truth), "found": shares(found), "best_single_length": best, "lengths": lengths}
+    return {"holes": len(truth), "chosen": shares(chosen), "best_single_length": best, "lengths": lengths}
 
 
 if __name__ == "__main__":

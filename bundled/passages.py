@@ -42,23 +42,23 @@ def documents(path: Path) -> Iterator[str]:
 def sentences(paragraph: str, most: int = MAX_CHARACTERS) -> list[str]:
     """Split a paragraph into sentences with their closing quotes; one that is too long is cut at clauses."""
     marked = SENTENCE.sub(lambda match: match.group(1) + "\0", paragraph.strip())
-    found: list[str] = []
+    parts: list[str] = []
     for sentence in marked.split("\0"):
         if len(sentence) <= most:
-            found.append(sentence)
+            parts.append(sentence)
             continue
         part = ""
         for clause in CLAUSE.split(sentence):
             if len(clause) > most:  # without a pause: between words
-                found += [part] * bool(part) + textwrap.wrap(clause, most, break_on_hyphens=False)
-                part = found.pop()
+                parts += [part] * bool(part) + textwrap.wrap(clause, most, break_on_hyphens=False)
+                part = parts.pop()
                 continue
             if part and len(part) + 1 + len(clause) > most:
-                found.append(part)
+                parts.append(part)
                 part = ""
             part = f"{part} {clause}" if part else clause
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def passages(book: str, rng: random.Random, most: int = MAX_CHARACTERS) -> Iterator[str]:
@@ -99,18 +99,18 @@ def main() -> None:
     parser.add_argument("books", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument(
-        "--most", type=int, default=MAX_CHARACTERS, help="characters of a passage [default: %(default)s]"
+        "--max-characters", type=int, default=MAX_CHARACTERS, help="characters of a passage [default: %(default)s]"
     )
     parser.add_argument("--take", type=int, help="number of passages, taken evenly from all [default: all]")
     options = parser.parse_args()
-    found = [
+    all_passages = [
         passage
         for path in options.books
         for number, book in enumerate(documents(path))
-        for passage in passages(book, random.Random(f"{path.name} {number}"), options.most)
+        for passage in passages(book, random.Random(f"{path.name} {number}"), options.max_characters)
     ]
-    taken = min(options.take or len(found), len(found))
-    kept = [found[number * len(found) // taken] for number in range(taken)]
+    taken = min(options.take or len(all_passages), len(all_passages))
+    kept = [all_passages[number * len(all_passages) // taken] for number in range(taken)]
     lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in kept).encode("utf-8")
     # mtime=0: equal passages give equal files.
     options.out.write_bytes(gzip.compress(lines, mtime=0) if options.out.suffix == ".gz" else lines)

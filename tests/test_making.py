@@ -52,10 +52,10 @@ def test_books_are_separated(tmp_path: Path) -> None:
     assert list(documents(path)) == ["One.\n\nTwo.\n", "Three.\n"]
 
 
-def test_found_lengths_are_compared_with_the_best_single_one() -> None:
-    found = summarize_lengths([1, 2, 2, 5], [1, 3, 2, 2])
-    assert found["found"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
-    assert found["best_single_length"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
+def test_chosen_lengths_are_compared_with_the_best_single_one() -> None:
+    shares = summarize_lengths([1, 2, 2, 5], [1, 3, 2, 2])
+    assert shares["chosen"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
+    assert shares["best_single_length"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str) -> None:
@@ -71,7 +71,7 @@ def test_from_books_to_metrics(
     half = len(BOOK) // 2
     for name, text in (("books", BOOK[:half]), ("held-out", BOOK[half : half + 60_000])):
         Path(f"{name}.txt.gz").write_bytes(gzip.compress(text.encode("utf-8")))
-        run(monkeypatch, write_passages, f"{name}.txt.gz", "--most", "200", "--out", f"{name}.jsonl")
+        run(monkeypatch, write_passages, f"{name}.txt.gz", "--max-characters", "200", "--out", f"{name}.jsonl")
     adlm.prepare("books.jsonl", "data", valid="held-out.jsonl", train_tokenizer=400, length=96, rows="documents")
     small = {"batch": 4, "steps": 3, "model.dim": 32, "model.heads": 2, "device": "cpu", "log.show": False}
     for method in ("adlm", "mdlm"):
@@ -84,7 +84,7 @@ def test_from_books_to_metrics(
     assert "bigram" in capsys.readouterr().out
     run(monkeypatch, find_lengths, "--data", "data", "shipped", "--holes", "5", "--device", "cpu")
     lengths = json.loads(capsys.readouterr().out)
-    assert lengths["holes"] == 5 and 0 <= lengths["found"]["exact"] <= lengths["found"]["within_one"] <= 1
+    assert lengths["holes"] == 5 and 0 <= lengths["chosen"]["exact"] <= lengths["chosen"]["within_one"] <= 1
     measured = json.loads(Path("baselines.json").read_text("utf-8"))
     assert [each["model"] for each in measured["models"]] == ["shipped", "mdlm"]
     assert measured["differences"][0]["se"] > 0
