@@ -77,17 +77,13 @@ class Batch:
 
 
 def _build_loader(rows: Any, **options: Any) -> Any:
-    """Build a loader that passes the batches of `rows` on as they are."""
+    """Build a loader that passes the batches of `rows`, which are tuples, on as they are."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         prefetch = 4 if options["num_workers"] else None
-        return StatefulDataLoader(rows, collate_fn=_return_batch, prefetch_factor=prefetch, **options)
-
-
-def _return_batch(batch: Any) -> Any:
-    return batch
+        return StatefulDataLoader(rows, collate_fn=tuple, prefetch_factor=prefetch, **options)
 
 
 class _NumberedRows(Dataset[Any]):
