@@ -317,14 +317,11 @@ def dequantize(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights that `quantize` stored, in float32; others stay as they are."""
     weights: dict[str, Tensor] = {}
     for name, weight in stored.items():
-        if name.endswith(SCALE):
-            continue
-        if weight.dtype != torch.int8:
-            weights[name] = weight
-            continue
-        if name + SCALE not in stored:
+        is_quantized = weight.dtype == torch.int8
+        if is_quantized and name + SCALE not in stored:
             raise ValueError(f"{name} is int8 but has no {name + SCALE}: the file is incomplete; export it again")
-        weights[name] = weight.float() * stored[name + SCALE][:, None]
+        if not name.endswith(SCALE):
+            weights[name] = weight.float() * stored[name + SCALE][:, None] if is_quantized else weight
     return weights
 
 
