@@ -73,13 +73,13 @@ class NoisyBatch:
 
     def to(self, device: torch.device | str) -> NoisyBatch:
         """Copy the batch to another device without waiting: to a GPU through page-locked memory."""
-        is_pinned = torch.device(device).type == "cuda"
 
         def copy(value: Any) -> Any:
             if isinstance(value, Selection):
                 return Selection(copy(value.index), copy(value.weight))
             if not isinstance(value, Tensor):
                 return value
+            is_pinned = value.is_cpu and torch.device(device).type == "cuda"
             return (value.pin_memory() if is_pinned else value).to(device, non_blocking=True)
 
         return NoisyBatch(**{f.name: copy(getattr(self, f.name)) for f in fields(self)})

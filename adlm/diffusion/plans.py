@@ -118,15 +118,10 @@ def remask_loop(
         raise ValueError(f"the loop needs t_off < t_on < 1, got t_off = {t_off} and t_on = {t_on}")
     t, s = _grid(steps, compat)
 
-    def ramp_up(time: Tensor) -> Tensor:
-        return (1 - time) * alpha_on / (1 - t_on)
-
-    def ramp_down(time: Tensor) -> Tensor:
-        return 1 - time * (1 - alpha_on) / t_off if t_off > 0 else torch.ones_like(time)
-
     def alpha(time: Tensor, phase: Tensor) -> Tensor:
-        inside = torch.full_like(time, alpha_on)
-        return torch.where(phase > t_on, ramp_up(time), torch.where(phase <= t_off, ramp_down(time), inside))
+        before = (1 - time) * alpha_on / (1 - t_on)
+        after = 1 - time * (1 - alpha_on) / t_off if t_off > 0 else torch.ones_like(time)
+        return torch.where(phase > t_on, before, torch.where(phase <= t_off, after, alpha_on))
 
     in_loop = (t <= t_on) & (t > t_off)
     # The lineage takes both ends of a step from the phase that its start is in, and so leaps where phases meet.
