@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -90,9 +89,9 @@ class TokenizerPool:
         process = self.free.get()
         assert process.stdin is not None and process.stdout is not None
         try:
-            send(process.stdin, encoded)
-            ids, lengths = pickle.load(process.stdout)
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError) as error:
+            send(process.stdin, b"".join(encoded), sizes)
+            ids, lengths = receive(process.stdout)
+        except (BrokenPipeError, EOFError) as error:
             raise ChildProcessError(
                 f"a tokenizing process ended with code {process.wait()}; its messages are above. "
                 "If it was killed, memory may be short: try fewer --workers"
@@ -102,10 +101,21 @@ class TokenizerPool:
         return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
 
 
-def send(pipe: IO[bytes], value: Any) -> None:
-    """Write a value to a pipe, from which the other process unpickles it."""
-    pickle.dump(value, pipe, pickle.HIGHEST_PROTOCOL)
+def send(pipe: IO[bytes], content: bytes, sizes: NDArray[np.int64]) -> None:
+    """Write two lengths in bytes, then the sizes of the parts and the content itself."""
+    pipe.write(np.array([sizes.nbytes, len(content)], dtype=np.int64).tobytes() + sizes.tobytes())
+    pipe.write(content)
     pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> tuple[bytes, NDArray[np.int64]]:
+    """Read what `send` wrote; EOFError where the pipe ends."""
+    header = pipe.read(16)
+    lengths = np.frombuffer(header if len(header) == 16 else bytes(16), dtype=np.int64).tolist()
+    sizes, content = (pipe.read(length) for length in lengths)
+    if [len(header), len(sizes), len(content)] != [16, *lengths]:
+        raise EOFError("the pipe ended")
+    return content, np.frombuffer(sizes, dtype=np.int64)
 
 
 def chunk_documents(
@@ -180,11 +190,14 @@ def run_worker(tokenizer_file: str, dtype: str) -> None:
     """Read chunks from standard input and write ids to standard output until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
     encoder = CachedEncoder(Path(tokenizer_file).read_bytes().decode("utf-8"), dtype)
-    with suppress(EOFError, pickle.UnpicklingError):
+    with suppress(EOFError):
         while True:
-            parts = [encoder.encode(text.decode("utf-8")) for text in pickle.load(sys.stdin.buffer)]
+            content, sizes = receive(sys.stdin.buffer)
+            ends = np.cumsum(sizes).tolist()
+            texts = (content[end - size : end].decode("utf-8") for end, size in zip(ends, sizes.tolist()))
+            parts = [encoder.encode(text) for text in texts]
             lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
-            send(sys.stdout.buffer, (b"".join(parts), lengths))
+            send(sys.stdout.buffer, b"".join(parts), lengths)
 
 
 if __name__ == "__main__":
