@@ -1,7 +1,5 @@
 """The models bundled with the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MODELS = ("adlm-prose", "mdlm-prose")

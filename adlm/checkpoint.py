@@ -1,7 +1,5 @@
 """Checkpoints (docs/run_folder.md): safetensors and JSON, written atomically, checksums compared before resuming."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The config of a training run: dataclasses, filled from a YAML recipe and `key=value` changes, and validated."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Run a model in the samplers: tokens with masks in, frames out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -5,8 +5,6 @@ A masked model that reveals tokens in an order which depends only on what is vis
 random order it is a bound, whose expectation without time conditioning is the NELBO of continuous time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Methods, samplers, schedules and anchor rules by name: the only file that maps names to functions."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """A headless browser for the tests of pages, its console and its network requests."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

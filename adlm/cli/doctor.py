@@ -1,7 +1,5 @@
 """`adlm doctor`: versions, devices and bundled models, as a bug report needs them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

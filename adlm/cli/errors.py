@@ -1,7 +1,5 @@
 """Errors of users become one line on stderr; errors of the package keep their traceback."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Commands import what is slow to import when they run, so that `--help` and `--version` are fast.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Options that commands share, and their shell completion."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated

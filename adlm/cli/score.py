@@ -1,7 +1,5 @@
 """`adlm score`: the likelihood of texts."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`adlm train` and `adlm plot`: train with a recipe and overrides, and plot runs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

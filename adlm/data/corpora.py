@@ -4,8 +4,6 @@ Where the main branch of a repository holds a loading script, which `datasets` n
 with the Hub's conversion to Parquet. `open_source("lm1b:PATH")` reads the same content from local files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -4,8 +4,6 @@ They keep the lineage's quirks (` N N N ` becomes ` 1 N 1 ` in WikiText, a passa
 perplexities on these sets are only comparable on the same characters. Each is a list of steps, applied in order.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Readers of text files and tables: bytes to documents, each with the bytes of its file read so far."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Prepares text as a folder of packed rows: in parallel, independent of the number of workers, and resumable."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

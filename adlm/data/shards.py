@@ -3,8 +3,6 @@
 docs/prepare.md defines the format.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Anchor rules, which choose the important tokens (B, L) -> is_anchor (B, L), and the weight of their loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Token draws from logits in float64: temperature, top-k and top-p without sorting a vocabulary."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from numbers import Real

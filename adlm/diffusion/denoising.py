@@ -4,8 +4,6 @@ Which positions change is decided on the host, which tokens stand there on the d
 not depend on the prediction, so nothing waits for the device to know where to look next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain

@@ -4,8 +4,6 @@ Imported only with CUDA, because Triton comes with CUDA builds of torch alone.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Ordered unmasking: after each evaluation the best hidden positions are revealed for good."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ a visible token is hidden again with probability sigma_t (`denoising.reverse_ste
 transitions: it can be printed, plotted and tested before any network runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 

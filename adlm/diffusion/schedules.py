@@ -1,7 +1,5 @@
 """Noise schedules alpha(t): the share of tokens that are visible at time t, near 1 at t = 0 and near 0 at t = 1."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

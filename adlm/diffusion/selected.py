@@ -1,7 +1,5 @@
 """The loss of a linear head at selected positions, with the logits of one chunk in memory at a time."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 The paper calls for this analysis and does not contain it. Results are plain dicts, as in their JSON.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The functions are those of the running interpreter's standard library (PSF licen
 on every machine, which `hash_sources` shows. Problems have the form of HumanEval; `adlm.evaluate.sandbox` runs them.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Sources, tokenization and packing are those of `adlm prepare`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A point is one setting of the sampler: `n` texts, measured and timed. Settings t
 causal model has no steps, an order takes at most one step a token, some samplers have no steps or no nucleus.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Perplexity of any number of models on any number of texts, with paired differences between the models."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where a result comes from: code, versions, hardware and weights, as plain data."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

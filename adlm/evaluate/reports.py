@@ -3,8 +3,6 @@
 The pages come from templates/. They name models and data without the paths of this machine.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import html

@@ -1,7 +1,5 @@
 """What every evaluation returns: estimates with standard errors, tables that any renderer can draw, one JSON form."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A sample follows from the settings, the seed and its number, so a set of samples
 generated: by one process or several, in one run or resumed after a kill.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -7,8 +7,6 @@ only by right answers. docs/code.md lists what a sandbox protects and what it do
 library only: the sandboxed interpreters run its source.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Statistics of all evaluations: ratios over independent units (rows, texts, documents) with standard errors."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

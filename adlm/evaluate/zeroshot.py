@@ -3,8 +3,6 @@
 Every choice is documented in docs/zeroshot.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Converts GPT-2 weights of transformers to the causal LanguageModel."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

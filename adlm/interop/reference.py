@@ -1,7 +1,5 @@
 """Converts weights of the authors' implementation, and of MDLM's, which it is based on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

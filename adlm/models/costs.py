@@ -1,7 +1,5 @@
 """Parameters, FLOPs and memory of a model, computed from its config."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Transformer layers: pre-norm attention and MLP, rotary positions, adaLN modulation by the noise level."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data parallelism (DDP) and weight sharding (FSDP, HSDP), applied to a plain model from outside."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Exponential moving average of the weights, with the warm-up of the lineage's code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

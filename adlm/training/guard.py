@@ -1,7 +1,5 @@
 """Stops a run whose loss diverged, or that received a signal to stop."""
 
-from __future__ import annotations
-
 import math
 import signal
 import statistics

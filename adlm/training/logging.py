@@ -4,8 +4,6 @@ A record is a dict: {"step": int, "train/loss": …, "lr": …, "time": {"second
 Only the values under "time" depend on the clock, so two runs with the same settings agree on all others.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Training in plain sight: `train_steps` takes the steps, `train` is the whole run around them."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The training objective of a model: how a batch is corrupted, and how much anchors weigh."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizers (AdamW, or Muon for the layers' matrices) and the learning rate schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Builds the parts of a run from its config: data, model, objective, sampler, and the checkpoint to resume from."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Writes trajectories as an animated GIF, laid out by the final text so that no word moves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

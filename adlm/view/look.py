@@ -1,7 +1,5 @@
 """Colors and styles: of plots (COLORS, STYLE), of the terminal, and of GIFs, which look like the player."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes trajectories as one self-contained HTML page that plays them."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

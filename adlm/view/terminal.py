@@ -1,7 +1,5 @@
 """Shows denoising in a terminal: one text or several next to each other, drawn again after every step."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Sequence

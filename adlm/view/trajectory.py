@@ -1,7 +1,5 @@
 """A text at every step of sampling, as plain data: terminal, player and GIF draw the same frames."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any

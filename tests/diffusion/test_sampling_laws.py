@@ -300,7 +300,7 @@ ALL_FIXED = torch.ones_like(XT, dtype=torch.bool)
         (XT, {"sampler": None}, "a masked model needs one"),
         (XT, {"sampler": "ancestral"}, "build_sampler"),
         (XT, {"rows": torch.arange(3)}, "one number for each of the 8 rows"),
-        (torch.full((1, 21), MASK), {}, "longer than this model's length of 20"),
+        (torch.full((1, 21), MASK), {}, "this model's rows at most 20"),
     ],
 )
 def test_wrong_arguments_are_refused(xt, changes, message):
