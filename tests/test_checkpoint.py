@@ -10,12 +10,10 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from adlm import checkpoint
@@ -233,18 +231,25 @@ def test_a_file_size_limit_is_a_clear_error(tmp_path: Path) -> None:
     assert load_model(tmp_path, verify=True).step == 10
 
 
-@pytest.mark.parametrize("failure", ["foreseen", "file", "weights"])
-def test_a_full_disk_is_a_clear_error(trained: Path, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
-    def fail(*arguments: Any) -> None:
-        raise SafetensorError("I/O error: os error 28") if failure == "weights" else OSError(errno.ENOSPC, "full")
+@pytest.mark.parametrize("large", ["training", "weights", "state"])
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, large: str) -> None:
+    """Whichever of a checkpoint's files does not fit: the limit is the operating system's."""
+    checkpoints, tensors = writer(tmp_path, background=False), {"x": torch.zeros(10)}
+    checkpoints.save(snapshot(5))
+    before, limits = tree(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    parts: dict[str, Any] = {"weights": tensors, "training": tensors, "state": {"step": 10}}
+    parts[large] = {"x": "long" * 100_000} if large == "state" else {"x": torch.zeros(100_000)}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        with pytest.raises(OSError, match=r"step-00000005.*Make room"):
+            checkpoints.save(Snapshot(10, **parts))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert tree(tmp_path) == before and verify_checkpoint(tmp_path / "latest")
 
-    before = tree(trained / "checkpoints")
-    with monkeypatch.context() as patch:
-        if failure == "foreseen":
-            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        else:
-            patch.setattr(checkpoint, "save_file" if failure == "weights" else "write_json", fail)
-        message = "1.0 kB are free" if failure == "foreseen" else r"step-00000005, step-00000010.*Make room"
-        with pytest.raises(OSError, match=message):
-            run(trained, "steps=15")
-    assert tree(trained / "checkpoints") == before and load_model(trained, verify=True).step == 10
+
+def test_a_full_disk_is_foreseen(tmp_path: Path) -> None:
+    petabytes = {"x": torch.zeros(1).expand(2**50)}
+    with pytest.raises(OSError, match=r"are free.*Make room") as raised:
+        writer(tmp_path, background=False).save(Snapshot(10, petabytes, petabytes, {"step": 10}))
+    assert raised.value.errno == errno.ENOSPC and not tree(tmp_path)

@@ -1,10 +1,15 @@
 """The model: parameter counts of the paper, a build that leaves no trace, caches, casts and refusals."""
 
+import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from adlm.diffusion.masking import shift_tokens
+from adlm.diffusion.objectives import training_loss
+from adlm.interop.gpt2 import from_state_dict
 from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
 from tests.goldens import facts
@@ -104,6 +109,44 @@ def test_causal_models_do_not_see_the_future_and_masked_ones_see_everything(meth
         difference = (model(tokens).final - model(changed).final).abs()
     assert (difference[:, :7].amax() == 0) == is_causal
     assert difference[:, 7 if is_causal else 0 :].amax((0, 2)).min() > 1e-4
+
+
+GPT2 = {"attn.c_attn": (24, 72), "attn.c_proj": (24, 24), "mlp.c_fc": (24, 96), "mlp.c_proj": (96, 24)}
+GPT2 |= {"ln_1": (24,), "ln_2": (24,)}
+
+
+def test_gpt2_is_as_written_out():
+    """tests/interop/test_gpt2.py compares with transformers, which may not be installed."""
+    shapes = {"wte.weight": (40, 24), "wpe.weight": (16, 24), "ln_f.weight": (24,), "ln_f.bias": (24,)}
+    for layer, (name, shape) in itertools.product(("h.0", "h.1"), GPT2.items()):
+        shapes |= {f"{layer}.{name}.weight": shape, f"{layer}.{name}.bias": shape[-1:]}
+    rng = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(shape, generator=rng) * 0.3 for name, shape in shapes.items()}
+    tokens = random_tokens(3, 16, 40)
+
+    def norm(x, name):
+        return F.layer_norm(x, (24,), state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def conv(x, name):
+        return x @ state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    x = state["wte.weight"][tokens] + state["wpe.weight"]
+    for layer in ("h.0", "h.1"):
+        qkv = conv(norm(x, f"{layer}.ln_1"), f"{layer}.attn.c_attn").split(24, -1)
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in qkv)
+        scores = (q @ k.mT / math.sqrt(6)).masked_fill(torch.ones(16, 16).triu(1) > 0, -torch.inf)
+        x = x + conv((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), f"{layer}.attn.c_proj")
+        inner = F.gelu(conv(norm(x, f"{layer}.ln_2"), f"{layer}.mlp.c_fc"), approximate="tanh")
+        x = x + conv(inner, f"{layer}.mlp.c_proj")
+    expected = norm(x, "ln_f") @ state["wte.weight"].t()
+    model = from_state_dict(state, heads=4, dropout=0.0)
+    for ours in (model, model.fold()):
+        assert ours.head.weight is ours.embed.weight
+        with torch.no_grad():
+            torch.testing.assert_close(ours.head(ours(tokens).final), expected, atol=1e-4, rtol=1e-4)
+            loss = training_loss(ours, shift_tokens(tokens)).total
+        plain = F.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        assert float(loss) == pytest.approx(float(plain), rel=1e-5)
 
 
 def test_a_cast_keeps_the_angles_exact():
