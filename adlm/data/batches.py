@@ -1,7 +1,4 @@
-"""Global batches for training, shared over processes: shuffled from prepared rows, or streamed from a source.
-
-The position in the data is a plain dict, and loading it resumes exactly.
-"""
+"""Global batches for training, shared over processes: shuffled from prepared rows, or streamed from a source."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class Batch:
     number: Tensor  # (n,): row numbers, which key the noise
     place: Tensor  # (n,): positions in the global batch
     total: int  # rows of the global batch
-    state: dict[str, Any]  # the position after this batch
+    state: dict[str, Any]  # the position after this batch; loading it resumes exactly
 
     def valid(self) -> Tensor | None:
         """Return a mask (n, L) that is False at padding, or None without padding."""

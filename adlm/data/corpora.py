@@ -1,12 +1,9 @@
-"""Named datasets of the MDLM lineage: their place on the Hugging Face Hub and how their text becomes documents.
-
-Where the main branch of a repository holds a loading script, which `datasets` no longer runs, `revision` is the branch
-with the Hub's conversion to Parquet. `open_source("lm1b:PATH")` reads the same content from local files.
-"""
+"""Named datasets of the MDLM lineage: their place on the Hugging Face Hub and how their text becomes documents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+# The Hub's conversion to Parquet, for repositories with a loading script on the main branch: `datasets` runs none.
 CONVERTED = "refs/convert/parquet"
 
 

@@ -133,12 +133,6 @@ def read_columns(path: Path) -> dict[str, bool]:
     return columns
 
 
-def read_table(path: Path, names: tuple[str, ...]) -> Documents:
-    """Yield the documents of a table, one for each row."""
-    for row, position, place in TABLES[get_suffix(path)](path, names):
-        yield join_columns(row, names, place), position
-
-
 def join_columns(row: Any, names: tuple[str, ...], place: str) -> str:
     """Join the named columns of a row with a space."""
     if not isinstance(row, dict):
@@ -213,7 +207,8 @@ def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -
         raise ValueError(f"{path}, line {reader.line_num}: {error}; a quotation mark may be open or stray") from error
 
 
-def _open_parquet(path: Path) -> Any:
+def open_parquet(path: Path) -> Any:
+    """Open a Parquet file, compressed or not."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -227,13 +222,8 @@ def _open_parquet(path: Path) -> Any:
         raise ValueError(f"{path} is not a sound Parquet file ({error}): make or fetch it again") from error
 
 
-def count_parquet_rows(path: Path) -> int:
-    """Return the number of rows in a Parquet file's metadata."""
-    return int(_open_parquet(path).metadata.num_rows)
-
-
 def _read_parquet(path: Path, names: tuple[str, ...] | None) -> Rows:
-    file, size, n_seen = _open_parquet(path), path.stat().st_size, 0
+    file, size, n_seen = open_parquet(path), path.stat().st_size, 0
     columns = list(names) if names and set(names) <= set(file.schema_arrow.names) else None
     for batch in file.iter_batches(batch_size=MAX_HEADER_ROWS if names is None else 1024, columns=columns):
         position = size * (n_seen + len(batch)) // file.metadata.num_rows

@@ -1,7 +1,4 @@
-"""The folder of prepared text: rows in shards that are memory-mapped, and a manifest that describes them.
-
-docs/prepare.md defines the format.
-"""
+"""The folder of prepared text (docs/prepare.md): rows in memory-mapped shards, and a manifest that describes them."""
 
 import hashlib
 import json

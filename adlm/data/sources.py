@@ -1,8 +1,4 @@
-"""Sources of documents: local files and folders, named datasets, the Hugging Face Hub.
-
-A source has a name, an identity and a reader. The identity holds what decides the documents (content, not paths or
-times), so that a preparation recognizes the source that it was made from.
-"""
+"""Sources of documents: local files and folders, named datasets, the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class Source:
     """Documents in a fixed order, and their identity."""
 
     name: str
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # what decides the documents: content, not paths or times
     total_bytes: int | None  # bytes on the disk that will be read; None where unknown
     read: Callable[[], Documents]  # each document with the bytes read so far; 0 where unknown
     folder: Path | None = None  # the folder whose files are read, if it is one
@@ -193,15 +189,17 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     def read_all() -> Documents:
         before = 0
         for _, path in files:
-            is_table = get_suffix(path) in TABLES
-            documents = formats.read_table(path, columns) if is_table else formats.read_text(path, RULES[rule])
+            documents = formats.read_text(path, RULES[rule])
+            if read_rows := TABLES.get(get_suffix(path)):
+                rows = read_rows(path, columns)
+                documents = ((formats.join_columns(row, columns, place), position) for row, position, place in rows)
             for text, position in documents:
                 yield text, before + position
             before += path.stat().st_size
 
     def count() -> int:
         if all(get_suffix(path) == ".parquet" for _, path in files):
-            return sum(formats.count_parquet_rows(path) for _, path in files)
+            return sum(int(formats.open_parquet(path).metadata.num_rows) for _, path in files)
         return sum(1 for _ in read_all())
 
     def read() -> Documents:
