@@ -242,7 +242,13 @@ def load_config(
                 OmegaConf.update(merged, key, os.path.expanduser(value))
         return cast(Config, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        raise ValueError(_explain_error(error, source)) from error
+        key, problem = getattr(error, "full_key", None) or source, str(error).splitlines()[0]
+        if "not in" not in problem and "Key" not in problem:
+            raise ValueError(f"config: {key}: {problem}") from error
+        known = list(_flatten(Config()))
+        close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(known)}"
+        raise ValueError(f"config: unknown key {key!r}: {hint}") from error
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -291,13 +297,3 @@ def _flatten(config: Config) -> dict[str, Any]:
     for key, value in asdict(config).items():
         flat |= {f"{key}.{name}": item for name, item in value.items()} if key in SECTIONS else {key: value}
     return flat
-
-
-def _explain_error(error: OmegaConfBaseException, source: str) -> str:
-    key, first = getattr(error, "full_key", None) or source, str(error).splitlines()[0]
-    if "not in" not in first and "Key" not in first:
-        return f"config: {key}: {first}"
-    known = list(_flatten(Config()))
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(known)}"
-    return f"config: unknown key {key!r}: {hint}"
