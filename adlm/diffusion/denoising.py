@@ -182,7 +182,11 @@ def denoise(
     state = SamplerState(
         xt, is_hidden, is_free, predict, logits_at, mask_id, rng, sampling or SamplingParams(), valid, limits
     )
-    windows = [(0, is_free)] if block is None else _windows(is_free, block)
+    windows = [(0, is_free)]
+    if block is not None:  # the number and the free positions of each block that has any
+        number_at = torch.arange(xt.shape[1]) // block
+        blocks = ((number, is_free & (number_at == number)) for number in number_at.unique().tolist())
+        windows = [(number, window) for number, window in blocks if bool(window.any())]
     if isinstance(sampler, Plan):
         runs: Iterator[Iterator[Frame]] = (_run_plan(state, sampler, *window) for window in windows)
     else:
@@ -191,13 +195,6 @@ def denoise(
     if not windows:
         return iter([state.end_step(torch.zeros_like(is_hidden))])
     return chain.from_iterable(runs)
-
-
-def _windows(is_free: Tensor, block: int) -> list[tuple[int, Tensor]]:
-    """Cut the positions into blocks: the number and the free positions of each that has any."""
-    position = torch.arange(is_free.shape[1]) // block
-    windows = ((number, is_free & (position == number)) for number in range(-(-is_free.shape[1] // block)))
-    return [(number, window) for number, window in windows if bool(window.any())]
 
 
 def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> Iterator[Frame]:

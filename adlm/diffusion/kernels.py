@@ -38,7 +38,7 @@ def _mass(line, lane, vocab, peak, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _loss_and_slope(logits, target, weight, loss, offset, stride, vocab, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+def _loss_and_grad(logits, target, weight, loss, offset, stride, vocab, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
     lane = tl.arange(0, BLOCK)
@@ -55,8 +55,8 @@ def _loss_and_slope(logits, target, weight, loss, offset, stride, vocab, HAS_OFF
     else:
         tl.store(loss + row, lse - picked)
     for start in range(0, vocab, BLOCK):
-        slope = tl.exp(_row(line, start, lane, vocab) - lse) * ratio - tl.where(start + lane == goal, 1.0, 0.0)
-        tl.store(line + start + lane, slope * scale, mask=start + lane < vocab)
+        grad = tl.exp(_row(line, start, lane, vocab) - lse) * ratio - tl.where(start + lane == goal, 1.0, 0.0)
+        tl.store(line + start + lane, grad * scale, mask=start + lane < vocab)
 
 
 def compute_loss_and_grad(
@@ -65,7 +65,7 @@ def compute_loss_and_grad(
     """Return each row's loss and weight · d loss / d logits, as `selected.compute_loss_and_grad` does."""
     rows, vocab = logits.shape
     loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
-    _loss_and_slope[(rows,)](
+    _loss_and_grad[(rows,)](
         logits, target, weight, loss, weight if offset is None else offset, logits.stride(0), vocab,
         HAS_OFFSET=offset is not None, **LOSS,
     )  # fmt: skip

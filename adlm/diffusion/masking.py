@@ -9,16 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from adlm.diffusion import schedules
 from adlm.diffusion.anchors import AnchorRule, apply_scope
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.diffusion.schedules import (
-    LogLinear,
-    NoiseSchedule,
-    discrete_loss_weight,
-    discrete_time,
-    loss_weight,
-    noise_level,
-)
+from adlm.diffusion.schedules import LogLinear, NoiseSchedule
 
 MIN_TIME = 1e-3
 
@@ -129,16 +123,17 @@ def corrupt(
     u = rng.uniform(step, 1, Purpose.TIME)[:, 0]
     if process.steps is None:
         t = stratify_times(u, index, total).float()
-        weight = loss_weight(schedule, t)
+        weight = schedules.loss_weight(schedule, t)
     else:
-        t = discrete_time(stratify_times(u, index, total, eps=0.0), process.steps).float()
-        weight = discrete_loss_weight(schedule, t, process.steps)
+        t = schedules.discrete_time(stratify_times(u, index, total, eps=0.0), process.steps).float()
+        weight = schedules.discrete_loss_weight(schedule, t, process.steps)
     u = rng.uniform(step, x0.shape[1], Purpose.MASK)
     unmaskable = is_fixed
     if valid is not None and not process.attend_padding:
         unmaskable = ~valid if is_fixed is None else is_fixed | ~valid
     xt = mask_tokens(x0, 1 - schedule.alpha(t.double()), u, mask_id, unmaskable)
-    return collect_batch(x0, xt, t, weight, noise_level(schedule, t), process, valid=valid, is_fixed=is_fixed)
+    level = schedules.noise_level(schedule, t)
+    return collect_batch(x0, xt, t, weight, level, process, valid=valid, is_fixed=is_fixed)
 
 
 def collect_batch(

@@ -32,12 +32,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     for _ in range(10):
         # A 32 × 32 bit product fills 64 bits; int64 wraps, so the high word is read after a masked shift.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & LOW) ^ c1 ^ k0,
-            p1 & LOW,
-            ((p0 >> 32) & LOW) ^ c3 ^ k1,
-            p0 & LOW,
-        )
+        c0, c1, c2, c3 = ((p1 >> 32) & LOW) ^ c1 ^ k0, p1 & LOW, ((p0 >> 32) & LOW) ^ c3 ^ k1, p0 & LOW
         k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
     return c0, c1, c2, c3
 

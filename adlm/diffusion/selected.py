@@ -92,14 +92,14 @@ class _SelectedLossFunction(torch.autograd.Function):
             logits = _compute_logits(x[part], matrix, shift, buffer)
             if not x.is_cuda:  # half precision is for GPUs, whose kernel computes in float32 and stores in half
                 logits = logits.to(wide)
-            each[part], slope = compute_loss_and_grad(logits, target[part], weight[part], offset)
-            slope = slope.to(x.dtype)
+            each[part], grad_logits = compute_loss_and_grad(logits, target[part], weight[part], offset)
+            grad_logits = grad_logits.to(x.dtype)
             if grad_x is not None:
-                torch.mm(slope, matrix, out=grad_x[part])
+                torch.mm(grad_logits, matrix, out=grad_x[part])
             if wants_matrix:
-                grad_matrix = _add_product(grad_matrix, slope.t(), x[part], wide)
+                grad_matrix = _add_product(grad_matrix, grad_logits.t(), x[part], wide)
             if wants_bias:
-                column = slope.sum(0, dtype=wide)
+                column = grad_logits.sum(0, dtype=wide)
                 grad_bias = column if grad_bias is None else grad_bias.add_(column)
         if x.shape[0] == 0:  # nothing was selected: zeros, so that every parameter has its gradient
             grad_matrix = torch.zeros_like(matrix) if wants_matrix else None

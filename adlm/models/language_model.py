@@ -21,17 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adlm.models.transformer import (
-    KVCache,
-    Layer,
-    Norm,
-    Rotary,
-    Stack,
-    causal_mask,
-    compute_modulations,
-    gate_weights,
-    rotary_table,
-)
+from adlm.models.transformer import KVCache, Layer, Norm, Rotary, Stack, causal_mask, rotary_table
 
 BRIDGES = ("factored", "direct", "softmax")
 POSITIONS = ("rotary", "learned")
@@ -275,7 +265,7 @@ def fold_model(model: LanguageModel) -> LanguageModel:
         config = replace(config, cond_dim=None, norm_bias=True)
         for name, stage in (("anchor", model.anchor), ("denoiser", model.denoiser)):
             if stage is not None:
-                state |= {f"{name}.{key}": value for key, value in fold_stack(stage).items()}
+                state |= {f"{name}.{key}": value for key, value in stage.fold().items()}
     if config.anchor_layers and config.bridge == "factored":
         config = replace(config, bridge="direct")
         state["bridge.weight"], state["bridge.bias"] = model.bridge_product()
@@ -287,30 +277,6 @@ def fold_model(model: LanguageModel) -> LanguageModel:
     if config.tied:
         copy.head.weight = copy.embed.weight
     return copy.requires_grad_(False).eval()
-
-
-def fold_stack(stack: Stack) -> dict[str, Tensor]:
-    """Return a stack's parameters with the modulation at noise level zero folded in, under the unmodulated names."""
-    state: dict[str, Tensor] = {}
-
-    def fold_norm(name: str, norm: Norm, shift: Tensor | None, scale: Tensor | None) -> None:
-        weight, bias = norm.affine(shift, scale)
-        state[f"{name}.weight"] = weight
-        state[f"{name}.bias"] = torch.zeros_like(weight) if bias is None else bias
-
-    cond = stack.condition_on(None, stack.norm.weight.device)
-    fold_norm("norm", stack.norm, *compute_modulations(stack.modulation, cond, 2))
-    for i, layer in enumerate(stack.layers):
-        assert isinstance(layer, Layer)
-        shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(layer.modulation, cond, 6)
-        fold_norm(f"layers.{i}.norm1", layer.norm1, shift1, scale1)
-        fold_norm(f"layers.{i}.norm2", layer.norm2, shift2, scale2)
-        for name, linear, gate in (("out", layer.out, gate1), ("down", layer.down, gate2)):
-            weight, bias = gate_weights(linear, gate)
-            state[f"layers.{i}.{name}.weight"] = weight
-            if bias is not None:
-                state[f"layers.{i}.{name}.bias"] = bias
-    return state
 
 
 @torch.no_grad()

@@ -229,3 +229,21 @@ class Stack(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x, rotary, cond, attend, None if caches is None else caches[i])
         return self.norm(x, *compute_modulations(self.modulation, cond, 2))
+
+    def fold(self) -> dict[str, Tensor]:
+        """Return the parameters with the modulation at noise level zero folded in, under the unmodulated names."""
+        cond = self.condition_on(None, self.norm.weight.device)
+        state: dict[str, Tensor | None] = {}
+        state["norm.weight"], state["norm.bias"] = self.norm.affine(*compute_modulations(self.modulation, cond, 2))
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(layer.modulation, cond, 6)
+            folded = {
+                "norm1": layer.norm1.affine(shift1, scale1),
+                "norm2": layer.norm2.affine(shift2, scale2),
+                "out": gate_weights(layer.out, gate1),
+                "down": gate_weights(layer.down, gate2),
+            }
+            for name, (weight, bias) in folded.items():
+                state |= {f"layers.{i}.{name}.weight": weight, f"layers.{i}.{name}.bias": bias}
+        return {name: value for name, value in state.items() if value is not None}
