@@ -12,7 +12,6 @@ WRITE, LEAVE_OUT = "ADLM_TESTS_PASSED", "ADLM_TESTS_DONE"  # files of test names
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the list of tests that passed, in the main process."""
     if WRITE in os.environ and not hasattr(config, "workerinput"):
         Path(os.environ[WRITE]).write_text("", "utf-8")
         config.pluginmanager.register(Passed(Path(os.environ[WRITE])))
@@ -33,7 +32,6 @@ class Passed:
         self.path, self.called = path, set[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write a test's name after its teardown."""
         if report.when == "call" and report.passed:
             self.called.add(report.nodeid)
         elif report.when == "teardown" and report.passed and report.nodeid in self.called:

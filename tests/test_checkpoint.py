@@ -4,10 +4,7 @@ import errno
 import json
 import os
 import pickle
-import resource
 import shutil
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,8 @@ from adlm.checkpoint import CheckpointWriter, Snapshot, list_checkpoints, load_m
 from adlm.data.shards import open_data
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
-from tests.training.runs import ROOT, arguments, curve, data, run, tensors, tiny_config
+from tests.cli.terminal import invoke
+from tests.training.runs import arguments, curve, data, limit_file_size, run, tensors, tiny_config
 
 FILES = ("model.safetensors", "config.json", "state.json", "tokenizer.json", "tokenizer_config.json", "checksums.json")
 SHARD = "training/shard-00001-model-00001-of-00001.safetensors"
@@ -36,10 +34,15 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="module")
+def ten_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("checkpoints") / "run").folder
+
+
 @pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    run(tmp_path / "run")
-    return tmp_path / "run"
+def trained(ten_steps: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return shutil.copytree(ten_steps, tmp_path / "run", symlinks=True)
 
 
 def tiny() -> LanguageModel:
@@ -217,14 +220,13 @@ def test_nothing_is_unpickled(trained: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert run(trained, "steps=12").step == 12
 
 
-def test_a_file_size_limit_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_run_on_a_full_disk_ends_with_a_clear_error_and_resumes(tmp_path: Path) -> None:
     run(tmp_path, "steps=5")
     before = tree(tmp_path / "checkpoints")
-    short = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # noqa: E731
-    command = [sys.executable, "-B", "-m", "adlm", "train", *arguments(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, preexec_fn=short, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert all(part in done.stderr for part in ("could not be written", "step-00000005", "Make room"))
+    with limit_file_size(60_000):
+        result = invoke("train", *arguments(tmp_path))
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert all(part in result.stderr for part in ("could not be written", "step-00000005", "Make room"))
     assert tree(tmp_path / "checkpoints") == before
     assert load_model(tmp_path, verify=True).step == 5
     run(tmp_path)  # with room again, it resumes
@@ -236,15 +238,11 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path, large: str) -> None:
     """Whichever of a checkpoint's files does not fit: the limit is the operating system's."""
     checkpoints, tensors = writer(tmp_path, background=False), {"x": torch.zeros(10)}
     checkpoints.save(snapshot(5))
-    before, limits = tree(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = tree(tmp_path)
     parts: dict[str, Any] = {"weights": tensors, "training": tensors, "state": {"step": 10}}
     parts[large] = {"x": "long" * 100_000} if large == "state" else {"x": torch.zeros(100_000)}
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-        with pytest.raises(OSError, match=r"step-00000005.*Make room"):
-            checkpoints.save(Snapshot(10, **parts))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with limit_file_size(200_000), pytest.raises(OSError, match=r"step-00000005.*Make room"):
+        checkpoints.save(Snapshot(10, **parts))
     assert tree(tmp_path) == before and verify_checkpoint(tmp_path / "latest")
 
 

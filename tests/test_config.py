@@ -1,7 +1,5 @@
 """Settings: unknown keys are refused with a suggestion, changes apply in order, and a saved config is the config."""
 
-import resource
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import pytest
 from adlm.config import Config, compare_configs, list_recipes, load_config, save_config
 from adlm.methods import METHODS
 from adlm.training.setup import build_model_config
-from tests.training.runs import ROOT, data
+from tests.training.runs import ROOT, data, limit_file_size
 
 GIVEN: dict[str, Any] = {"folder": "run", "data": {"path": "data"}}
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -91,15 +89,8 @@ def test_a_config_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     """A run reads its config when it resumes, so no end of a process may leave half of it."""
     config, path = load_config(GIVEN), tmp_path / "config.yaml"
     save_config(config, path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            save_config(replace(config, steps=7), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with limit_file_size(100), pytest.raises(OSError, match="too large"):
+        save_config(replace(config, steps=7), path)
     assert load_config(path) == config
 
 

@@ -15,10 +15,7 @@ from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import build_config, build_sampler
 from adlm.models.language_model import LanguageModel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 VOCAB, MASK = 9001, 17
 
 

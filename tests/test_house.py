@@ -31,8 +31,6 @@ TIER_0_MAY_IMPORT = {
     "data": {"torch", "numpy", "tokenizers", "torchdata", "datasets", "pyarrow", "huggingface_hub"},
 }
 MAX_LINES, MAX_CLASS_LINES = 600, 150
-# Functions that may end in `_of` or be a participle, and why.
-ALLOWED_NAMES: dict[str, str] = {}
 IRREGULAR_PARTICIPLES = frozenset(
     {"told", "held", "said", "made", "found", "written", "drawn", "shown", "known", "kept", "taken", "given", "built"}
     | {"begun", "chosen", "done", "heard", "laid", "led", "lost", "meant", "met", "paid", "seen", "sent", "spent"}
@@ -103,15 +101,15 @@ def test_the_tier_guard_bites(part: str, line: str) -> None:
     assert forbidden_imports(part, imports(Path("x.py"), line))
 
 
-def test_files_and_classes_are_short() -> None:
+def test_files_and_classes_are_short_and_files_have_names() -> None:
     files = {path: path.read_text("utf-8") for path in sources("adlm", "bench", "tests")}
     assert [path for path, text in files.items() if len(text.splitlines()) > MAX_LINES] == []
     classes = [node for text in files.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
     assert [node.name for node in classes if (node.end_lineno or 0) - node.lineno >= MAX_CLASS_LINES] == []
+    assert not {path.stem for path in files} & {"utils", "util", "helpers", "common", "misc", "base", "manager"}
 
 
 def definitions(kind: type[ast.FunctionDef] | type[ast.ClassDef]) -> list[tuple[str, str]]:
-    """File and name of every function or class of the package."""
     return [
         (str(path.relative_to(ROOT)), node.name)
         for path in sources("adlm")
@@ -133,9 +131,7 @@ def is_dialect(name: str) -> bool:
 
 
 def test_functions_are_named_by_verbs_or_nouns() -> None:
-    odd = {name: path for path, name in definitions(ast.FunctionDef) if is_dialect(name)}
-    assert {name: path for name, path in odd.items() if name not in ALLOWED_NAMES} == {}
-    assert len(ALLOWED_NAMES) <= 15 and set(ALLOWED_NAMES) <= set(odd), "the allow-list names only what exists"
+    assert [(path, name) for path, name in definitions(ast.FunctionDef) if is_dialect(name)] == []
     assert all(map(is_dialect, ("rule_of", "of", "told", "_fitted", "passed")))
     assert not any(map(is_dialect, ("embed", "load_scorer", "stratified_times", "seed")))
 
@@ -154,18 +150,6 @@ def test_prose_is_plain_english() -> None:
     assert not BANNED_PHRASES.search("Softmax temperature; 0 is greedy.")
 
 
-def test_the_tree_is_formatted() -> None:
-    folders = ["adlm", "tests", "bench", "bundled", "docs"]
-    command = [sys.executable, "-m", "ruff", "format", "--check", "--quiet", *folders]
-    checked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-def test_no_file_has_a_name_that_says_nothing() -> None:
-    names = {path.stem for path in sources("adlm", "bench", "tests")}
-    assert not names & {"utils", "util", "helpers", "common", "misc", "base", "manager"}
-
-
 def test_public_names_exist_and_are_documented() -> None:
     imported = {
         alias.asname or alias.name
@@ -176,7 +160,8 @@ def test_public_names_exist_and_are_documented() -> None:
     assert set(adlm.__all__) == imported | {"__version__"}, "type checkers see what the lazy table has"
     names = [name for name in adlm.__all__ if name != "__version__"]
     assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
-    assert all(getattr(adlm, name) is not None for name in adlm.__all__)
+    assert [name for name in names if not (getattr(adlm, name).__doc__ or "").strip()] == []
+    assert f'version = "{adlm.__version__}"' in (ROOT / "pyproject.toml").read_text("utf-8")
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text("utf-8") for page in pages)
     assert [name for name in names if not re.search(rf"adlm\.{name}\b|`{name}\b", text)] == []
@@ -184,20 +169,27 @@ def test_public_names_exist_and_are_documented() -> None:
         _ = adlm.trane
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import adlm.training.loop as loop; loop.train_steps",
-        "import adlm.training.ema, adlm; assert callable(adlm.train)",
-        "import adlm.evaluate as evaluate; evaluate.perplexity",
-        "import adlm.evaluate.ppl as ppl, adlm.evaluate; ppl.compare; assert callable(adlm.evaluate.perplexity)",
-        "import adlm; adlm.evaluate.perplexity; adlm.load",
-        "from adlm.diffusion import corrupt, denoise, training_loss",
-        "from adlm.models import LanguageModel, ModelConfig",
-    ],
+STATEMENTS = (
+    "import adlm.training.loop as loop; loop.train_steps",
+    "import adlm.training.ema, adlm; assert callable(adlm.train)",
+    "import adlm.evaluate as evaluate; evaluate.perplexity",
+    "import adlm.evaluate.ppl as ppl, adlm.evaluate; ppl.compare; assert callable(adlm.evaluate.perplexity)",
+    "import adlm; adlm.evaluate.perplexity; adlm.load",
+    "from adlm.diffusion import corrupt, denoise, training_loss",
+    "from adlm.models import LanguageModel, ModelConfig",
 )
-def test_ordinary_imports_work(statement: str) -> None:
-    subprocess.run([sys.executable, "-c", statement], cwd=ROOT, check=True)
+FORK = """
+import multiprocessing, sys, torch  # once for all, because it takes the time
+for statement in sys.argv[1:]:
+    child = multiprocessing.get_context("fork").Process(target=exec, args=(statement, {}))
+    child.start()
+    child.join()
+    assert child.exitcode == 0, statement
+"""
+
+
+def test_ordinary_imports_work() -> None:
+    subprocess.run([sys.executable, "-c", FORK, *STATEMENTS], cwd=ROOT, check=True)
 
 
 def test_the_command_line_does_not_wait_for_slow_imports() -> None:
@@ -206,15 +198,6 @@ def test_the_command_line_does_not_wait_for_slow_imports() -> None:
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     slow = {"torch", "numpy", "scipy", "omegaconf", "tokenizers", "safetensors", "transformers", "matplotlib", "jinja2"}
     assert not slow & ast.literal_eval(printed.stdout)
-
-
-def test_the_version_is_that_of_the_project() -> None:
-    assert f'version = "{adlm.__version__}"' in (ROOT / "pyproject.toml").read_text("utf-8")
-
-
-def test_public_objects_have_docstrings() -> None:
-    objects = {name: getattr(adlm, name) for name in adlm.__all__ if name != "__version__"}
-    assert [name for name, each in objects.items() if not (each.__doc__ or "").strip()] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/generate.md"])

@@ -148,13 +148,11 @@ UNUSED = tiny("mdlm", 0)
 
 
 def constant_loss(cost: Tensor) -> Loss:
-    """A loss with these nats of each row."""
     zero = torch.zeros(())
     return Loss(zero, zero, zero, cost, torch.zeros(len(cost)))
 
 
 def times(draws: int, count: int = 40, batch: int = 40, seed: int = 0) -> Tensor:
-    """The time of every row and draw."""
     found: list[Tensor] = []
 
     def loss_fn(noised: NoisyBatch) -> Loss:
@@ -292,7 +290,6 @@ def test_the_bound_is_the_enumerated_nelbo_and_above_the_likelihood(draws: int, 
 
 
 def sum_rows(nll: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats and tokens of each row."""
     return (torch.where(mask > 0, nll, 0).double() * mask).sum(1), mask.double().sum(1)
 
 

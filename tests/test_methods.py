@@ -5,23 +5,13 @@ import re
 import pytest
 import torch
 
+from adlm import methods
 from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.methods import (
-    ALIASES,
-    ANCHOR_RULES,
-    METHODS,
-    SAMPLERS,
-    SCHEDULES,
-    build_anchor_rule,
-    build_config,
-    build_sampler,
-    build_schedule,
-    look_up,
-)
+from adlm.methods import ANCHOR_RULES, METHODS, SAMPLERS, SCHEDULES, build_config, build_sampler
 from adlm.models.language_model import PRESETS, LanguageModel
 
 TABLES = {"sampler": SAMPLERS, "schedule": SCHEDULES, "rule": ANCHOR_RULES, "method": METHODS, "preset": PRESETS}
@@ -32,16 +22,16 @@ NEEDS_NO_STEPS = {"first_hitting", "entropy_bounded"}
 def test_the_error_of_an_unknown_name_lists_the_known_ones(kind):
     expected = f"unknown {kind} 'nonsense': expected one of {', '.join(TABLES[kind])}"
     with pytest.raises(ValueError, match=re.escape(expected)):
-        look_up(TABLES[kind], "nonsense", kind)
+        methods.look_up(TABLES[kind], "nonsense", kind)
 
 
 def test_aliases_are_names_of_their_own_table_only():
-    for alias, name in ALIASES.items():
+    for alias, name in methods.ALIASES.items():
         table = SAMPLERS if name in SAMPLERS else SCHEDULES
-        assert look_up(table, alias, "name") is table[name] and alias not in table
-    assert look_up(METHODS, "mdlm", "method") is METHODS["mdlm"]
+        assert methods.look_up(table, alias, "name") is table[name] and alias not in table
+    assert methods.look_up(METHODS, "mdlm", "method") is METHODS["mdlm"]
     with pytest.raises(ValueError, match="unknown method 'remdm-cap'"):
-        look_up(METHODS, "remdm-cap", "method")
+        methods.look_up(METHODS, "remdm-cap", "method")
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -67,8 +57,8 @@ def test_every_sampler_can_be_built_and_checks_its_options(name):
         (build_sampler, "remask_loop", {"steps": 8, "t_on": 1.0}, "t_on < 1"),
         (build_sampler, "entropy_bounded", {"bound": -1.0}, "must not be negative"),
         (build_sampler, "ancestral", {}, "sampler 'ancestral' needs steps: give steps=VALUE"),
-        (build_anchor_rule, "listed", {}, "anchor rule 'listed' needs ids, vocab_size"),
-        (build_schedule, "cosine", {"low": 1}, "unknown cosine option 'low': expected one of "),
+        (methods.build_anchor_rule, "listed", {}, "anchor rule 'listed' needs ids, vocab_size"),
+        (methods.build_schedule, "cosine", {"low": 1}, "unknown cosine option 'low': expected one of "),
     ],
 )
 def test_wrong_options_are_refused(build, name, options, message):
@@ -96,8 +86,8 @@ def test_a_config_for_every_corner(method, preset):
 
 
 def test_schedules_and_rules_have_names():
-    assert build_schedule("cosinesqr").alpha(torch.tensor(0.0)) == 1
-    rule = build_anchor_rule("rare_in_sequence", max_count=1)
+    assert methods.build_schedule("cosinesqr").alpha(torch.tensor(0.0)) == 1
+    rule = methods.build_anchor_rule("rare_in_sequence", max_count=1)
     assert rule(torch.tensor([[1, 1, 2]]), None).tolist() == [[False, False, True]]
 
 

@@ -34,7 +34,6 @@ TRAIN, VALID = make_rows(), make_rows(seed=1)
 
 
 def table(model: Bigram) -> np.ndarray:
-    """P(w | v) for all v, w."""
     before, after = np.divmod(np.arange(VOCAB * VOCAB), VOCAB)
     return model.probability(before, after).reshape(VOCAB, VOCAB)
 

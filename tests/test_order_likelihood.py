@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adlm.data.batches import TensorRows, is_valid
 from adlm.diffusion.orders import Order, confidence, entropy_bounded, first_hitting, margin, next_positions
-from adlm.likelihood import ORDERS, SCORED_ORDERS, estimate_nll, estimate_order_nll, step_of_rank
+from adlm.likelihood import ORDERS, SCORED_ORDERS, estimate_nll, estimate_order_nll, find_reveal_steps
 from adlm.models.language_model import LanguageModel
 from tests.world import TinyWorld, exact_law, random_model
 
@@ -23,7 +23,6 @@ def texts(world: TinyWorld) -> Tensor:
 
 
 def nats(model: LanguageModel, rows: Tensor | TensorRows, order: str | Order | Tensor, **options: Any) -> Tensor:
-    """The nats of each row."""
     return estimate_order_nll(model, rows, order, **options).row_nats
 
 
@@ -107,7 +106,7 @@ def test_the_error_from_noise_is_the_spread_over_permutations() -> None:
 def test_steps_are_the_samplers(hidden: int, tokens_per_step: int) -> None:
     """Places that are known beforehand are revealed in steps of the sizes that `next_positions` gives."""
     steps = math.ceil(hidden / tokens_per_step)
-    when = step_of_rank(torch.arange(hidden), torch.tensor(hidden), torch.tensor(steps))
+    when = find_reveal_steps(torch.arange(hidden), torch.tensor(hidden), torch.tensor(steps))
     is_hidden, order = torch.arange(8)[None] < hidden, Order("", lambda logits: logits[:, 0], steps=max(steps, 1))
     for step in range(steps):
         chosen = next_positions(order, -torch.arange(8.0)[None], is_hidden, step)

@@ -24,7 +24,6 @@ def documents() -> Path:
 
 @cache
 def held_out() -> str:
-    """A file of held-out text."""
     path = shelf() / "held-out.txt"
     path.write_text(TEXT[:4000], "utf-8")
     return str(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from adlm.cli.output import check_output_files, check_output_folder, parse_list, print_result, print_table
+from adlm.cli.output import parse_list, print_result, print_table
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, render_markdown, shorten_names, to_json
 
 COLUMNS = [Column("model", is_text=True), Column("nll"), Column("tokens", is_optional=True)]
@@ -53,17 +53,3 @@ def test_lists_and_names() -> None:
         parse_list("--steps", "1,x", int)
     assert shorten_names(["runs/a", "runs/b", "prose"]) == {"runs/a": "a", "runs/b": "b", "prose": "prose"}
     assert shorten_names(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
-
-
-def test_outputs_that_cannot_be_written(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(ValueError, match=r"--out .* is a folder: give the name of a file in it"):
-        check_output_files({"--out": tmp_path})
-    with pytest.raises(ValueError, match="is a file, not a folder"):
-        check_output_files({"--out": file / "x"})
-    with pytest.raises(ValueError, match="--gif and --out are the same file"):
-        check_output_files({"--out": file, "--gif": file})
-    with pytest.raises(ValueError, match="is a file: give the name of a folder"):
-        check_output_folder("--out", file)
-    check_output_folder("--out", tmp_path / "new")

@@ -1,9 +1,7 @@
 """Plots of runs: every logged curve, a summary with its numbers, errors that name the folder."""
 
-import importlib.util
 import json
 import math
-import os
 import re
 import sys
 from pathlib import Path
@@ -15,11 +13,9 @@ import pytest
 from adlm.cli.plot import plot_runs, read_run, smooth_curve
 from adlm.training.logging import append_record
 from tests.cli.terminal import assert_error, invoke
+from tests.evaluate.scorers import with_matplotlib
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None and not os.environ.get("ADLM_ALL"),
-    reason="matplotlib is not installed: pip install 'adlm[eval]'",
-)
+pytestmark = with_matplotlib
 
 
 def log(folder: Path, step: int, **metrics: Any) -> None:

@@ -52,7 +52,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small chunks: several for each worker."""
     monkeypatch.setattr(
         module, "chunk_documents", lambda documents, skip: chunk_documents(documents, skip=skip, characters=2000)
     )

@@ -124,7 +124,6 @@ REMOVED = object()
 
 
 def change(key: str, value: object) -> Callable[[Path], object]:
-    """Set or remove a key of a JSON file."""
 
     def write(path: Path) -> None:
         content = json.loads(path.read_text()) | {key: value}

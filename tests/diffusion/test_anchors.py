@@ -6,18 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from adlm.diffusion.anchors import (
-    ANCHOR_SCOPES,
-    anchor_weight,
-    apply_scope,
-    count_in_row,
-    every_token,
-    listed_tokens,
-    random_positions,
-    rare_in_corpus,
-    rare_in_sequence,
-    tf_idf,
-)
+from adlm.diffusion import anchors
+from adlm.diffusion.anchors import anchor_weight, apply_scope, listed_tokens, random_positions, rare_in_sequence
 from tests.world import random_tokens
 
 VOCAB = 15
@@ -36,9 +26,9 @@ def loop_counts(tokens, valid):
 @pytest.mark.parametrize("seed", range(4))
 def test_counts_by_a_loop(seed):
     tokens = random_tokens(6, 20, VOCAB, seed)
-    assert torch.equal(count_in_row(tokens), loop_counts(tokens, torch.ones_like(VALID)))
-    assert torch.equal(count_in_row(tokens, VALID)[VALID], loop_counts(tokens, VALID)[VALID])
-    assert torch.equal(count_in_row(tokens.t().contiguous().t()), count_in_row(tokens))
+    assert torch.equal(anchors.count_in_row(tokens), loop_counts(tokens, torch.ones_like(VALID)))
+    assert torch.equal(anchors.count_in_row(tokens, VALID)[VALID], loop_counts(tokens, VALID)[VALID])
+    assert torch.equal(anchors.count_in_row(tokens.t().contiguous().t()), anchors.count_in_row(tokens))
 
 
 @pytest.mark.parametrize("max_count", [0, 1, 2, 20])
@@ -61,15 +51,15 @@ def test_rare_by_share_of_the_row(max_fraction):
 def test_rare_in_the_corpus():
     counts = torch.tensor([70, 20, 9, 1])
     tokens = torch.tensor([[0, 1, 2, 3, 3, 0]])
-    assert rare_in_corpus(counts, 0.1)(tokens, None).tolist() == [[False, False, True, True, True, False]]
+    assert anchors.rare_in_corpus(counts, 0.1)(tokens, None).tolist() == [[False, False, True, True, True, False]]
     valid = torch.tensor([[True, True, True, True, False, False]])
-    assert rare_in_corpus(counts, 0.09)(tokens, valid).tolist() == [[False, False, True, True, False, False]]
+    assert anchors.rare_in_corpus(counts, 0.09)(tokens, valid).tolist() == [[False, False, True, True, False, False]]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.15, 0.5, 1.0])
 def test_tf_idf_picks_its_share_of_the_highest_scores(fraction):
     documents, document_counts = 100, torch.arange(VOCAB) * 7
-    rule, everything = tf_idf(document_counts, documents, fraction), torch.ones_like(VALID)
+    rule, everything = anchors.tf_idf(document_counts, documents, fraction), torch.ones_like(VALID)
     idf = [math.log((1 + documents) / (1 + count)) + 1 for count in document_counts.tolist()]
     for valid in (everything, VALID):
         is_anchor = rule(TOKENS, valid)
@@ -85,8 +75,8 @@ def test_tf_idf_picks_its_share_of_the_highest_scores(fraction):
 def test_listed_and_all_tokens():
     assert torch.equal(listed_tokens([3, 7], VOCAB)(TOKENS, None), (TOKENS == 3) | (TOKENS == 7))
     assert not listed_tokens([], VOCAB)(TOKENS, None).any()
-    assert every_token()(TOKENS, None).all()
-    assert torch.equal(every_token()(TOKENS, VALID), VALID)
+    assert anchors.every_token()(TOKENS, None).all()
+    assert torch.equal(anchors.every_token()(TOKENS, VALID), VALID)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.6, 1.0])
@@ -122,7 +112,7 @@ def test_random_anchors_belong_to_the_row():
 def test_scopes_partition_the_anchors():
     rng = torch.Generator().manual_seed(0)
     is_anchor, is_hidden = (torch.rand(5, 30, generator=rng) < 0.5 for _ in range(2))
-    everything, hidden, visible = (apply_scope(is_anchor, is_hidden, scope) for scope in ANCHOR_SCOPES)
+    everything, hidden, visible = (apply_scope(is_anchor, is_hidden, scope) for scope in anchors.ANCHOR_SCOPES)
     assert torch.equal(everything, is_anchor)
     assert torch.equal(hidden | visible, everything) and not (hidden & visible).any()
     assert (is_hidden[hidden]).all() and not is_hidden[visible].any()
@@ -138,10 +128,13 @@ def test_the_ramp_of_gamma():
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: listed_tokens([2, VOCAB, -1], VOCAB), r"\[15, -1\] are outside the vocabulary: use ids from 0 to 14"),
+        (
+            lambda: listed_tokens([2, VOCAB, -1], VOCAB),
+            r"\[15, -1\] are outside the vocabulary: use ids from 0 to 14",
+        ),
         (
             lambda: apply_scope(VALID, VALID, "hidden"),
-            "unknown anchor_scope 'hidden': expected one of all, masked, visible",
+            "unknown anchor_scope 'hidden': expected one of all, mask",
         ),
         (lambda: rare_in_sequence(), "max_count is None and max_fraction None: give one of them"),
         (lambda: rare_in_sequence(2, 0.1), "max_count is 2 and max_fraction 0.1: give one of them"),

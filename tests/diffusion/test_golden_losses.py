@@ -3,20 +3,11 @@
 import pytest
 import torch
 
+from adlm.diffusion import schedules
 from adlm.diffusion.anchors import anchor_weight, rare_in_sequence
 from adlm.diffusion.masking import ForwardProcess, collect_batch, shift_tokens, stratify_times
 from adlm.diffusion.objectives import token_nll, training_loss
-from adlm.diffusion.schedules import (
-    Cosine,
-    CosineSquared,
-    Geometric,
-    Linear,
-    LogLinear,
-    discrete_loss_weight,
-    discrete_time,
-    loss_weight,
-    noise_level,
-)
+from adlm.diffusion.schedules import Cosine, Linear, LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import selected_loss
 from adlm.interop.reference import convert_name
 from tests.goldens import MASK, arrays, facts, model
@@ -24,10 +15,10 @@ from tests.goldens import MASK, arrays, facts, model
 SCHEDULES = {
     "loglinear": LogLinear(),
     "cosine": Cosine(),
-    "cosinesqr": CosineSquared(),
+    "cosinesqr": schedules.CosineSquared(),
     "linear_1e-3_7": Linear(1e-3, 7.0),
-    "geometric_1e-3_1": Geometric(1e-3, 1.0),
-    "geometric_1e-4_20": Geometric(1e-4, 20.0),
+    "geometric_1e-3_1": schedules.Geometric(1e-3, 1.0),
+    "geometric_1e-4_20": schedules.Geometric(1e-4, 20.0),
 }
 
 
@@ -107,9 +98,9 @@ def test_token_losses_and_discrete_time(kind):
     expected = golden[f"nelbo_{'val_' if kind == 'adlm' else ''}tc0/nlls"]
     torch.testing.assert_close(token_nll(each, batch.hidden, batch.x0.shape), expected, atol=1e-4, rtol=1e-4)
 
-    t = discrete_time(golden["t"], 100)
+    t = schedules.discrete_time(golden["t"], 100)
     torch.testing.assert_close(t, golden["discrete_T100/t_used"])
-    weight = discrete_loss_weight(LogLinear(), t, 100)
+    weight = schedules.discrete_loss_weight(LogLinear(), t, 100)
     discrete = collect_batch(golden["x0"], golden["xt"], t, weight, golden["sigma"], ForwardProcess(MASK))
     each = selected_loss(final, ours.head, discrete.x0, discrete.hidden, without=MASK)
     per_token = token_nll(each, discrete.hidden, discrete.x0.shape)

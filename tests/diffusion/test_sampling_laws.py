@@ -218,7 +218,6 @@ def record_noise_levels(name, xt):
 
 @pytest.mark.parametrize("name", ["confidence", "margin"])
 def test_the_noise_level_of_an_order_is_the_share_that_is_hidden(name):
-    """Ten positions in five steps."""
     expected = -torch.log(1 - 0.999 * torch.tensor([[1.0], [0.8], [0.6], [0.4], [0.2]]))
     levels = record_noise_levels(name, torch.full((1, 10), MASK))
     torch.testing.assert_close(levels, expected, atol=1e-4, rtol=1e-5)

@@ -18,6 +18,7 @@ from tests.training.runs import shelf
 
 PROSE = Path(__file__).parent / "fixtures" / "prose.txt.gz"
 MODULES = {"transformers": "eval", "gguf": "eval", "accelerate": "eval", "mauve": "mauve"}
+MODULES |= {"tensorboard": "track", "wandb": "track", "trackio": "track"}
 END = "<|endoftext|>"
 with_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None and not os.environ.get("ADLM_ALL"),
@@ -97,7 +98,6 @@ def encoder() -> ScoringModel:
 
 @cache
 def real(name: str) -> ScoringModel:
-    """A scoring model that is installed by name."""
     needs("transformers", "gguf", "accelerate", name)
     return load_scorer(name)
 

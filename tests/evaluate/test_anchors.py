@@ -19,27 +19,10 @@ from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import diffusion_loss, training_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear
-from adlm.evaluate import stats
-from adlm.evaluate.anchor_study import (
-    GuessTally,
-    build_tables,
-    correlate_studies,
-    find_anchor_rule,
-    find_guess,
-    list_run_checkpoints,
-    measure_rows,
-    measure_samples,
-    summarize_reveals,
-)
+from adlm.evaluate import anchor_study, stats
+from adlm.evaluate.anchor_study import correlate_studies, find_guess
 from adlm.evaluate.data import load_eval_data
-from adlm.evaluate.perturbation import (
-    LEVELS,
-    NONE,
-    Perturbation,
-    check_two_stages,
-    measure_losses,
-    sample_rows,
-)
+from adlm.evaluate.perturbation import LEVELS, NONE, Perturbation, check_two_stages, measure_losses, sample_rows
 from adlm.evaluate.results import Estimate, ProgressCallback, ignore_progress, render_markdown
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.likelihood import draw_position, estimate_nll
@@ -78,18 +61,18 @@ def train_small() -> LanguageModel:
     return model.eval()
 
 
-CHANGES = [NONE, Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")]
+NOISE, PERMUTED, OTHER_ROW = Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")
+CHANGES = [NONE, NOISE, PERMUTED, OTHER_ROW]
 
 
 def measure(
     changes: Sequence[Perturbation], sampler: str, on_progress: ProgressCallback = ignore_progress
 ) -> dict[str, Any]:
-    """All measurements of a small model on random rows."""
     model, rng = lm("adlm"), torch.Generator().manual_seed(2)
     rows = TensorRows(torch.randint(1, 200, (6, model.model.config.length), generator=rng))
     sampling = {"n": 4, "sampler": sampler, "length": 16, "steps": 4, "batch": 3}
-    of_texts = measure_samples(model, RULE, changes, sampling, TextScorer(model.tokenizer), on_progress)
-    return measure_rows(model, rows, RULE, changes, on_progress=on_progress, draws=2) | of_texts
+    of_texts = anchor_study.measure_samples(model, RULE, changes, sampling, TextScorer(model.tokenizer), on_progress)
+    return anchor_study.measure_rows(model, rows, RULE, changes, on_progress=on_progress, draws=2) | of_texts
 
 
 @cache
@@ -113,10 +96,7 @@ def build_studies(points: Sequence[tuple[str, int, float, float]], **changes: An
 
 
 RUNS = [(run, step, 6 - step / 2 + i / 10, step / 10 + i / 100) for i, run in enumerate("abcd") for step in (2, 4)]
-
-
-NOISE, PERMUTED, OTHER_ROW = Perturbation("noise", 0.5), Perturbation("permuted"), Perturbation("other_row")
-EVERY = [NONE, NOISE, PERMUTED, OTHER_ROW, Perturbation("stale", 4)]
+EVERY = [*CHANGES, Perturbation("stale", 4)]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +222,7 @@ NOTHING = torch.zeros(VOCAB, dtype=torch.bool)
 
 
 def measure_guesses(rows: RowDataset, ignored: Tensor = NOTHING, **options: Any) -> list[dict[str, Any]]:
-    tally = GuessTally(RULE, len(rows), ignored)
+    tally = anchor_study.GuessTally(RULE, len(rows), ignored)
     measure_losses(small(), rows, [], on_batch=tally.add, **options)
     return tally.summarize()
 
@@ -283,7 +263,7 @@ def test_batches_and_padding_change_no_guess_and_tokens_can_be_ignored() -> None
 
 
 def measure_reveals(model: LM, request: GenerationRequest, rule: AnchorRule) -> dict[str, Any]:
-    return summarize_reveals("any", list(sample_rows(model, request)), rule)
+    return anchor_study.summarize_reveals("any", list(sample_rows(model, request)), rule)
 
 
 @pytest.mark.parametrize("sampler", ["ancestral", "first_hitting"])
@@ -374,13 +354,13 @@ def test_models_are_correlated_as_far_as_they_can_be() -> None:
 
 def test_tables_list_models_and_correlations() -> None:
     studies = build_studies(RUNS, samples=study()["samples"])
-    models, correlations = build_tables(studies, correlate_studies(studies)[0])
+    models, correlations = anchor_study.build_tables(studies, correlate_studies(studies)[0])
     assert [row[:2] for row in models.rows] == [[run, step] for run, step, _, _ in RUNS]
     errors = find_guess(studies[0])["accuracy_se"], studies[0]["losses"][0]["nll_se"]
     assert models.rows[0][2:4] == [Estimate(0.2, errors[0]), Estimate(5.0, errors[1])]
     assert [column.name for column in models.columns][-2:] == ["Gen-PPL", "entropy (nats)"]
     assert [row[1] for row in correlations.rows] == [stats.ALL_MODELS, stats.WITHIN_RUNS, stats.AT_EQUAL_STEPS]
-    (*_, named) = build_tables(build_studies([("a<b|c", 2, 5, 0.1), ("d", 2, 5, 0.1)]), [])
+    (*_, named) = anchor_study.build_tables(build_studies([("a<b|c", 2, 5, 0.1), ("d", 2, 5, 0.1)]), [])
     assert r"| a\<b\|c | 2 |" in render_markdown(named)
 
 
@@ -458,10 +438,11 @@ def test_checkpoints_of_several_runs_are_compared(tmp_path: Path) -> None:
 
 def test_runs_have_their_own_rules_and_are_compared_by_one() -> None:
     own = train_run("long", "objective.max_count=2")
-    checkpoints = list_run_checkpoints([own])
+    checkpoints = anchor_study.list_run_checkpoints([own])
     assert len(checkpoints) == 3
     for name in (own, checkpoints[0]):
-        assert find_anchor_rule(adlm.load(name, device="cpu"))[1] == {"rule": "rare_in_sequence", "max_count": 2}
+        settings = anchor_study.find_anchor_rule(adlm.load(name, device="cpu"))[1]
+        assert settings == {"rule": "rare_in_sequence", "max_count": 2}
     models = (own, trained(), train_seed(1))
     found = run_json(*models, "--data", held_out(), *BARE)
     assert found["correlations"] == [] and "give max_count" in found["skipped_correlations"][0]

@@ -11,22 +11,7 @@ import pytest
 
 from adlm.data.sources import open_source
 from adlm.evaluate import code_eval
-from adlm.evaluate.code_eval import (
-    Gap,
-    build_template,
-    can_parse,
-    choose_gaps,
-    code,
-    cut_function_body,
-    estimate_pass_at_k,
-    estimate_share,
-    hash_sources,
-    is_held_out,
-    load_standard_library,
-    read_candidates,
-    read_problems,
-    share_parsing_lines,
-)
+from adlm.evaluate.code_eval import Gap, can_parse, code, estimate_share, hash_sources, read_problems
 from adlm.text.lm import LM
 from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.test_sandbox import require_sandbox
@@ -34,7 +19,7 @@ from tests.text.models import lm, rigged, tokenizer
 
 FILE = Path(__file__).with_name("problems.jsonl")
 PROBLEMS = read_problems(FILE)
-SOURCES = load_standard_library()
+SOURCES = code_eval.load_standard_library()
 SHORT = {"task_id": "s", "prompt": "def f(a):\n", "entry_point": "f", "canonical_solution": "    return a\n"}
 SHORT |= {"test": "def check(f):\n    assert f(1) == 1\n"}
 
@@ -49,11 +34,13 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def test_the_standard_library_is_the_same_twice_and_sorted() -> None:
     names = list(SOURCES)
-    assert names == sorted(names) and hash_sources(load_standard_library.__wrapped__()) == hash_sources(SOURCES)
+    assert names == sorted(names) and hash_sources(code_eval.load_standard_library.__wrapped__()) == hash_sources(
+        SOURCES
+    )
     assert len(SOURCES) > 300 and "json/decoder.py" in names and "site.py" in names
     assert not [name for name in names if "site-packages" in name or "/test" in name or "sysconfigdata" in name]
     assert hash_sources({"a": "bc", "d": "e"}) != hash_sources({"ab": "c", "d": "e"})  # names and texts apart
-    assert 0.05 < sum(map(is_held_out, names)) / len(names) < 0.15
+    assert 0.05 < sum(map(code_eval.is_held_out, names)) / len(names) < 0.15
 
 
 def test_the_standard_library_as_data(tmp_path: Path) -> None:
@@ -64,7 +51,7 @@ def test_the_standard_library_as_data(tmp_path: Path) -> None:
     assert not {row["name"] for row in train} & {row["name"] for row in held_out}
     assert "PSF-2.0" in result.stderr and written[0]["sha256"] in result.stderr
     read = [document for document, _ in open_source(tmp_path / "python.jsonl").read()]
-    assert read == [text for name, text in SOURCES.items() if not is_held_out(name)]
+    assert read == [text for name, text in SOURCES.items() if not code_eval.is_held_out(name)]
     assert written[0]["bytes"] == sum(len(text.encode()) for text in read)
 
 
@@ -77,24 +64,24 @@ def test_a_program_is_what_the_parser_accepts(text: str) -> None:
 
 
 def test_lines_up_to_where_it_breaks_off() -> None:
-    assert share_parsing_lines("a = 1\nb = 2\nc = (\n") == pytest.approx(2 / 3)
-    assert share_parsing_lines("a = 1\nb = 2") == 1.0
-    assert share_parsing_lines("no no") == share_parsing_lines("") == 0.0
+    assert code_eval.share_parsing_lines("a = 1\nb = 2\nc = (\n") == pytest.approx(2 / 3)
+    assert code_eval.share_parsing_lines("a = 1\nb = 2") == 1.0
+    assert code_eval.share_parsing_lines("no no") == code_eval.share_parsing_lines("") == 0.0
 
 
 @pytest.mark.parametrize("kind", ["lines", "expression"])
 def test_a_gap_and_what_was_taken_out_are_the_function(kind: str) -> None:
     model = lm("mdlm", length=200)
-    gaps, again, others = (choose_gaps(model, 6, kind, seed) for seed in (3, 3, 4))
+    gaps, again, others = (code_eval.choose_gaps(model, 6, kind, seed) for seed in (3, 3, 4))
     assert gaps == again != others
     for gap in gaps:
-        assert can_parse(gap.whole) and gap.removed.strip() and is_held_out(gap.name.partition(":")[0])
+        assert can_parse(gap.whole) and gap.removed.strip() and code_eval.is_held_out(gap.name.partition(":")[0])
         assert isinstance(ast.parse(gap.whole).body[0], ast.FunctionDef | ast.AsyncFunctionDef)
         if kind == "expression":
             assert "\n" not in gap.removed and can_parse(f"({gap.removed})")
         else:
             assert gap.after[:1] in ("\n", "")
-        assert model.build_request(template=build_template(model, gap)).settings["length"] <= 200
+        assert model.build_request(template=code_eval.build_template(model, gap)).settings["length"] <= 200
 
 
 def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,17 +176,17 @@ def test_problems_that_cannot_be_judged_are_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_function_ends_where_a_line_is_not_indented() -> None:
-    assert cut_function_body("    return 1\n\n\ndef g():\n    pass\n") == "    return 1\n\n\n"
-    assert cut_function_body("return 1\n    x\nprint(2)") == "return 1\n    x\n"
-    assert cut_function_body("    a\n\n    b\n") == "    a\n\n    b\n"
+    assert code_eval.cut_function_body("    return 1\n\n\ndef g():\n    pass\n") == "    return 1\n\n\n"
+    assert code_eval.cut_function_body("return 1\n    x\nprint(2)") == "return 1\n    x\n"
+    assert code_eval.cut_function_body("    a\n\n    b\n") == "    a\n\n    b\n"
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_hit() -> None:
     for n, passed, k in [(5, 2, 1), (5, 2, 3), (6, 1, 2), (4, 0, 4), (4, 4, 1), (5, 3, 5)]:
         draws = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
-        assert estimate_pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+        assert code_eval.estimate_pass_at_k(n, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
     rng, p = np.random.default_rng(0), 0.3  # unbiased: over many sets of 4 candidates the mean is 1 − (1 − p)^k
-    values = [estimate_pass_at_k(4, int(c), 2) for c in rng.binomial(4, p, 20_000)]
+    values = [code_eval.estimate_pass_at_k(4, int(c), 2) for c in rng.binomial(4, p, 20_000)]
     assert abs(np.mean(values) - (1 - (1 - p) ** 2)) < 4 * np.std(values) / np.sqrt(len(values))
 
 
@@ -234,4 +221,4 @@ def as_candidates(*tasks: str) -> str:
 def test_files_that_are_not_problems_or_candidates(tmp_path: Path, text: str, k: int, message: str) -> None:
     (tmp_path / "x.jsonl").write_text(text, "utf-8")
     with pytest.raises(ValueError, match=message):
-        read_candidates(tmp_path / "x.jsonl", PROBLEMS, k) if k else read_problems(tmp_path / "x.jsonl")
+        code_eval.read_candidates(tmp_path / "x.jsonl", PROBLEMS, k) if k else read_problems(tmp_path / "x.jsonl")

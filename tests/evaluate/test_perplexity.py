@@ -100,7 +100,6 @@ def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypa
 
 
 def test_rows_depend_on_the_tokens_that_begin_and_end_a_text(texts: dict[str, Path]) -> None:
-    """One tokenizer.json with other BOS and EOS makes other rows."""
     models = [small(name=name, words="characters") for name in ("usual", "turned round", "again")]
     bos, eos = models[0].tokenizer.bos_id, models[0].tokenizer.eos_id
     for model, (first, last) in zip(models, ((bos, eos), (eos, bos), (bos, eos)), strict=True):

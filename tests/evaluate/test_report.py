@@ -177,9 +177,9 @@ def drop_times(value: Any) -> Any:
     return [drop_times(each) for each in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow  # `quick_report` has most of it
 @with_matplotlib
 def test_one_command_measures_everything_and_the_batch_changes_nothing(tmp_path: Path) -> None:
-    """The batch of the models and of the scorer."""
     needs("transformers", "mauve")
     text, out, sets = tmp_path / "prose.txt", tmp_path / "report", write_sets(tmp_path / "sets")
     text.write_text("\n<|endoftext|>\n".join(documents()[:60]), "utf-8")

@@ -11,23 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adlm.evaluate import sample_metrics as metrics
 from adlm.evaluate.sample_metrics import (
-    SCALE,
-    GenPpl,
-    MauveScore,
-    SampleMetrics,
     TextScorer,
-    compare_texts,
     compute_entropies,
     compute_gen_ppl,
-    compute_repetitions,
     estimate_mean,
-    integrate_curve,
     is_counted,
     measure_distinct,
-    measure_mauve,
-    truncate_together,
-    warn_few_texts,
 )
 from adlm.evaluate.sampling import cut_passages
 from adlm.evaluate.scorer import ScoringRequest, TokenizedText, score_texts, token_nats
@@ -68,7 +59,7 @@ def test_ngrams_are_counted_as_by_hand(n: int, rows: list[list[int]]) -> None:
     without = np.array([count_distinct(rows[:i] + rows[i + 1 :], n) for i in range(k)])
     jackknife = math.sqrt((k - 1) / k * np.square(without - without.mean()).sum())
     assert distinct.stderr == pytest.approx(jackknife, abs=1e-12)
-    assert compute_repetitions(rows, n) == pytest.approx([1 - count_distinct([row], n) for row in rows])
+    assert metrics.compute_repetitions(rows, n) == pytest.approx([1 - count_distinct([row], n) for row in rows])
     entropies = [-sum(c / len(row) * math.log(c / len(row)) for c in Counter(row).values()) for row in rows]
     assert compute_entropies(rows) == pytest.approx(entropies, abs=1e-12)
 
@@ -78,12 +69,11 @@ def test_ngrams_are_counted_as_by_hand(n: int, rows: list[list[int]]) -> None:
     [
         lambda rows: measure_distinct(rows, 1),
         lambda rows: measure_distinct(rows, 2),
-        lambda rows: estimate_mean(compute_repetitions(rows, 1)),
+        lambda rows: estimate_mean(metrics.compute_repetitions(rows, 1)),
         lambda rows: estimate_mean(compute_entropies(rows)),
     ],
 )
 def test_standard_errors_are_the_spread_over_sets(measure) -> None:
-    """Fifty sets of sixty texts."""
     rng = np.random.default_rng(0)
     estimates = [measure(zipf(rng, 60, 40)) for _ in range(50)]
     spread = np.std([each.value for each in estimates], ddof=1)
@@ -95,7 +85,7 @@ def test_standard_errors_are_the_spread_over_sets(measure) -> None:
 TEXTS = [document[:120] for document in documents()[:9]]
 
 
-def gen_ppl(texts: list[str], **settings) -> GenPpl:
+def gen_ppl(texts: list[str], **settings) -> metrics.GenPpl:
     request = ScoringRequest(causal(), causal().encode(texts), window=63)
     return compute_gen_ppl(causal(), request.texts, score_texts([request])[0].nats, **settings)
 
@@ -167,9 +157,9 @@ def cut(texts: list[str], tokens: int = TOKENS) -> list[str]:
     return [text.truncate(tokens).text for text in causal().encode(texts)]
 
 
-def compare(samples: list[str], **settings) -> tuple[Any, SampleMetrics, dict[str, Any]]:
+def compare(samples: list[str], **settings) -> tuple[Any, metrics.SampleMetrics, dict[str, Any]]:
     needs("mauve")
-    return compare_texts(samples, real_texts(2 * len(samples), seed=1), causal(), seeds=(0, 1), **settings)
+    return metrics.compare_texts(samples, real_texts(2 * len(samples), seed=1), causal(), seeds=(0, 1), **settings)
 
 
 def test_a_comparison_is_that_of_its_parts() -> None:
@@ -197,7 +187,7 @@ def test_the_last_eighth_of_a_text_does_not_count() -> None:
 def test_three_sets_are_truncated_to_one_shape() -> None:
     rng = random.Random(1)
     sets = [[text.truncate(rng.randint(4, 60)) for text in causal().encode(real_texts(12, seed))] for seed in range(3)]
-    after = truncate_together(sets)
+    after = metrics.truncate_together(sets)
     shapes, lengths = ([sorted(map(len, texts)) for texts in each] for each in (after, sets))
     assert shapes[0] == shapes[1] == shapes[2]
     assert shapes[0] == [min(each) for each in zip(*lengths)], "no more is cut than must be"
@@ -229,7 +219,7 @@ def test_features_of_another_model_change_mauve_alone() -> None:
 )
 def test_samples_that_cannot_be_compared(second: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compare_texts([documents()[0][:900], second], [document[-900:] for document in documents()], causal())
+        metrics.compare_texts([documents()[0][:900], second], [document[-900:] for document in documents()], causal())
 
 
 WIDTH = 16
@@ -243,10 +233,10 @@ def features(rng: np.random.Generator, texts: int, shift: float = 0.0) -> np.nda
     return (centers[topic] + 0.6 * rng.normal(size=(texts, WIDTH)) + moved).astype(np.float32)
 
 
-def measure(seed: int, texts: int, shift: float = 0.0, **settings) -> MauveScore:
+def measure(seed: int, texts: int, shift: float = 0.0, **settings) -> metrics.MauveScore:
     needs("mauve")
     rng = np.random.default_rng(seed)
-    return measure_mauve(features(rng, texts), features(rng, texts, shift), **settings)
+    return metrics.measure_mauve(features(rng, texts), features(rng, texts, shift), **settings)
 
 
 def test_the_area_is_the_packages() -> None:
@@ -257,18 +247,19 @@ def test_the_area_is_the_packages() -> None:
     rng = np.random.default_rng(0)
     for shift in (0.0, 1.0, 2.0, 8.0):
         p, q = features(rng, 80), features(rng, 60, shift)
-        result = compute_mauve(p_features=p, q_features=q, num_buckets=6, mauve_scaling_factor=SCALE, seed=3)
-        assert float(integrate_curve(result.p_hist, result.q_hist)) == pytest.approx(result.mauve, abs=1e-9)
-        assert measure_mauve(p, q, seeds=(3,), buckets=6).estimate.value == pytest.approx(result.mauve, abs=1e-9)
+        result = compute_mauve(p_features=p, q_features=q, num_buckets=6, mauve_scaling_factor=metrics.SCALE, seed=3)
+        assert float(metrics.integrate_curve(result.p_hist, result.q_hist)) == pytest.approx(result.mauve, abs=1e-9)
+        found = metrics.measure_mauve(p, q, seeds=(3,), buckets=6).estimate.value
+        assert found == pytest.approx(result.mauve, abs=1e-9)
 
 
 def test_the_area_of_equal_and_of_disjoint_histograms() -> None:
     """Of equal ones the package makes 0.75."""
     p, q = np.array([0.5, 0.5, 0.0, 0.0]), np.array([0.4, 0.3, 0.2, 0.1])
-    both = integrate_curve(np.stack([p, p]), np.stack([p, p[::-1]]))
+    both = metrics.integrate_curve(np.stack([p, p]), np.stack([p, p[::-1]]))
     assert both == pytest.approx([1, 0.004], abs=0.004) and both[0] == pytest.approx(1)
-    assert both == pytest.approx([float(integrate_curve(p, each)) for each in (p, p[::-1])])
-    assert float(integrate_curve(p, q)) == pytest.approx(float(integrate_curve(q, p)))
+    assert both == pytest.approx([float(metrics.integrate_curve(p, each)) for each in (p, p[::-1])])
+    assert float(metrics.integrate_curve(p, q)) == pytest.approx(float(metrics.integrate_curve(q, p)))
 
 
 def test_alike_is_near_one_and_apart_near_zero() -> None:
@@ -292,10 +283,10 @@ def test_the_interval_holds_what_other_texts_give() -> None:
 
 def test_few_texts_give_warnings_and_nothing_else_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     """Faiss writes its advice from C."""
-    assert warn_few_texts(200, 20) == []
-    (warning,) = warn_few_texts(200, 30)
+    assert metrics.warn_few_texts(200, 20) == []
+    (warning,) = metrics.warn_few_texts(200, 30)
     assert "too low with 30 buckets for 200 texts" in warning and "at most 20 buckets" in warning
-    assert any("only 2 buckets" in each for each in warn_few_texts(24, 2))
+    assert any("only 2 buckets" in each for each in metrics.warn_few_texts(24, 2))
     assert len(measure(5, 40, buckets=9).warnings) == 2 and capfd.readouterr() == ("", "")
     for buckets in (1, 41):
         with pytest.raises(ValueError, match=rf"buckets={buckets}: give at least 2 .* number of texts, 40"):

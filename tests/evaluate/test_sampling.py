@@ -13,18 +13,10 @@ from typing import Any
 import pytest
 
 from adlm.evaluate import cache as caches
+from adlm.evaluate import sampling
 from adlm.evaluate.cache import open_cache
 from adlm.evaluate.results import EvalResult
-from adlm.evaluate.sampling import (
-    Sample,
-    cut_passages,
-    generate_samples,
-    min_passage,
-    read_texts,
-    samples,
-    select_texts,
-    split_document,
-)
+from adlm.evaluate.sampling import cut_passages, read_texts, samples, select_texts, split_document
 from adlm.text.lm import LM, load
 from tests.cli.terminal import make_env, trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, needs, numbers
@@ -35,10 +27,10 @@ SAMPLING: dict[str, Any] = {"length": 12, "steps": 8, "sampler": "ancestral", "s
 N, SIZE = 10, 200
 
 
-def generate(folder: Path | None = None, model: LM | None = None, **changes: Any) -> list[Sample]:
+def generate(folder: Path | None = None, model: LM | None = None, **changes: Any) -> list[sampling.Sample]:
     model, on_progress = model or lm(), changes.pop("on_progress", lambda *_: None)
     request = model.build_request(**({"n": N, "batch": 4} | SAMPLING | changes))
-    return generate_samples(model, request, cache=open_cache(folder), on_progress=on_progress)
+    return sampling.generate_samples(model, request, cache=open_cache(folder), on_progress=on_progress)
 
 
 def evaluate(model: str, scorer: str | Path, out: Path | None, **changes: Any) -> EvalResult:
@@ -112,6 +104,7 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
     assert_resumed(model, scorer, tmp_path, scored=3)
 
 
+@pytest.mark.slow  # test_scorer.py has the ranks, test_eval_ppl.py the processes
 def test_two_processes_find_what_one_does(tmp_path: Path) -> None:
     needs("transformers", "mauve")
     model, scorer = trained(), causal_folder(positions=256)
@@ -185,7 +178,7 @@ def test_headings_are_not_passages() -> None:
     assert sorted(cut_passages(["Short.", "Texts."], 2, 6)) == ["Short.", "Texts."]
     for characters, shortest in ((5, 1), (40, 10), (127, 31), (128, 32), (900, 32)):
         found = cut_passages(["x" * size for size in range(1, characters + 1)], characters - shortest + 1, characters)
-        assert min(map(len, found)) == shortest == min_passage(characters)
+        assert min(map(len, found)) == shortest == sampling.min_passage(characters)
 
 
 def test_the_seed_orders_passages() -> None:

@@ -37,7 +37,6 @@ def require_sandbox() -> None:
 
 @pytest.fixture(params=["sandbox", "unsafe"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a candidate's body."""
     if request.param == "sandbox":
         require_sandbox()
 
@@ -234,7 +233,6 @@ def run_attacks(folder: Path, user: int, python: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=["root", "ordinary user"])
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What every attack reached."""
     require_sandbox()
     folder, is_root = tmp_path_factory.mktemp("attacks"), os.geteuid() == 0
     if request.param == "root" and not is_root:
@@ -273,7 +271,6 @@ def test_no_process_is_left(run: Run, body: str) -> None:
 
 
 def find_processes(word: str) -> list[str]:
-    """Processes with a word in their command."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended

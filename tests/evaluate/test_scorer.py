@@ -15,17 +15,7 @@ from hypothesis import strategies as st
 
 from adlm.evaluate import scorer as scorers
 from adlm.evaluate.cache import Cache, open_cache
-from adlm.evaluate.scorer import (
-    ScoringModel,
-    ScoringRequest,
-    TextScores,
-    TokenizedText,
-    build_windows,
-    find_scorer,
-    is_causal_lm,
-    load_scorer,
-    score_texts,
-)
+from adlm.evaluate.scorer import ScoringModel, ScoringRequest, TextScores, build_windows, find_scorer, score_texts
 from adlm.training.distributed import DistributedContext
 from tests.evaluate.scorers import END, causal, causal_folder, documents, encoder, needs
 
@@ -47,7 +37,7 @@ def test_a_folder_loads_in_float32(tmp_path: Path) -> None:
     assert len(settings["weights_sha256"]) == 64 and json.loads(json.dumps(settings)) == settings
     shutil.copytree(causal_folder(), tmp_path / "half")
     GPT2LMHeadModel.from_pretrained(causal_folder()).to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    half = load_scorer(tmp_path / "half")
+    half = scorers.load_scorer(tmp_path / "half")
     assert {each.dtype for each in half.model.parameters()} == {torch.float32}
     assert half.settings["weights_sha256"] != settings["weights_sha256"]
 
@@ -96,7 +86,7 @@ def test_models_that_cannot_score_are_refused(tmp_path: Path) -> None:
         "t5": "an encoder with a decoder",
     }.items():
         with pytest.raises(ValueError, match=message):
-            load_scorer(tmp_path / name)
+            scorers.load_scorer(tmp_path / name)
 
 
 def test_names_are_looked_for_as_paths_packages_and_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +108,7 @@ def test_names_are_looked_for_as_paths_packages_and_on_the_hub(tmp_path: Path, m
             find_scorer(name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'nobody/nothing' is no folder, file or installed package.*Hub"):
-        load_scorer("nobody/nothing")
+        scorers.load_scorer("nobody/nothing")
 
 
 def test_packages_are_found_by_their_files() -> None:
@@ -131,8 +121,8 @@ def test_an_encoder_is_one_by_its_weights_or_its_kind() -> None:
     from transformers import BertConfig, GPT2Config, LlamaConfig, ViTConfig
 
     bert_lm, masked_bert = (BertConfig(architectures=[name]) for name in ("BertLMHeadModel", "BertForMaskedLM"))
-    assert all(map(is_causal_lm, (GPT2Config(), LlamaConfig(), bert_lm)))
-    assert not any(map(is_causal_lm, (BertConfig(), ViTConfig(), masked_bert)))
+    assert all(map(scorers.is_causal_lm, (GPT2Config(), LlamaConfig(), bert_lm)))
+    assert not any(map(scorers.is_causal_lm, (BertConfig(), ViTConfig(), masked_bert)))
 
 
 def test_the_identity_follows_weights_and_configuration_not_the_folder(tmp_path: Path) -> None:
@@ -146,10 +136,10 @@ def test_the_identity_follows_weights_and_configuration_not_the_folder(tmp_path:
     save_file(tensors, copies[1] / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((copies[2] / "config.json").read_text("utf-8"))
     (copies[2] / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}), "utf-8")
-    scorers = [load_scorer(folder) for folder in copies]
-    assert scorers[0].identity == causal().identity and len({each.identity for each in scorers}) == 3
+    loaded = [scorers.load_scorer(folder) for folder in copies]
+    assert loaded[0].identity == causal().identity and len({each.identity for each in loaded}) == 3
     # Without files on this machine it follows the values.
-    far = replace(scorers[0], location=replace(scorers[0].location, source="owner/name", kind="Hub"))
+    far = replace(loaded[0], location=replace(loaded[0].location, source="owner/name", kind="Hub"))
     assert far.settings["weights_sha256"] is None
     before = far.identity
     far.model.transformer.ln_f.bias.data += 1
@@ -159,8 +149,7 @@ def test_the_identity_follows_weights_and_configuration_not_the_folder(tmp_path:
 LENGTHS = [5, 40, 12, 33, 60, 7, 21]
 
 
-def texts(scorer: ScoringModel, lengths: list[int]) -> list[TokenizedText]:
-    """Texts with so many tokens."""
+def texts(scorer: ScoringModel, lengths: list[int]) -> list[scorers.TokenizedText]:
     return [scorer.encode([document[:400]])[0].truncate(length) for document, length in zip(documents(), lengths)]
 
 
@@ -170,7 +159,7 @@ def request(scorer: ScoringModel | None = None, **changes) -> ScoringRequest:
     return ScoringRequest(scorer, texts(scorer, LENGTHS), **settings)
 
 
-def score(scorer: ScoringModel, given: list[TokenizedText], *, batch: int = 32, **settings) -> TextScores:
+def score(scorer: ScoringModel, given: list[scorers.TokenizedText], *, batch: int = 32, **settings) -> TextScores:
     return score_texts([ScoringRequest(scorer, given, **settings)], batch=batch)[0]
 
 

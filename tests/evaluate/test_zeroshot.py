@@ -10,16 +10,7 @@ import torch
 from adlm.data.corpora import CORPORA
 from adlm.data.packing import end_documents, wrap_rows
 from adlm.data.sources import open_source
-from adlm.evaluate.zeroshot import (
-    PAPER,
-    SETS,
-    SPLIT,
-    compare_with_paper,
-    find_set,
-    load_set,
-    locate_set,
-    zero_shot,
-)
+from adlm.evaluate.zeroshot import PAPER, SETS, SPLIT, compare_with_paper, find_set, load_set, locate_set, zero_shot
 from adlm.likelihood import estimate_nll
 from tests.data.test_corpora import hub, write_parquet  # noqa: F401
 from tests.data.test_sources import FIXTURES

@@ -71,7 +71,6 @@ def wrap(model: LM | str, **options: Any) -> Any:
 
 
 def score(model: Any, pairs: Any = PAIRS) -> tuple[list[float], list[bool]]:
-    """The log-likelihoods of pairs, and whether they are greedy."""
     results = model.loglikelihood([build_request(*pair) for pair in pairs], disable_tqdm=True)
     return [value for value, _ in results], [is_greedy for _, is_greedy in results]
 

@@ -34,7 +34,6 @@ def stage_counts(stack, embed, head):
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameter_counts_are_the_authors(name):
-    """In total and per part, for all eight sizes."""
     method, size, _ = name.split("_")
     expected = COUNTS[name]
     preset, changes = ("small", TINY) if size == "tiny" else (size, {})
@@ -81,7 +80,6 @@ CAUSAL = {"vocab_size": 20, "mask_id": None, "dim": 16, "length": 13, "seed": 2,
 @pytest.mark.parametrize("changes", [{}, {"positions": "learned"}, {"cond_dim": 8}], ids=str)
 @pytest.mark.parametrize("method", ["ar", "a2r"])
 def test_cached_features_are_the_full_ones(method, changes):
-    """In chunks of any size, in any order of sizes."""
     model = random_model(method, **(CAUSAL | {"denoiser_layers": 2} | changes))
     tokens = random_tokens(3, 13, 20)
     with torch.no_grad():
@@ -195,12 +193,7 @@ def test_impossible_shapes_are_refused(wrong, message):
 @pytest.mark.parametrize(
     ("method", "changes", "use", "message"),
     [
-        (
-            "adlm",
-            {},
-            lambda model: model(torch.zeros(1, 4).long()),
-            "4 tokens are longer than this model's length of 3",
-        ),
+        ("adlm", {}, lambda model: model(random_tokens(1, 4, 3)), "4 tokens are longer than this model's length of 3"),
         ("adlm", {}, lambda model: model.new_cache(1), "only causal models can use a key-value cache"),
         ("ar", {}, lambda model: model(torch.zeros(1, 3).long(), cache=model.new_cache(1, 2)), "into a cache of 2"),
         ("ar", {}, lambda model: model(ZEROS, valid=ZEROS == 0, cache=model.new_cache(2)), "a cache, not both"),

@@ -12,7 +12,6 @@ import torch
 
 import adlm
 from adlm import Hole, checkpoint
-from adlm.bundled import MODELS
 from adlm.methods import SAMPLERS
 from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
@@ -22,7 +21,6 @@ FRAMED, WRAPPED = lm("adlm", "bytes", "documents"), lm("mdlm", "bytes")
 
 
 def assert_refused(call: Callable[[], object], *parts: str) -> None:
-    """Assert that a call raises an error whose message has all of these parts."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         call()
     for part in parts:
@@ -175,14 +173,6 @@ def test_few_frames_lie_between_generate_and_forward(monkeypatch: pytest.MonkeyP
     FRAMED.generate(length=9, steps=3)
     FRAMED.generate(length=9, sampler="confidence", steps=3)
     assert depths and max(depths) <= 7
-
-
-def test_missing_models(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        adlm.load("no-such-model")
-    assert all(part in str(caught.value) for part in ("'no-such-model'", "a run folder", *MODELS))
-    with pytest.raises(FileNotFoundError, match="neither a run folder nor a model folder"):
-        adlm.load(tmp_path)
 
 
 def cut(path: Path) -> None:

@@ -8,14 +8,15 @@ import atexit
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import islice
 from multiprocessing.process import BaseProcess
@@ -48,6 +49,18 @@ TINY: dict[str, Any] = {
     "checkpoint": {"every": 5},
     "log": {"every": 2, "show": False},
 }
+
+
+@contextmanager
+def limit_file_size(size: int) -> Iterator[None]:
+    """A context in which a longer file cannot be written, as on a full disk."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @cache
@@ -168,7 +181,6 @@ def wait_until(condition: Callable[[], object], process: BaseProcess, seconds: f
 
 
 def get_exit_code(process: BaseProcess, seconds: float = 60) -> int | None:
-    """The exit code of a process that should end by itself."""
     process.join(seconds)
     if process.is_alive():
         process.kill()

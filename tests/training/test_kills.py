@@ -19,10 +19,7 @@ def partial(folder: Path) -> list[Path]:
 
 
 def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment: str) -> bool:
-    """Start or resume a run and kill it: as soon as it writes, some time after that, or at any time.
-
-    False if it get_exit_code before.
-    """
+    """Kill a run as soon as it writes, some time after that, or at any time; False if it ended before."""
     process = in_process(folder, *changes, slow=SLOW)
     before = {path.name for path in partial(folder)}
     if moment == "any time":

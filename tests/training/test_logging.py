@@ -1,6 +1,5 @@
 """metrics.jsonl is read as it was written and repaired after a kill; trackers show the same numbers."""
 
-import importlib.util
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from adlm.training.logging import append_record, cut_metrics, format_record, open_tracker, read_metrics
+from tests.evaluate.scorers import needs
 from tests.training.runs import ROOT
 
 
@@ -92,21 +92,6 @@ def test_a_damaged_line_is_an_error_with_its_number(tmp_path: Path, damage: str,
     path.write_text(f"{format_record(record(1))}{damage}\n{after}", "utf-8")
     with pytest.raises(ValueError, match=r"m\.jsonl, line 2 is no object with a step: "):
         cut_metrics(path, 5)
-
-
-def needs(module: str) -> None:
-    """Skip without an extra, except where ADLM_ALL is set."""
-    if importlib.util.find_spec(module) is None and not os.environ.get("ADLM_ALL"):
-        pytest.skip(f"{module} is not installed: pip install 'adlm[track]'")
-
-
-def test_an_unknown_tracker_is_an_error_with_the_known_ones(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="unknown tracker 'mlflow': expected one of tensorboard, wandb, trackio"),
-        open_tracker("mlflow", tmp_path, {}),
-    ):
-        pass
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

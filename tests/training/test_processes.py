@@ -51,7 +51,6 @@ def place(processes: int, shape: str, kind: str) -> Path:
 
 @cache
 def alone(shape: str) -> Path:
-    """The folder of the same run in one process."""
     folder = place(1, shape, "none")
     run(folder, *settings(shape, "none"), rows=rows(shape))
     return folder

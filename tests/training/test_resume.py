@@ -175,7 +175,10 @@ def test_a_run_without_its_link_resumes_from_the_newest_checkpoint(tmp_path: Pat
     assert_same(torn, straight)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+SIGNALS = [(signal.SIGTERM, 75), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_a_signal_is_answered_with_a_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
     changes = ("steps=60", "log.every=7", "checkpoint.every=1000", "valid.every=50")
     process, metrics = in_process(tmp_path / "torn", *changes), tmp_path / "torn/metrics.jsonl"

@@ -11,18 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adlm.view import look
-from adlm.view.gif import (
-    HOLD_SECONDS,
-    MARGIN,
-    SIZES,
-    TEXT_TOP,
-    GifPanel,
-    clean_text,
-    lay_out_tokens,
-    plan_frames,
-    write_gif,
-)
+from adlm.view import gif, look
+from adlm.view.gif import HOLD_SECONDS, clean_text, lay_out_tokens, plan_frames, write_gif
 from adlm.view.player import read_asset
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory
 from tests.view.trajectories import PARAGRAPH, make_trajectory, simulate
@@ -49,8 +39,8 @@ def find_places(trajectory: Trajectory) -> list[tuple[int, int, int, int]]:
     """The rectangles of the tokens in the image, a little inside: letters of a neighbor may lean over."""
     from PIL import ImageFont
 
-    fonts = [ImageFont.load_default(size) for size in SIZES]
-    panel = GifPanel("", trajectory.frames, MARGIN, TEXT_TOP, 720 - 2 * MARGIN, fonts)
+    fonts = [ImageFont.load_default(size) for size in gif.SIZES]
+    panel = gif.GifPanel("", trajectory.frames, gif.MARGIN, gif.TEXT_TOP, 720 - 2 * gif.MARGIN, fonts)
     return [(left + 2, top, left + max(3, width - 2), top + 25) for left, top, width in panel.places]
 
 
@@ -137,7 +127,7 @@ def test_a_wide_word_in_a_narrow_place_is_drawn_in_full_and_in_green(tmp_path: P
 
     trajectory = make_trajectory([TokenState(" often", REVEALED)], [TokenState(" a", VISIBLE)])
     ((left, top, right, bottom),) = find_places(trajectory)
-    assert right + 2 - left >= ImageFont.load_default(SIZES[-1]).getlength("often") - 2
+    assert right + 2 - left >= ImageFont.load_default(gif.SIZES[-1]).getlength("often") - 2
     frames, _, _ = read_frames(write_gif([trajectory], tmp_path / "a.gif"))
     colors = frames[0].crop((left, top, right, bottom - 2)).getcolors() or []
     assert max(colors)[1] == ImageColor.getrgb(look.REVEALED_GROUND) and len(colors) > 4

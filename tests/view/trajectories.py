@@ -15,7 +15,6 @@ PARAGRAPH = (
 
 
 def make_trajectory(*states: list[TokenState], title: str = "made") -> Trajectory:
-    """A trajectory from the tokens of every frame."""
     return Trajectory(title, tuple(TrajectoryFrame(step, step, tuple(tokens)) for step, tokens in enumerate(states)))
 
 
