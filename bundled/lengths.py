@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 import adlm
-from adlm.text.generation import choose_hole_lengths
-from adlm.text.templates import Hole, find_holes, parse_template
+from adlm.text.templates import Hole, parse_template
 
 MAX_HOLE = 8  # tokens
 CONTEXT = 24  # words kept on each side
@@ -61,10 +60,9 @@ def main() -> None:
             > lm.row_format.row
         ):
             continue
-        template = parse_template((before, Hole(1, MAX_HOLE), after))
-        pieces = choose_hole_lengths(lambda: lm.predictor, lm.row_format.build_layout, template, MAX_HOLE)
+        layout = lm.row_format.layout_template((before, Hole(1, MAX_HOLE), after), lambda: lm.predictor)
         truth.append(length)
-        chosen.append(find_holes(pieces)[0].min_tokens)
+        chosen.append(next(span.end - span.start for span in layout.spans if span.texts is None))
         if len(truth) == options.holes:
             break
     if not truth:

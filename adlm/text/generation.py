@@ -23,7 +23,6 @@ from adlm.text.templates import (
     Pieces,
     Template,
     build_layout,
-    find_holes,
     parse_template,
     set_hole_lengths,
     tokenize_piece,
@@ -184,11 +183,6 @@ class RowFormat:
         """Whether the first token of a text is not predicted: a causal model has nothing to predict it from."""
         return self.is_causal and self.tokenizer.bos_id is None
 
-    def count_scored(self, layout: Layout) -> tuple[int, int]:
-        """Count the tokens and bytes of a text that a score is over: all, or what follows the first token."""
-        texts = (layout.spans[0].texts or ())[self.first_is_given :]
-        return len(texts), len("".join(texts).encode("utf-8"))
-
     def layout_prompt(self, prompt: str, length: int | None = None, max_new_tokens: int | None = None) -> Layout:
         """Lay a prompt and the tokens after it out: `length` in all or `max_new_tokens`, by default as many as fit."""
         if not isinstance(prompt, str):
@@ -222,7 +216,7 @@ class RowFormat:
         """Lay a template out, with a length chosen for every hole."""
         pieces = parse_template(template)
         shown = shorten("".join(str(piece) for piece in pieces))
-        holes = find_holes(pieces)
+        holes = [piece for piece in pieces if isinstance(piece, Hole)]
         if not holes:
             raise ValueError(
                 f"the template {shown} has no hole: write ___ where something is to be filled in, "
@@ -240,7 +234,16 @@ class RowFormat:
         room = self.row - given
         if self.is_causal:  # nothing follows its hole: the text ends at an end token
             return self.build_layout(set_hole_lengths(pieces, [min(holes[0].max_tokens, room)]))
-        return self.build_layout(choose_hole_lengths(predictor, self.build_layout, pieces, room))
+        lengths = [hole.min_tokens for hole in holes]
+        for number, hole in enumerate(holes):  # from the left; those after it are at their shortest
+            most = min(hole.max_tokens, room - sum(lengths) + lengths[number])
+            if most > hole.min_tokens:
+                layouts = {}
+                for length in range(hole.min_tokens, most + 1):
+                    lengths[number] = length
+                    layouts[length] = self.build_layout(set_hole_lengths(pieces, lengths))
+                lengths[number] = choose_hole_length(predictor(), layouts, number)
+        return self.build_layout(set_hole_lengths(pieces, lengths))
 
     def _require_room(self, tokens: int, name: str) -> None:
         if tokens > self.row:
@@ -248,23 +251,6 @@ class RowFormat:
                 f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}: "
                 "make it shorter, or use a model with longer rows"
             )
-
-
-def choose_hole_lengths(
-    predictor: Callable[[], Predictor], build_layout: Callable[[Pieces], Layout], pieces: Pieces, room: int
-) -> Pieces:
-    """Choose a length for every hole, one by one from the left; all together have at most `room` tokens."""
-    holes = find_holes(pieces)
-    lengths = [hole.min_tokens for hole in holes]
-    for number, hole in enumerate(holes):
-        most = min(hole.max_tokens, room - sum(lengths) + lengths[number])
-        if most > hole.min_tokens:
-            layouts = {}
-            for length in range(hole.min_tokens, most + 1):
-                lengths[number] = length
-                layouts[length] = build_layout(set_hole_lengths(pieces, lengths))
-            lengths[number] = choose_hole_length(predictor(), layouts, number)
-    return set_hole_lengths(pieces, lengths)
 
 
 @torch.no_grad()

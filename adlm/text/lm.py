@@ -151,8 +151,7 @@ class StreamStep:
     @property
     def nfe(self) -> list[int]:
         """Network evaluations of each text so far."""
-        nfe: list[int] = self.frame.nfe.tolist()
-        return nfe
+        return list(self.frame.nfe.tolist())
 
     def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
         """Return one of the texts as terminal, player and GIF draw it."""
@@ -384,7 +383,8 @@ class LM(LMEngine):
         nats = estimate_token_nats(model, rows, is_scored, batch=batch, **settings)
         scores = []
         for layout, values in zip(layouts, nats, strict=True):
-            tokens, size = self.row_format.count_scored(layout)
+            counted = (layout.spans[0].texts or ())[self.row_format.first_is_given :]
+            tokens, size = len(counted), len("".join(counted).encode("utf-8"))
             mean, error = float(values.mean()), 0.0 if is_exact else float(values.std() / math.sqrt(draws))
             scores.append(Score(mean / tokens, error / tokens, tokens, mean / math.log(2) / size, is_exact))
         return scores

@@ -1,8 +1,5 @@
 """Templates: given text and holes, their tokens, and the way back from tokens to text.
 
-A template is a string in which `___` is a hole whose length the model chooses, `___{5}` one of five tokens and
-`___{2,8}` one of two to eight; or a list of strings and `Hole`s, in which underscores are underscores.
-
 Given text is tokenized piece by piece and returned as it is, byte for byte, even where the tokenizer has no token for
 it. In most vocabularies a word's token includes the blank before it, so a blank just before a hole is no token of its
 own: the hole's first token must begin a word.
@@ -88,11 +85,6 @@ def _split_template(template: str) -> Iterator[str | Hole]:
         yield Hole() if least is None else Hole(int(least), int(most or least))
         end = match.end()
     yield template[end:]
-
-
-def find_holes(pieces: Pieces) -> list[Hole]:
-    """Return the holes of pieces, in order."""
-    return [piece for piece in pieces if isinstance(piece, Hole)]
 
 
 def set_hole_lengths(pieces: Pieces, lengths: Sequence[int]) -> Pieces:
