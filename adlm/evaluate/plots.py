@@ -1,7 +1,4 @@
-"""Every plot of an evaluation: the frontier, one model's anchors, anchor accuracy against other metrics.
-
-A plot is drawn from the plain data in `EvalResult.figures`, without a window and without global state.
-"""
+"""Every plot of an evaluation, drawn from the plain data in `EvalResult.figures` without a window or global state."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import numpy as np
 from adlm.evaluate.anchor_study import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
 from adlm.evaluate.results import EvalResult, shorten_names
 from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
-from adlm.view.look import COLORS, GRAY, STYLE
+from adlm.view.look import COLORS, GRAY, LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,13 +24,31 @@ Row = Mapping[str, Any]  # one entry of a result's metrics
 Look = dict[str, Any]  # matplotlib's options of a line
 MARKERS = "osD^vPX*<>hd"
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
-PLOT_STYLE: Any = STYLE | {
+PLOT_STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.edgecolor": GRAY,
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT,
+    "grid.linewidth": 0.6,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
+    "xtick.labelcolor": "black",
+    "ytick.labelcolor": "black",
+    "legend.fontsize": 8,
     "text.parse_math": False,  # a model's name may contain dollar signs
     "legend.frameon": False,
     "lines.linewidth": 1.2,
     "lines.markersize": 5,
     "errorbar.capsize": 2,
+    "svg.hashsalt": "adlm",
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
 }
 LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}
 
@@ -159,10 +174,7 @@ MIN_BIN_TOKENS = 20  # of a point in the calibration plot
 
 def draw_anchors(study: Row, path: Path) -> Path:
     """Plot one model's anchors: accuracy, likelihood, calibration, costs of changes; with samples two panels more."""
-    panels: list[Callable[[Axes, Row], None]] = [
-        partial(_draw_rates, name="accuracy"),
-        partial(_draw_rates, name="nll"),
-    ]
+    panels: list[Callable[[Axes, Row], None]] = [partial(_draw_rates, name=name) for name in ("accuracy", "nll")]
     panels += [_draw_calibration, _draw_costs, *([_draw_samples, _draw_reveals] if study["samples"] else [])]
     columns = len(panels) // 2
     with new_figure(path, 3.4 * columns + 0.4, 6.4) as figure:
@@ -174,7 +186,6 @@ def draw_anchors(study: Row, path: Path) -> Path:
 
 
 def _draw_rates(axes: Axes, study: Row, name: str) -> None:
-    """Draw a metric of guesses over the middles of the ranges of mask rates."""
     for (head, state, kind), look in SERIES.items():
         key = {"head": head, "state": state, "kind": kind}
         guesses = [each for each in study["guesses"] if each | key == each and each["tokens"]]
@@ -203,14 +214,12 @@ def _draw_costs(axes: Axes, study: Row) -> None:
 
 
 def _draw_changes(axes: Axes, rows: Sequence[Row], name: str) -> None:
-    """Draw a metric of every change of the features, from top to bottom."""
     for place, row, value, error in zip(range(len(rows))[::-1], rows, *_split_errors(rows, name), strict=True):
         axes.errorbar([value], [place], xerr=[2 * error], color=CHANGE_COLORS[row["kind"]], marker="o")
     _label_rows(axes, [str(CHANGE_LABELS.get(row["kind"], row["perturbation"])) for row in rows])
 
 
 def _label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Name the rows of a horizontal plot from top to bottom."""
     axes.set_yticks(range(len(names))[::-1], names)
     axes.set_ylim(-0.6, len(names) - 0.4)
 
@@ -259,7 +268,8 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
     has_equal = any(each["among"] == AT_EQUAL_STEPS for each in correlations)
     with new_figure(path, 3.6 * len(metrics) + 1.9, 7.4 if has_equal else 4.0) as figure:
         for place, name in enumerate(metrics, 1):
-            titles = {each["among"]: _describe(each) for each in correlations if each["y"] == name}
+            text = "{among}: ρ = {rho:.2f} [{low:.2f}, {high:.2f}], r = {r:.2f} [{r_low:.2f}, {r_high:.2f}]"
+            titles = {each["among"]: text.format(**each) for each in correlations if each["y"] == name}
             equal = titles.pop(AT_EQUAL_STEPS, None)
             axes = figure.add_subplot(1 + has_equal, len(metrics), place)
             _draw_runs(axes, studies, name, looks)
@@ -274,11 +284,6 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
             legend += [(f"step {step:,}", bare | {"marker": marker}) for step, marker in markers.items()]
         add_legend(figure, legend)
     return path
-
-
-def _describe(each: Row) -> str:
-    rho = f"ρ = {each['rho']:.2f} [{each['low']:.2f}, {each['high']:.2f}]"
-    return f"{each['among']}: {rho}, r = {each['r']:.2f} [{each['r_low']:.2f}, {each['r_high']:.2f}]"
 
 
 def _draw_runs(axes: Axes, studies: Sequence[Row], name: str, looks: Sequence[Look]) -> None:

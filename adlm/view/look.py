@@ -1,7 +1,6 @@
-"""Colors and styles: of plots (COLORS, STYLE), of the terminal, and of GIFs, which look like the player."""
+"""Colors of plots, styles of the terminal, and colors of GIFs, which look like the player."""
 
 from bisect import bisect_right
-from typing import Any
 
 from rich.style import Style
 
@@ -10,26 +9,6 @@ from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE
 # Plots: Okabe and Ito's colors, which color-blind readers can tell apart; black and yellow are left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GRAY, LIGHT = "#555555", "#DDDDDD"
-STYLE: Any = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "legend.fontsize": 8,
-    "axes.spines.top": False,
-    "axes.edgecolor": GRAY,
-    "axes.linewidth": 0.8,
-    "xtick.color": GRAY,
-    "ytick.color": GRAY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "axes.grid": True,
-    "grid.color": LIGHT,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "svg.hashsalt": "adlm",
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
-}
 
 # Guesses are colored by their probability: a scale has one color more than there are levels.
 PROBABILITY_LEVELS = (0.25, 0.5, 0.75)

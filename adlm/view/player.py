@@ -36,13 +36,15 @@ def render_player(trajectories: Sequence[Trajectory], title: str = TITLE) -> str
         "base-uri 'none'; form-action 'none'"
     )
     data = {"title": title, "states": STATES, "trajectories": [_encode_trajectory(each) for each in trajectories]}
+    encoded = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
         # The parser reads &#…; in a title; a lone surrogate, which no file can hold, becomes a replacement character.
         "title": html.escape(title).encode("ascii", "xmlcharrefreplace").decode("ascii"),
         "policy": policy,
         "style": style,
         "script": script,
-        "data": _encode_json(data),
+        # ASCII in which no text can end the script element or open a comment.
+        "data": encoded.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
     }
     # One pass: what is inserted is never searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], read_asset("player.html"))
@@ -83,12 +85,6 @@ def _encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "strings": list(numbers),
         "frames": frames,
     }
-
-
-def _encode_json(value: object) -> str:
-    """Encode as ASCII JSON that a script element can hold: no text in it can end the element or open a comment."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def read_asset(name: str) -> str:

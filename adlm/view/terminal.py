@@ -153,13 +153,11 @@ class DenoisingView:
 
 def _find_top(lines: Sequence[Text], top: int, room: int) -> int:
     """Return the first of `room` lines to show: as before while a token changes there, else near the next change."""
-
-    def is_busy(style: str | Style) -> bool:  # the style of a token that is hidden or has just changed
-        return isinstance(style, Style) and bool(style.dim or style.reverse or style.bold)
-
     last = len(lines) - room
     top = min(top, last)
-    busy = [i for i, line in enumerate(lines) if any(is_busy(span.style) for span in line.spans)]
+    styles = [[span.style for span in line.spans if isinstance(span.style, Style)] for line in lines]
+    # The lines with a token that is hidden or has just changed.
+    busy = [i for i, own in enumerate(styles) if any(style.dim or style.reverse or style.bold for style in own)]
     if not busy or any(top <= i < top + room for i in busy):
         return top
     nearest = next((i for i in busy if i >= top), busy[0])
