@@ -27,7 +27,11 @@ def doctor(is_json: options.Json = False) -> None:
     Exit codes: 0 everything required works; 1 something required is broken.
     """
     with json_stdout(is_json), status_console().status("checking …"):
-        sections = {"packages": check_packages(), "devices": check_devices(), "models": check_models()}
+        gpus = attempt("reinstall torch and the GPU's driver", describe_gpus)
+        reinstall = "pip install --force-reinstall --no-deps adlm"
+        models = {name: attempt(reinstall, check_model, name) for name in MODELS}
+        devices = {"cpu": f"{os.cpu_count()} cores", "cuda": gpus}
+        sections: dict[str, Section] = {"packages": check_packages(), "devices": devices, "models": models}
     problems = [name for section in sections.values() for name, text in section.items() if text.startswith(BROKEN)]
     if is_json:
         print_json({"ok": not problems, "problems": problems} | sections)
@@ -70,26 +74,18 @@ def check_packages() -> Section:
     return section
 
 
-def check_devices() -> Section:
-    """List the devices; commands use the first CUDA device by default."""
+def describe_gpus() -> str:
+    """List the CUDA devices; commands use the first by default."""
+    import torch
 
-    def describe_gpus() -> str:
-        import torch
-
-        devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        names = [f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices]
-        return ", ".join(names) or "missing: no device, no driver, or torch is built without CUDA"
-
-    return {"cpu": f"{os.cpu_count()} cores", "cuda": attempt("reinstall torch and the GPU's driver", describe_gpus)}
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    names = [f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices]
+    return ", ".join(names) or "missing: no device, no driver, or torch is built without CUDA"
 
 
-def check_models() -> Section:
-    """Load every bundled model and generate a few tokens."""
+def check_model(name: str) -> str:
+    """Load a bundled model and generate a few tokens."""
+    from adlm.text.lm import load
 
-    def generate(name: str) -> str:
-        from adlm.text.lm import load
-
-        load(name).generate(length=8, steps=8)
-        return "loads and generates"
-
-    return {name: attempt("pip install --force-reinstall --no-deps adlm", generate, name) for name in MODELS}
+    load(name).generate(length=8, steps=8)
+    return "loads and generates"

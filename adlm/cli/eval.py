@@ -1,7 +1,4 @@
-"""`adlm eval`: parse options, call one function of adlm.evaluate, print its result.
-
-The parameters of a command have the names of that function's arguments.
-"""
+"""`adlm eval`: every command calls one function of adlm.evaluate, whose arguments have the names of its parameters."""
 
 from __future__ import annotations
 
@@ -60,15 +57,8 @@ OutFolder = Annotated[
 ]
 
 
-def load_models(names: list[str] | None, device: str) -> list[Any]:
-    """Load the models, each once; the bundled one by default."""
-    from adlm.text.lm import load
-
-    return [load(name, device=device) for name in dict.fromkeys(names or [DEFAULT])]
-
-
 def run_eval(
-    task: str, parameters: dict[str, Any], parsed: dict[str, Any], load: Callable[[str], Any] | None = None
+    task: str, parameters: dict[str, Any], parsed: dict[str, Any], load_models: Callable[[str], Any] | None = None
 ) -> None:
     """Call a function of adlm.evaluate with the parameters of a command, some of them parsed, and print its result."""
     settings = {name: value for name, value in parameters.items() if name not in COMMAND_PARAMETERS} | parsed
@@ -81,11 +71,14 @@ def run_eval(
     with json_stdout(is_json):
         import adlm.evaluate
         from adlm.evaluate.plots import draw_figures
+        from adlm.text.lm import load
         from adlm.training.distributed import init_distributed
 
         with init_distributed(parameters["device"]) as context, progress_bar(context.is_main) as on_progress:
             settings |= {"context": context} if task in DISTRIBUTED else {}
-            models = (load or partial(load_models, parameters["models"]))(str(context.device))
+            device = str(context.device)
+            names = dict.fromkeys(parameters.get("models") or [DEFAULT])
+            models = load_models(device) if load_models else [load(name, device=device) for name in names]
             result: EvalResult = getattr(adlm.evaluate, task)(models, **settings, on_progress=on_progress)
             paths = [out / name for name in result.metrics.get("files", ())]
             if out and context.is_main:

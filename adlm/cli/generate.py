@@ -172,8 +172,7 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
 
     lm = load(model or DEFAULT, device=settings.device, deterministic=settings.deterministic)
     sampler = {name: getattr(settings, name) for name in ("sampler", "steps", "block")}
-    if settings.option:
-        sampler |= parse_sampler_options(settings.option)
+    sampler |= parse_sampler_options(settings.option or [])
     pairs = [(lm, sampler)]
     if settings.compare is not None:
         # A causal model samples left to right, without the options of the other's sampler.
@@ -251,7 +250,7 @@ def write_outputs(
     runs: list[GenerationRun], trajectories: list[Trajectory], settings: GenerationOptions, is_watched: bool
 ) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
-    texts = output.join_texts([text for run in runs for text in run.output.texts])
+    texts = (output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n").encode("utf-8")
     if is_watched:
         print_texts(runs, Console(highlight=False))
     elif not settings.is_json:

@@ -1,7 +1,4 @@
-"""The command line: every command parses options, calls one function and prints.
-
-Commands import what is slow to import when they run, so that `--help` and `--version` are fast.
-"""
+"""The command line; commands import what is slow to import when they run, so that `--help` is fast."""
 
 import sys
 from typing import Annotated

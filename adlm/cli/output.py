@@ -49,11 +49,6 @@ def print_bytes(content: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def join_texts(texts: Sequence[str]) -> bytes:
-    """Texts as the content of one file, with <|endoftext|> between them."""
-    return (SEPARATOR.join(texts) + "\n").encode("utf-8")
-
-
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table; numbers are never cut.
 
