@@ -374,7 +374,7 @@ def estimate_order_nll(
     return _estimate(rows, compute_nats, *shared, is_exact=not is_random)
 
 
-def step_of_rank(rank: Tensor, hidden: Tensor, steps: Tensor) -> Tensor:
+def find_reveal_steps(rank: Tensor, hidden: Tensor, steps: Tensor) -> Tensor:
     """The one of `steps` even steps, larger ones first, that reveals the token of each rank among `hidden`."""
     small, more = hidden // steps.clamp(min=1), hidden % steps.clamp(min=1)
     early = more * (small + 1)
@@ -386,7 +386,7 @@ def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_p
     hidden = rows.is_counted.sum(1, keepdim=True)
     rank = torch.where(rows.is_counted, place.double(), torch.inf).argsort(stable=True, dim=1).argsort(1)
     steps = -(-hidden // tokens_per_step)
-    reveal = torch.where(rows.is_counted, step_of_rank(rank, hidden, steps), -1)  # given tokens and padding: before
+    reveal = torch.where(rows.is_counted, find_reveal_steps(rank, hidden, steps), -1)  # -1: given, or padding
     row = torch.repeat_interleave(torch.arange(len(place)), steps[:, 0])
     step = torch.arange(len(row)) - (steps.cumsum(0) - steps)[row, 0]
     nats = torch.zeros(len(place), dtype=torch.float64)

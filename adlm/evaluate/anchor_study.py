@@ -1,7 +1,4 @@
-"""What the anchor network contributes: its guesses, the model's loss without them, the order of reveals.
-
-The paper calls for this analysis and does not contain it. Results are plain dicts, as in their JSON.
-"""
+"""What the anchor network contributes: its guesses, the model's loss without them, the order of reveals."""
 
 import inspect
 import math
@@ -130,7 +127,14 @@ def anchors(
     correlations, reasons = compare_studies(studies, about)
     metrics = {"models": studies, "correlations": correlations, "skipped_correlations": reasons}
     settings = {"data": str(data), "window": window, **settings, "models": about}
-    tables, figures = build_tables(studies, correlations), collect_figures(studies, correlations)
+    figures: dict[str, Any] = {
+        "anchors" if len(studies) == 1 else f"anchors-{number}": ("anchors", {"study": study})
+        for number, study in enumerate(studies, 1)
+        if study["losses"][1:]
+    }
+    if correlations:
+        figures["correlation"] = "correlation", {"studies": studies, "correlations": correlations}
+    tables = build_tables(studies, correlations)
     provenance, warnings = collect_provenance(about[0]["device"]), reasons if len(studies) > 1 else []
     return EvalResult("anchors", metrics, settings, provenance, tables, warnings, figures)
 
@@ -401,7 +405,7 @@ def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], lis
     return correlations, list(dict.fromkeys(reasons))
 
 
-# Tables and figures.
+# Tables.
 
 # Part of a study -> title, columns of text, columns of numbers.
 QUALITY = ("nfe", "gen_ppl", "entropy", "distinct_2", "repetition_4")
@@ -449,7 +453,6 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
 
 
 def _format_test(each: Row, name: str, prefix: str) -> list[Any]:
-    """A correlation coefficient with its interval, and its p-value."""
     p_value, *interval = (each[f"{prefix}{key}"] for key in ("p_value", "low", "high"))
     return [Estimate(each[name], interval=tuple(interval)), "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"]
 
@@ -457,14 +460,3 @@ def _format_test(each: Row, name: str, prefix: str) -> list[Any]:
 def _get_cell(row: Row, name: str) -> Any:
     cell = get_estimate(row, name) if f"{name}_se" in row else row[name]
     return None if isinstance(cell, Estimate) and math.isnan(cell.value) else cell
-
-
-def collect_figures(studies: Sequence[Row], correlations: Sequence[Row]) -> dict[str, Any]:
-    """What `adlm.evaluate.plots` draws: each model that was perturbed, and the correlations."""
-    figures = dict[str, Any]()
-    for number, study in enumerate(studies, 1):
-        if study["losses"][1:]:
-            figures["anchors" if len(studies) == 1 else f"anchors-{number}"] = ("anchors", {"study": study})
-    if correlations:
-        figures["correlation"] = "correlation", {"studies": studies, "correlations": correlations}
-    return figures

@@ -1,7 +1,6 @@
 """Evaluates Python code: the share of generated and infilled functions that parse, and pass@k of problems.
 
-The functions are those of the running interpreter's standard library (PSF license): the same for one version of Python
-on every machine, which `hash_sources` shows. Problems have the form of HumanEval; `adlm.evaluate.sandbox` runs them.
+The functions are those of the interpreter's standard library, the same for one version of Python on every machine.
 """
 
 import ast
@@ -34,7 +33,7 @@ from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
 
 LICENSE = "PSF-2.0 (Python Software Foundation License, version 2)"
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "turtledemo"}
+SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "turtledemo"}
 BUILD_FILES = ("config-", "_sysconfigdata")  # how this interpreter was built: differs between machines
 HELD_OUT_SHARE = 10  # every tenth file, by the hash of its name
 MAX_GAP_LINES, MAX_GAP_TOKENS, MAX_COMPLETION_TOKENS = 3, 24, 128
@@ -364,7 +363,7 @@ def load_standard_library() -> Sources:
     folder, sources = Path(sysconfig.get_paths()["stdlib"]), {}
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).parts
-        if not LEFT_OUT & set(parts) and not any(part.startswith(BUILD_FILES) for part in (parts[0], parts[-1])):
+        if not SKIPPED_DIRS & set(parts) and not any(part.startswith(BUILD_FILES) for part in (parts[0], parts[-1])):
             with tokenize.open(path) as file:  # in the encoding that the source declares
                 sources["/".join(parts)] = file.read().replace("\r\n", "\n")
     return {name: sources[name] for name in sorted(sources) if sources[name].strip()}

@@ -1,7 +1,4 @@
-"""Any text as rows for an evaluation: the same rows for any number of workers, identified by a hash.
-
-Sources, tokenization and packing are those of `adlm prepare`.
-"""
+"""Any text as the rows that `adlm prepare` would make, for an evaluation, identified by a hash."""
 
 import hashlib
 import tempfile
@@ -21,7 +18,7 @@ from adlm.data.corpora import find_corpus
 from adlm.data.packing import Framing, PackedRows, Packer
 from adlm.data.prepare import ROW_LAYOUTS
 from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
-from adlm.data.sources import Source, open_source
+from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.data.workers import TokenizedChunk, TokenizerPool, chunk_documents
 
@@ -82,7 +79,15 @@ def load_eval_data(
     layout = rows or (corpus.rows if corpus else "wrapped")
     opened = open_source(source, split=split)
     packing = EvalPacker(Packer(framing, is_wrapped=layout == "wrapped"), tokenizer, limit)
-    _tokenize(opened, packing, workers, on_progress)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        with TokenizerPool(Path(folder) / "tokenizer.json", choose_dtype(tokenizer.vocab_size), workers) as pool:
+            chunks = ((texts, (texts, consumed)) for texts, consumed in chunk_documents(opened.read()))
+            for chunk, (texts, consumed) in pool.tokenize(chunks):
+                packing.feed(chunk, texts)
+                on_progress(consumed, opened.total_bytes or 0)
+                if packing.is_full:
+                    break
     if not packing.parts:
         documents = len(packing.unknown)
         remedy = "use rows=documents (one document a row, padded), " if documents > 1 else "use "
@@ -94,7 +99,10 @@ def load_eval_data(
     settings |= {"limit": limit, "bytes_source": "text"} | packing.count_losses()
     if opened.identity.get("detokenizer"):
         settings["bytes_source"] = "detokenized text"
-    return _describe_rows(packing.collect_rows(), tokenizer, packing.bytes, settings)
+    tokens = torch.from_numpy(np.concatenate([part.rows for part in packing.parts]).astype(np.int32))  # compact
+    lengths = [part.lengths for part in packing.parts if part.lengths is not None]
+    packed = TensorRows(tokens, torch.from_numpy(np.concatenate(lengths)).long() if lengths else None)
+    return _describe_rows(packed, tokenizer, packing.bytes, settings)
 
 
 @dataclass
@@ -150,12 +158,6 @@ class EvalPacker:
         offsets = self.tokenizer.bpe.encode(text, add_special_tokens=False).offsets[:tokens]
         return len(text[: offsets[-1][1]].encode("utf-8")) if offsets else 0
 
-    def collect_rows(self) -> TensorRows:
-        """All rows, in half the bytes of int64."""
-        rows = torch.from_numpy(np.concatenate([part.rows for part in self.parts]).astype(np.int32))
-        lengths = [part.lengths for part in self.parts if part.lengths is not None]
-        return TensorRows(rows, torch.from_numpy(np.concatenate(lengths)).long() if lengths else None)
-
     def count_losses(self) -> dict[str, Any]:
         """Documents and tokens used and dropped; None where a limit ended the reading and they are not known."""
         whole, inside, _ = self.parts[-1].ends[-1].tolist()
@@ -170,24 +172,9 @@ class EvalPacker:
         }
 
 
-def _tokenize(source: Source, packing: EvalPacker, workers: int, on_progress: Callable[[int, int], None]) -> None:
-    """Feed the packer until the source ends or the limit is reached."""
-    tokenizer = packing.tokenizer
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        with TokenizerPool(Path(folder) / "tokenizer.json", choose_dtype(tokenizer.vocab_size), workers) as pool:
-            chunks = ((texts, (texts, consumed)) for texts, consumed in chunk_documents(source.read()))
-            for chunk, (texts, consumed) in pool.tokenize(chunks):
-                packing.feed(chunk, texts)
-                on_progress(consumed, source.total_bytes or 0)
-                if packing.is_full:
-                    break
-
-
 def _load_prepared(
     folder: Path, tokenizer: Tokenizer, length: int, *, rows: str | None, split: str, limit: int | None
 ) -> EvalDataset:
-    """Load the rows of a folder that `adlm prepare` made."""
     data = open_data(folder)
     if data.tokenizer.sha256 != tokenizer.sha256:
         raise ValueError(

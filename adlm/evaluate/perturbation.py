@@ -1,7 +1,6 @@
 """What a model loses when the anchor network's features are noisy, permuted, of another row or out of date.
 
-Only the features between the two stages change. The noise on the text is the same for every perturbation, so
-differences have small standard errors even where the values themselves do not.
+The noise on the text is the same for every perturbation, so differences have small standard errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Evaluates models in one process and writes everything into a folder: report.json, report.html, report.md and plots.
-
-The pages come from templates/. They name models and data without the paths of this machine.
-"""
+"""Evaluates models and writes report.json, report.html, report.md and plots, without the paths of this machine."""
 
 import base64
 import copy

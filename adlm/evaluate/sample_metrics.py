@@ -1,13 +1,7 @@
 """Metrics of a set of texts: Gen-PPL, MAUVE, entropy, distinct n-grams and repetition, with standard errors over texts.
 
-No metric is meaningful alone, and all depend on the length of the texts, distinct-n and MAUVE also on their number: so
-`compare_texts` measures samples and as much real text of the same lengths. All texts lose their last eighth, because a
-model that ends its texts writes a full stop, which a truncated passage does not have: MAUVE would tell ends from
-middles.
-
-Gen-PPL counts every token as MDLM's code does, also those after an end-of-text token, but of the end-of-text tokens of
-a text only the first; with `until_eos`, tokens up to the first of them. A BOS added by the scoring model does not
-count; without a BOS the first token is not scored.
+All depend on the length of the texts, distinct-n and MAUVE also on their number: `compare_texts` measures samples and
+as much real text of the same lengths. docs/samples.md has the reasons.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from adlm.training.distributed import DistributedContext
 Tokens = Sequence[int] | Sequence[str] | NDArray[Any]  # of one text
 DISTINCT, REPETITION = (1, 2, 3), 4  # orders of n-grams
 MIN_TOKENS = max(REPETITION, *DISTINCT)  # of a text
-DROPPED_END = 8  # one part in so many
+DROPPED_END = 8  # one part in so many: MAUVE would tell the end of a text from the middle of a truncated one
 Histogram = NDArray[np.float64]
 SEEDS = (0, 1, 2, 3, 4)  # of k-means
 SCALE, POINTS = 5.0, 25  # the constant c and the points of the divergence curve: the package's defaults
@@ -195,7 +189,7 @@ def estimate_mean(values: NDArray[np.float64]) -> Estimate:
 
 
 def is_counted(ids: Sequence[int] | NDArray[Any], eos_id: int | None, *, until_eos: bool = False) -> NDArray[np.bool_]:
-    """Which tokens of a text count in Gen-PPL."""
+    """Which tokens of a text count in Gen-PPL: all but repeated EOS, as in MDLM's code, or those up to the first."""
     row = np.asarray(ids)
     is_eos = row == eos_id if eos_id is not None else np.zeros(len(row), dtype=bool)
     before = is_eos.cumsum() - is_eos  # end-of-text tokens before each token

@@ -1,7 +1,6 @@
 """Samples of a model, passages of real text, and `samples`, which measures both.
 
-A sample follows from the settings, the seed and its number, so a set of samples does not depend on how it was
-generated: by one process or several, in one run or resumed after a kill.
+A sample follows from the settings, the seed and its number, whether one process generates it or a resumed run.
 """
 
 import inspect
@@ -148,7 +147,7 @@ def generate_samples(
 ) -> list[Sample]:
     """Generate the samples of a request with one prompt; those in the cache are not generated again."""
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
-    base = hash_settings(describe_samples(lm, request))
+    base, (layout,), eos_id = hash_settings(describe_samples(lm, request)), request.layouts, lm.tokenizer.eos_id
     keys = [f"sample-{base}-{number}" for number in range(request.config.n)]
     missing = [number for number, key in enumerate(keys) if key not in cache]
     done, own = request.config.n - len(missing), missing[rank::world_size]
@@ -156,8 +155,13 @@ def generate_samples(
     try:
         for first in range(0, len(own), request.config.batch):
             numbers = own[first : first + request.config.batch]
-            for sample in generate_batch(lm, request, numbers):
-                cache.put(keys[sample["number"]], sample)
+            *_, frame = denoise_rows(lm.predictor, request, [(layout, number) for number in numbers])
+            for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
+                tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
+                if layout.may_end and eos_id in tokens:
+                    tokens = tokens[: tokens.index(eos_id)]
+                sample = {"number": number, "seed": request.config.seed, "text": layout.text(ids[: len(layout)])}
+                cache.put(keys[number], sample | {"tokens": tokens, "nfe": nfe})
             done += len(numbers) * world_size  # the other ranks are assumed to be as fast
             on_progress("generating", min(done, request.config.n), request.config.n)
     finally:
@@ -172,18 +176,6 @@ def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:
     settings |= {"prompt": "".join(span.text for span in request.layouts[0].spans)}
     settings |= {"weights_sha256": hash_weights(lm.model), "tokenizer_sha256": lm.tokenizer.sha256}
     return settings | {"deterministic": lm.deterministic}
-
-
-def generate_batch(lm: LM, request: GenerationRequest, numbers: Sequence[int]) -> Iterator[Sample]:
-    """Generate the samples with these numbers in one batch."""
-    (layout,), eos_id = request.layouts, lm.tokenizer.eos_id
-    *_, frame = denoise_rows(lm.predictor, request, [(layout, number) for number in numbers])
-    for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
-        tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
-        if layout.may_end and eos_id in tokens:
-            tokens = tokens[: tokens.index(eos_id)]
-        text = layout.text(ids[: len(layout)])
-        yield {"number": number, "seed": request.config.seed, "text": text, "tokens": tokens, "nfe": nfe}
 
 
 # Given texts.

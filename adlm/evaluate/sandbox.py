@@ -1,9 +1,7 @@
 """Runs programs that a model wrote in bubblewrap sandboxes, against tests that they cannot read or influence.
 
-One sandbox runs the candidate and answers calls of its function; another runs the problem's own program and test, and
-calls the candidate through a pipe. Arguments and results travel as JSON, so the candidate's process never holds an
-expected value, and the test sees builtin values only: whatever a candidate replaces, prints or exits with, it passes
-only by right answers. docs/code.md lists what a sandbox protects and what it does not. This file imports the standard
+One sandbox runs the candidate and answers calls of its function; another runs the problem's own program and test and
+calls the candidate through a pipe, in JSON. docs/code.md has the reasons and the limits. This file imports the standard
 library only: the sandboxed interpreters run its source.
 """
 

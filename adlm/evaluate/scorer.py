@@ -1,8 +1,6 @@
 """Models that score texts, and their scores: the nats of every token and the features of every text, in one pass.
 
-A scoring model is a causal LM or an encoder of transformers. It computes in float32 on every device, because Gen-PPL
-changes with the precision. Texts are sorted by length, padded at the end and scored in batches; this changes scores by
-rounding only.
+A scoring model is a causal LM or an encoder of transformers, in float32: Gen-PPL changes with the precision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Zero-shot perplexity on the paper's eight sets, in the form of the lineage (the MDLM/SEDD code family).
-
-Every choice is documented in docs/zeroshot.md.
-"""
+"""Zero-shot perplexity on the paper's eight sets, in the lineage's form (MDLM/SEDD code); see docs/zeroshot.md."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
