@@ -284,17 +284,17 @@ def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
         raise FileNotFoundError(f"{path} is neither a run folder nor a model folder: {expected}")
     if verify:
         verify_checkpoint(folder)
-    about = read_json(folder / "config.json", COPY_AGAIN)
-    if about.get("format", 0) > MODEL_FORMAT:
-        raise ValueError(f"{folder.name} has format {about['format']}, newer than {MODEL_FORMAT}: update adlm")
+    content = read_json(folder / "config.json", COPY_AGAIN)
+    if content.get("format", 0) > MODEL_FORMAT:
+        raise ValueError(f"{folder.name} has format {content['format']}, newer than {MODEL_FORMAT}: update adlm")
     try:
-        model = LanguageModel(ModelConfig(**about["model"]))
+        model = LanguageModel(ModelConfig(**content["model"]))
         model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
     except (TypeError, RuntimeError, KeyError) as error:
         problem = f"{folder}/config.json does not fit model.safetensors or this version of adlm ({error})"
         raise ValueError(f"{problem}: {COPY_AGAIN}, or update adlm") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return LoadedModel(model.eval(), tokenizer, about["method"], about["step"], about.get("rows", WRAPPED))
+    return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content.get("rows", WRAPPED))
 
 
 def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

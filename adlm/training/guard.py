@@ -64,7 +64,8 @@ def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: getattr(batch, name) for name in ("tokens", "number", "place", "lengths")}
     save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, path / "batch.safetensors")
-    write_json(path / "why.json", {"step": error.step, "error": str(error), "state": batch.state, "total": batch.total})
+    report = {"step": error.step, "error": str(error), "state": batch.state, "total": batch.total}
+    write_json(path / "error.json", report)
     return path
 
 

@@ -1,8 +1,4 @@
-"""Logs a run's metrics to metrics.jsonl, trackers and the terminal, and measures throughput.
-
-A record is a dict: {"step": int, "train/loss": …, "lr": …, "time": {"seconds": …}} or {"step": int, "val/nll": …}.
-Only the values under "time" depend on the clock, so two runs with the same settings agree on all others.
-"""
+"""Logs a run's metrics to metrics.jsonl, trackers and the terminal, and measures throughput."""
 
 import json
 import math
@@ -30,7 +26,7 @@ from adlm.models.language_model import ModelConfig
 from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
 
-Record = dict[str, Any]
+Record = dict[str, Any]  # "step", metrics ("train/loss", …) and "time"; only what is in "time" depends on the clock
 WriteRecord = Callable[[Record], None]
 
 STEP_METRICS = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
@@ -221,10 +217,6 @@ class RunLogger:
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]
         self.bar = exit_stack.enter_context(Progress(*columns, console=self.console, disable=not self.has_bar))
         self.task = self.bar.add_task("starting", total=config.steps, completed=step)
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar to a step."""
-        self.bar.update(self.task, completed=step)
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

@@ -131,7 +131,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
 
         # What we train: the data, the model and its objective.
         data, stream = setup.open_data_on_all_ranks(config, context), setup.open_stream(config)
-        data_hash, valid_rows = setup.hash_data(data, stream), setup.open_valid_rows(data)
+        data_hash, valid_rows = setup.hash_data(data, stream), data.rows("valid")
         shape = setup.build_model_config(config, data)
         objective = setup.build_objective(config, shape, data, on_gpu=on_gpu)
         sampler = None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
@@ -247,7 +247,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             for metrics in training:
                 step, is_last = metrics.step, metrics.step == config.steps
                 window.add(metrics)
-                logger.advance(step)
+                logger.bar.update(logger.task, completed=step)
                 is_logged = step % config.log.every == 0 or is_last
                 if is_logged:
                     logger.log_step(metrics, window)

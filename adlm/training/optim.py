@@ -32,31 +32,22 @@ def get_lr_multiplier(step: int, steps: int, settings: OptimizerSettings = PAPER
     return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def find_muon_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the matrices inside layers, which Muon updates: no embeddings, heads, bridge or modulations."""
-    return {
-        f"{path}.{name}.weight": linear.weight
-        for path, layer in model.named_modules()
-        if isinstance(layer, Layer)
-        for name in ("qkv", "out", "up", "down")
-        if isinstance(linear := getattr(layer, name), nn.Linear)
-    }
-
-
 def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> list[Optimizer]:
-    """Build AdamW for all parameters, or Muon for the layers' matrices and AdamW for the rest."""
-    matrices = find_muon_parameters(model) if settings.name == "muon" else {}
-    rest = [p for name, p in model.named_parameters() if name not in matrices and p.requires_grad]
+    """Build AdamW for all parameters, or Muon for the layers' matrices (not the modulations) and AdamW for the rest."""
+    layers = [module for module in model.modules() if isinstance(module, Layer)] if settings.name == "muon" else []
+    linears = (linear for layer in layers for linear in (layer.qkv, layer.out, layer.up, layer.down))
+    matrices = dict.fromkeys(linear.weight for linear in linears)  # in order, and looked up by identity
+    rest = [p for p in model.parameters() if p not in matrices and p.requires_grad]
     decay = settings.weight_decay
     optimizers: list[Optimizer] = [
         AdamW(rest, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay, fused=True)
     ]
     if matrices:
-        if any(isinstance(p, DTensor) for p in matrices.values()):
+        if any(isinstance(p, DTensor) for p in matrices):
             raise ValueError(
                 "optimizer.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp or adamw"
             )
-        muon = Muon(list(matrices.values()), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
+        muon = Muon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
         optimizers.append(muon)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

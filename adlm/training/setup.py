@@ -44,6 +44,10 @@ def open_data_on_all_ranks(config: Config, context: DistributedContext) -> Prepa
         raise ValueError(errors[0])
     if len({rank["data"] for rank in ranks}) > 1:
         raise ValueError(f"the processes see different data in {config.data.path}: copy it again to every node")
+    count = len(data.rows("valid")) if "valid" in data.splits else 0
+    if count < 2:
+        remedy = "prepare it with --valid SOURCE or with --valid-share above 0"
+        raise ValueError(f"{data.folder} has {count} valid rows, and validation needs at least 2: {remedy}")
     return data
 
 
@@ -62,15 +66,6 @@ def hash_data(data: PreparedData, stream: Source | None) -> str:
     if stream is not None:
         key = hashlib.sha256(json.dumps([key, stream.identity], sort_keys=True).encode("utf-8")).hexdigest()
     return key
-
-
-def open_valid_rows(data: PreparedData) -> ShardedRows:
-    """Open the rows for validation."""
-    count = len(data.rows("valid")) if "valid" in data.splits else 0
-    if count < 2:
-        remedy = "prepare it with --valid SOURCE or with --valid-share above 0"
-        raise ValueError(f"{data.folder} has {count} valid rows, and validation needs at least 2: {remedy}")
-    return data.rows("valid")
 
 
 def compute_unigram_ppl(data: PreparedData, rows: ShardedRows, max_rows: int | None) -> float:
