@@ -1,8 +1,5 @@
 """Models for EleutherAI's evaluation harness (lm-eval): `--model adlm`.
 
-A log-likelihood is exact for a causal model, for a masked one a lower bound, up to the error of its draws. Only the
-continuation is masked. Results depend on the request and the seed alone.
-
 lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.13 do not look there: for them
 `python -m adlm.interop.lm_eval` (or the command `adlm-lm-eval`) is their command line with the model registered.
 """
@@ -223,11 +220,9 @@ class HarnessModel:
         until = (until,) if isinstance(until, str) else tuple(until)
         temperature = float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample", True) else 0.0
         context, tokens = fit_context(self.lm, context, int(kwargs.get("max_gen_toks") or self.max_gen_toks))
-        sampling: dict[str, Any] = {
-            "length": count_context_tokens(self.lm, context) + tokens,
-            "temperature": temperature,
-        }
-        sampling |= {"top_p": float(kwargs.get("top_p") or 1.0), "top_k": kwargs.get("top_k")}
+        sampling: dict[str, Any] = {"length": count_context_tokens(self.lm, context) + tokens}
+        sampling |= {"temperature": temperature, "top_p": float(kwargs.get("top_p") or 1.0)}
+        sampling["top_k"] = kwargs.get("top_k")
         return ContinuationRequest(context, until, tokens, tuple(sampling.items()))
 
     def _generate(self, part: Sequence[ContinuationRequest], n: int) -> list[str]:
