@@ -179,7 +179,9 @@ STATEMENTS = (
     "from adlm.models import LanguageModel, ModelConfig",
 )
 FORK = """
-import multiprocessing, sys, torch  # once for all, because it takes the time
+import multiprocessing, sys, adlm.training.loop  # other libraries once for all, because they take the time
+for name in [name for name in sys.modules if name.partition(".")[0] == "adlm"]:
+    del sys.modules[name]
 for statement in sys.argv[1:]:
     child = multiprocessing.get_context("fork").Process(target=exec, args=(statement, {}))
     child.start()

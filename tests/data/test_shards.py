@@ -90,7 +90,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(prepared: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
     return shutil.copytree(prepared, tmp_path / "data")
 
 

@@ -30,7 +30,6 @@ def small(method: str = "adlm", name: str = "small", words: str = "bytes", **cha
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two files of several documents, and one of one."""
     folder, paths = tmp_path_factory.mktemp("texts"), {}
     for number, name in enumerate(("first", "second")):
         paths[name] = folder / f"{name}.txt"
