@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adlm import Hole
-from adlm.text import templates
-from adlm.text.templates import BLOCK, WORD, classify_tokens, parse_template
+from adlm.text.templates import (
+    BLOCK,
+    WORD,
+    build_layout,
+    classify_tokens,
+    find_banned_tokens,
+    joins_blanks,
+    parse_template,
+    tokenize_piece,
+)
 from tests.text.models import TOKENIZERS, any_template, any_text, given_in, holds_in_order, lm, tokenizer
 
 COUNT = 260  # templates for each tokenizer: more than 1,000 in all
@@ -77,7 +85,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
             if span.texts is not None:
                 continue
             follows_blank = before.texts is not None and before.text.endswith(" ")
-            assert (layout.kinds[span.start] == WORD) == (follows_blank and templates.joins_blanks(model.tokenizer))
+            assert (layout.kinds[span.start] == WORD) == (follows_blank and joins_blanks(model.tokenizer))
             if layout.kinds[span.start] == WORD:
                 firsts += 1
                 name = model.tokenizer.bpe.id_to_token(ids[span.start])
@@ -91,7 +99,7 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=40), st.sampled_from([*TOKENIZERS, "characters", "bare"]))
 def test_the_shares_of_tokens_are_the_text(text: str, words: str) -> None:
-    ids, shares = templates.tokenize_piece(tokenizer(words), text)
+    ids, shares = tokenize_piece(tokenizer(words), text)
     assert "".join(shares) == text
     assert len(shares) == (len(ids) or bool(text))
 
@@ -101,7 +109,7 @@ def test_the_shares_of_tokens_are_the_text(text: str, words: str) -> None:
 def test_any_tokens_in_the_holes_leave_what_is_given(pieces: list[str | Hole], data: st.DataObject) -> None:
     """Also tokens that no limits would let stand: half characters, marks, hashes."""
     words = tokenizer(data.draw(st.sampled_from(TOKENIZERS)))
-    layout = templates.build_layout(parse_template(pieces), words, ends=data.draw(st.booleans()))
+    layout = build_layout(parse_template(pieces), words, ends=data.draw(st.booleans()))
     drawn = iter(data.draw(st.lists(st.integers(0, words.vocab_size - 1), min_size=20, max_size=20)))
     ids = [token if fixed else next(drawn) for token, fixed in zip(layout.ids, layout.is_fixed, strict=True)]
     found = layout.pieces(ids)
@@ -147,7 +155,7 @@ def test_the_classes_of_a_vocabulary() -> None:
 @pytest.mark.parametrize("words", TOKENIZERS)
 def test_only_an_end_may_stand_where_a_text_may_end(words: str) -> None:
     known = tokenizer(words)
-    text, word, ended = templates.find_banned_tokens(known)
+    text, word, ended = find_banned_tokens(known)
     assert torch.equal(text, classify_tokens(known).special)
     assert (text ^ ended).nonzero()[:, 0].tolist() == [known.eos_id]
     assert bool((word >= text).all()) and not bool(word.all())
