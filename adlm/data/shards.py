@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 OnShard = Callable[[dict[str, Any], list[int]], None]  # gets a shard's record and where it ends in the source
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
+OPEN_LOCKS: set[IO[bytes]] = set()  # of this process
 
 
 def choose_dtype(vocab_size: int) -> str:
@@ -316,3 +318,34 @@ def fsync_path(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def file_lock(path: Path, message: str) -> Iterator[None]:
+    """Context manager: lock a file, creating it if needed; ValueError(message) if another process has locked it.
+
+    The lock ends with this process, however it ends: a forked child closes the file, other children do not inherit it.
+    """
+    if os.name != "posix":
+        raise OSError(f"{path} cannot be locked on this system: run adlm on Linux or macOS (on Windows, in WSL)")
+    import fcntl
+
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(message) from None
+        OPEN_LOCKS.add(file)
+        try:
+            yield
+        finally:
+            OPEN_LOCKS.discard(file)
+
+
+def _close_locks() -> None:
+    while OPEN_LOCKS:
+        OPEN_LOCKS.pop().close()  # closing one of two copies does not unlock
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locks)

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import math
-import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from adlm import checkpoint, methods
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, StreamedRows, is_valid
-from adlm.data.shards import PreparedData, ShardedRows, open_data
+from adlm.data.shards import PreparedData, ShardedRows, file_lock, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
@@ -216,14 +215,8 @@ def lock_run_folder(folder: Path, exit_stack: ExitStack) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={folder} is a file: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    if os.name == "posix":
-        import fcntl
-
-        file = exit_stack.enter_context((folder / ".lock").open("w"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process trains in {folder}: wait for it, or choose another folder") from None
+    message = f"another process trains in {folder}: wait for it, or choose another folder"
+    exit_stack.enter_context(file_lock(folder / ".lock", message))
 
 
 def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:

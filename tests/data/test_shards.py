@@ -1,8 +1,11 @@
 """A prepared folder returns the rows that were written, or an error names the damaged file and the remedy."""
 
 import json
+import os
 import pickle
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 
 from adlm.data.packing import PackedRows
 from adlm.data.prepare import prepare
-from adlm.data.shards import ShardedRows, ShardWriter, choose_dtype, open_data, shorten_shards
+from adlm.data.shards import ShardedRows, ShardWriter, choose_dtype, file_lock, open_data, shorten_shards
 from adlm.data.tokenizers import load_tokenizer
 from tests.data.test_prepare import make_source
 
@@ -160,3 +163,23 @@ def test_checksums_show_a_flipped_bit(folder: Path, file: str) -> None:
     open_data(folder)  # the sizes are right
     with pytest.raises(ValueError, match=rf"{file} has the checksum \w+…, \w+… expected"):
         open_data(folder, verify=True)
+
+
+def test_a_lock_ends_with_its_process_and_not_with_its_children(tmp_path: Path) -> None:
+    path, (read_end, write_end) = tmp_path / ".lock", os.pipe()
+    if (parent := os.fork()) == 0:
+        with file_lock(path, "locked"):
+            if (child := os.fork()) == 0:
+                time.sleep(60)
+            os.write(write_end, str(child).encode())
+            time.sleep(60)
+    child = int(os.read(read_end, 20))
+    try:
+        with pytest.raises(ValueError, match="wait for it"), file_lock(path, "wait for it"):
+            pass
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        with file_lock(path, "locked"):
+            os.kill(child, 0)  # it is alive
+    finally:
+        os.kill(child, signal.SIGKILL)
