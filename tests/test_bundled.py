@@ -1,6 +1,7 @@
 """The bundled models: found by name from any folder, small, deterministic."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,16 +41,17 @@ def test_the_default_is_an_anchored_model_with_framed_rows(bundled: adlm.LM) -> 
 
 def test_the_texts_of_a_seed_do_not_depend_on_the_batch(bundled: adlm.LM) -> None:
     prompts = ["The ", "It was a", ""]
-    texts = bundled.generate(prompts, n=2, length=40, steps=32, seed=7).texts
+    settings: dict[str, Any] = {"n": 2, "length": 32, "steps": 16, "seed": 7}
+    texts = bundled.generate(prompts, **settings).texts
     assert len(set(texts)) == 6
     for batch in (1, 4):
-        assert bundled.generate(prompts, n=2, length=40, steps=32, seed=7, batch=batch).texts == texts
-    *_, last = bundled.stream(prompts, n=2, length=40, steps=32, seed=7, guesses=3)
+        assert bundled.generate(prompts, **settings, batch=batch).texts == texts
+    *_, last = bundled.stream(prompts, **settings, guesses=3)
     assert last.texts == texts
     template = "The ___ sat on the ___{2}, and\n___."
-    filled = bundled.infill([template, "A ___ night"], n=3, seed=7).texts
-    assert filled[:3] == bundled.infill(template, n=3, seed=7, batch=2).texts
-    assert filled[3:] == bundled.infill("A ___ night", n=3, seed=7).texts
+    filled = bundled.infill([template, "A ___ night"], n=3, seed=7, steps=16).texts
+    assert filled[:3] == bundled.infill(template, n=3, seed=7, steps=16, batch=2).texts
+    assert filled[3:] == bundled.infill("A ___ night", n=3, seed=7, steps=16).texts
 
 
 def test_english_scores_better_than_its_words_reversed(bundled: adlm.LM) -> None:

@@ -99,6 +99,7 @@ def test_one_process_resumes_what_two_sharded() -> None:
     assert_close(folder, alone("halves"))
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_death_of_a_process(tmp_path: Path) -> None:
     """torchrun starts all of them again, and they resume from the last checkpoint."""
     changes = (*STEADY, "steps=40", "checkpoint.every=4", "log.every=4", "valid.every=20")

@@ -14,6 +14,8 @@ from tests.browser import emulate_media, open_browser, read_console, read_reques
 from tests.view.test_player import NASTY, nasty, units
 from tests.view.trajectories import make_trajectory, simulate
 
+pytestmark = pytest.mark.slow  # `make test` needs no browser
+
 # One token that is given, one that is revealed, remasked and revealed again, one that comes last.
 STATES = (
     (("given", "The"),) * 6,
