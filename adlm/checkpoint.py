@@ -144,7 +144,7 @@ class CheckpointWriter:
         write_json(partial / "checksums.json", compute_checksums(partial))
         for path in [*partial.rglob("*"), partial]:
             fsync_path(path)
-        self._remove(final)  # exists if the run went back to an earlier checkpoint
+        remove_checkpoint(final)  # exists if the run went back to an earlier checkpoint
         os.rename(partial, final)
         fsync_path(self.folder)
         replace_link(self.folder / LATEST, final.name)
@@ -153,15 +153,16 @@ class CheckpointWriter:
         linked = {os.readlink(path) for name in (LATEST, BEST) if (path := self.folder / name).is_symlink()}
         for old in list_checkpoints(self.folder)[: -self.keep]:
             if old.name not in linked:
-                self._remove(old)
+                remove_checkpoint(old)
 
-    def _remove(self, path: Path) -> None:
-        """Delete a checkpoint; it is renamed first, so that a half-deleted one is never listed."""
-        if path.exists():
-            renamed = path.with_name(f"{PARTIAL}old-{path.name}")
-            shutil.rmtree(renamed, ignore_errors=True)
-            os.rename(path, renamed)
-            shutil.rmtree(renamed)
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint; it is renamed first, so that a half-deleted one is never listed."""
+    if path.exists():
+        renamed = path.with_name(f"{PARTIAL}old-{path.name}")
+        shutil.rmtree(renamed, ignore_errors=True)
+        os.rename(path, renamed)
+        shutil.rmtree(renamed)
 
 
 def run_on_rank0(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -224,6 +225,18 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def restore_links(folder: Path) -> None:
+    """Turn `latest` and `best` into links again where copying the run made them folders."""
+    for path in (folder / LATEST, folder / BEST):
+        if path.is_dir() and not path.is_symlink():
+            named = folder / name_checkpoint(read_json(path / "config.json", COPY_AGAIN)["step"])
+            if named.exists():
+                remove_checkpoint(path)
+            else:
+                os.rename(path, named)
+            replace_link(path, named.name)
+
+
 def set_aside_later(path: Path) -> None:
     """Rename the checkpoints after one, and point `latest` to it."""
     for later in list_checkpoints(path.parent):
@@ -271,8 +284,8 @@ class LoadedModel:
     rows: str = WRAPPED  # of the training data: wrapped, or documents (one a row, which ends with its document)
 
 
-def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
-    """Load a trained model from a run folder (its latest checkpoint), a checkpoint or an exported model folder."""
+def find_model_folder(path: str | Path) -> Path:
+    """Find the folder of a model: the path itself, or the latest checkpoint of a run folder."""
     folder = Path(path)
     if (folder / "checkpoints").is_dir():
         latest = find_latest_checkpoint(folder / "checkpoints")
@@ -282,6 +295,12 @@ def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
     if not (folder / "config.json").is_file():
         expected = "give a folder with config.json and model.safetensors, or one that `adlm train` wrote"
         raise FileNotFoundError(f"{path} is neither a run folder nor a model folder: {expected}")
+    return folder
+
+
+def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
+    """Load a trained model from a run folder (its latest checkpoint), a checkpoint or an exported model folder."""
+    folder = find_model_folder(path)
     if verify:
         verify_checkpoint(folder)
     content = read_json(folder / "config.json", COPY_AGAIN)

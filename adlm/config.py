@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from operator import attrgetter
@@ -16,7 +17,9 @@ from adlm.data.shards import write_atomically
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
-PATH_KEYS = ("folder", "resume", "data.path", "data.stream")
+PATH_KEYS = ("folder", "init", "resume", "data.path", "data.stream")
+DEFAULTS = {"method": "adlm", "model.preset": "small"}  # without init, whose own they are otherwise
+INTERPOLATION = re.compile(r"\$\{[^}]*\}*")
 # Keys and sections that a run may resume with other values of; all others change what it computes.
 RESUMABLE = """
 log checkpoint samples valid parallel guard folder steps device micro_batch compile memory_check resume
@@ -62,9 +65,9 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The model: a preset and changes to it; null is the preset's value."""
+    """The model: a preset and changes to it; null is the preset's value, or that of init."""
 
-    preset: str = "small"
+    preset: str | None = None  # null: small, or the architecture of init
     dim: int | None = None
     heads: int | None = None
     anchor_layers: int | None = None
@@ -177,7 +180,8 @@ class Config:
     """A training run. The defaults are the paper's."""
 
     folder: str = MISSING  # required: the run folder
-    method: str = "adlm"
+    init: str | None = None  # start from the weights of a bundled model, a run or a checkpoint; null: from scratch
+    method: str | None = None  # null: adlm, or that of init
     steps: int = 1_000_000
     batch: int = 512  # rows per step, over all processes
     micro_batch: int | None = None  # rows per forward in a process; null: all
@@ -219,21 +223,25 @@ def load_config(
     merged: Any = OmegaConf.structured(Config)
     for node in (merged, *(merged[key] for key in SECTIONS)):  # frozen dataclasses become read-only nodes
         OmegaConf.set_readonly(node, False)
-    source = str(recipe)  # for error messages
+    source = str(recipe) if isinstance(recipe, str | Path) else "the recipe"  # for error messages
     try:
-        merged.merge_with(_read_recipe(recipe))
+        merged.merge_with(_refuse_interpolation(source, _read_recipe(recipe)))
         for source in changes:
+            _refuse_interpolation(source, source)
             key, equals, text = source.partition("=") if isinstance(source, str) else ("", "", "")
             if not equals or not key.strip():
                 raise ValueError(
                     f"{source!r} is not an override: write key=value, such as steps=1000 or data.path=FOLDER"
                 )
-            if key in ("folder", "data.path"):  # names such as 2026-11-15 or 1e3 stay text
+            if key in ("folder", "init", "data.path") and text != "null":  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:
                 merged.merge_with_dotlist([source])
         for source, value in settings.items():
-            OmegaConf.update(merged, source, value)
+            OmegaConf.update(merged, source, _refuse_interpolation(source, value))
+        for key, value in DEFAULTS.items():
+            if merged.init is None and OmegaConf.select(merged, key) is None:
+                OmegaConf.update(merged, key, value)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ValueError(f"config: {', '.join(missing)} must be given, for example {missing[0]}=FOLDER")
@@ -289,6 +297,13 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     if not OmegaConf.is_dict(loaded):
         raise ValueError(f"{path.name} is not a recipe: its top level must be `key: value` lines")
     return loaded
+
+
+def _refuse_interpolation(source: str, value: Any) -> Any:
+    """Return a value without `${…}`: it would copy the environment into config.yaml and the trackers."""
+    if found := INTERPOLATION.search(str(value)):
+        raise ValueError(f"config: {source} has {found[0]}, which is not resolved: write the value itself")
+    return value
 
 
 def _flatten(config: Config) -> dict[str, Any]:

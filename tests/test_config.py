@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adlm.config import Config, compare_configs, list_recipes, load_config, save_config
+from adlm.config import Config, ModelSettings, compare_configs, list_recipes, load_config, save_config
 from adlm.methods import METHODS
 from adlm.training.setup import build_model_config
 from tests.training.runs import ROOT, data, limit_file_size
@@ -21,7 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
         ("step=5", "unknown key 'step': did you mean steps"),
         ("optimizer.lrr=1", "unknown key 'optimizer.lrr': did you mean optimizer.lr"),
         ("optimiser.lr=1", "did you mean optimizer"),
-        ("zzzzzzzz=1", "expected one of folder, method, steps"),
+        ("zzzzzzzz=1", "expected one of folder, init, method, steps"),
         ("steps=many", "config: steps: "),
         ("data.verify=perhaps", "data.verify"),
         ("log.track=3", "log.track"),
@@ -113,6 +113,9 @@ def test_every_recipe_is_a_run_on_any_data(path: Path) -> None:
     assert list_recipes()[path.stem].read_text("utf-8") == path.read_text("utf-8")
     prepared = open_data(data())
     config = load_config(path, folder="run", **{"data.path": data()})
+    if config.init is not None:  # the data must fit it: tests/training/test_init.py
+        assert (config.method, config.model) == (None, ModelSettings())
+        config = load_config(path, "init=null", folder="run", **{"data.path": data()})
     assert isinstance(config, Config) and config.method in METHODS
     shape = build_model_config(config, prepared)
     assert (shape.vocab_size, shape.mask_id, shape.length) == (prepared.vocab_size, prepared.mask_id, 32)
@@ -136,10 +139,28 @@ def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeyp
             load_config("bad.yaml", **GIVEN)
 
 
+def test_the_environment_stays_out_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "secret-value")
+    (tmp_path / "env.yaml").write_text("folder: ${oc.env:TOKEN}\ndata:\n  path: data\n", "utf-8")
+    cases: list[tuple[Any, list[str], dict[str, Any]]] = [
+        (tmp_path / "env.yaml", [], {}),
+        (GIVEN, ["folder=${oc.env:TOKEN}"], {}),
+        (GIVEN, ["log.track=['${oc.decode:${oc.env:TOKEN}}']"], {}),
+        (GIVEN, ["data.stream_options={split: '${ oc.env:TOKEN }'}"], {}),
+        (GIVEN, [], {"data": {"stream": "${oc.env:TOKEN}"}}),
+        ({"steps": "${oc.env:TOKEN}"}, [], GIVEN),
+        (GIVEN, ["valid.every=${steps}"], {}),
+    ]
+    for recipe, changes, settings in cases:
+        with pytest.raises(ValueError, match=r"has \$\{.*\}, which is not resolved: write the value") as caught:
+            load_config(recipe, *changes, **settings)
+        assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["2026-11-15", "1e3", "true", "007", "a=b"])
 def test_a_folders_name_is_taken_as_it_is(name: str) -> None:
-    config = load_config("cpu-nano", f"data.path={name}", f"folder={name}", "data.stream=null")
-    assert (config.folder, config.data.path, config.data.stream) == (name, name, None)
+    config = load_config("cpu-nano", f"data.path={name}", f"folder={name}", f"init={name}", "data.stream=null")
+    assert (config.folder, config.data.path, config.init, config.data.stream) == (name, name, name, None)
 
 
 @pytest.mark.parametrize("method", METHODS)

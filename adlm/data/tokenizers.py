@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
 BUNDLED = ("gpt2", "bert-base-uncased")
+WEIGHTS = Path(__file__).resolve().parents[1] / "weights"  # bundled models, each with its tokenizer.json
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Keys of special tokens in a configuration; the first one that is present counts.
 CONFIG_KEYS = {"bos": ["bos_token", "cls_token"], "eos": ["eos_token", "sep_token"]}
@@ -119,14 +120,14 @@ class Tokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """Load a tokenizer: a bundled or built-in name, a `tokenizer.json`, a folder that holds one, or a Hub name."""
+    """Load a tokenizer: a bundled one or model by name, a `tokenizer.json`, a folder that holds one, or a Hub name."""
     name = str(name_or_path)
     if name in BUNDLED:
         packed = resources.files("adlm.data").joinpath("bundled", f"{name}.json.gz").read_bytes()
         return _parse_json(gzip.decompress(packed).decode("utf-8"), {}, name)
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    path = Path(name_or_path)
+    path = WEIGHTS / name if name in {folder.name for folder in WEIGHTS.iterdir()} else Path(name_or_path)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.is_file():

@@ -22,9 +22,9 @@ EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIG
 class Diverged(RuntimeError):
     """The loss is not finite or spiked; has the step and its batch."""
 
-    def __init__(self, message: str, step: int, batch: Batch) -> None:
+    def __init__(self, message: str, step: int, batch: Batch, *, is_spike: bool = False) -> None:
         super().__init__(message)
-        self.step, self.batch = step, batch
+        self.step, self.batch, self.is_spike = step, batch, is_spike
 
 
 class Preempted(RuntimeError):
@@ -54,8 +54,19 @@ class LossGuard:
                     f"({deviation:.2g}) above the mean of the last {len(self.recent)} steps ({mean:.4g})",
                     step,
                     batch,
+                    is_spike=True,
                 )
         self.recent.append(loss)
+
+
+def suggest_remedy(error: Diverged, latest: Path, saved_step: int) -> str:
+    """Say how to continue after a divergence, by its kind and by whether there is a checkpoint (step 0: none)."""
+    source = f" and resume={latest}, which is from step {saved_step}" if saved_step else ""
+    new_run = f"start a new run with a smaller optimizer.lr or a longer optimizer.warmup: folder=NEW{source}"
+    if not error.is_spike:
+        return f"Look at these rows, or {new_run}"
+    again = f"resumes this run from step {saved_step}" if saved_step else "starts this run again"
+    return f"If these rows explain it, the same command with a larger guard.spike, or null, {again}; if not, {new_run}"
 
 
 def save_failed_batch(folder: Path, rank: int, error: Diverged) -> Path:

@@ -288,7 +288,7 @@ def describe_run(
         f"{config.method}, {count_parameters(shape) / 1e6:.1f}M parameters, on "
         f"{get_device_name(context.device)}{processes}\n{rows} of {shape.length} tokens, vocabulary "
         f"{shape.vocab_size:,}; {config.steps:,} steps of {config.batch} rows{epochs}"
-        + ("" if source is None else f"\nresuming from {source}")
+        + (f"\nresuming from {source}" if source else f"\nweights from {config.init}" if config.init else "")
     )
 
 

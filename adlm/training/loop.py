@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,15 @@ from adlm.models.language_model import LanguageModel
 from adlm.training import setup
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel, init_distributed, parallelize
 from adlm.training.ema import EMA
-from adlm.training.guard import EXIT_CODES, Diverged, LossGuard, Preempted, catch_stop_signals, save_failed_batch
+from adlm.training.guard import (
+    EXIT_CODES,
+    Diverged,
+    LossGuard,
+    Preempted,
+    catch_stop_signals,
+    save_failed_batch,
+    suggest_remedy,
+)
 from adlm.training.logging import MetricWindow, RunLogger, StepMetrics, describe_run, format_validation
 from adlm.training.objective import Objective
 from adlm.training.optim import build_optimizers, get_lr_multiplier, get_training_tensors, set_lr, step_optimizers
@@ -132,16 +140,22 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         # What we train: the data, the model and its objective.
         data, stream = setup.open_data_on_all_ranks(config, context), setup.open_stream(config)
         data_hash, valid_rows = setup.hash_data(data, stream), data.rows("valid")
-        shape = setup.build_model_config(config, data)
+        init = setup.load_init(config, data)
+        shape = setup.build_model_config(config, data, init)
+        method = init.method if init is not None else str(config.method)
+        config = replace(config, method=method)
         objective = setup.build_objective(config, shape, data, on_gpu=on_gpu)
         sampler = None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
         setup.check_memory(config, shape, context, micro_batch, precision)
         context.run_on_rank0(lambda: setup.lock_run_folder(folder, exit_stack))
         source = context.run_on_rank0(lambda: setup.find_resume_checkpoint(config, data_hash))
-        model = LanguageModel(shape, seed=config.seed).to(device)
+        model = LanguageModel(shape, seed=config.seed)
+        if init is not None and init.weights is not None:
+            model.load_state_dict(init.weights)
+        model = model.to(device)
         if on_gpu if config.compile is None else config.compile:
             model.compile_layers()
-        loss_module = LossModule(model, score_entropy=METHODS[config.method].score_entropy)
+        loss_module = LossModule(model, score_entropy=METHODS[method].score_entropy)
         parallel = parallelize(loss_module, context, config.parallel)
         batches = setup.build_dataloader(config, data, stream, context)
         unigram_ppl = setup.compute_unigram_ppl(data, valid_rows, config.valid.rows)
@@ -154,6 +168,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
 
         # From where: `state` is a plain dict, and with the tensors it is all that a checkpoint holds.
         state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
+        state["init_sha256"] = init and init.sha256
         if source is not None:
             checkpoint.load_training_tensors(source, get_training_tensors(model, optimizers), context.checkpoint_group)
             state = checkpoint.read_state(source)
@@ -170,7 +185,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         writer = checkpoint.CheckpointWriter(
             folder / "checkpoints",
             shape,
-            config.method,
+            method,
             data.tokenizer,
             rows=data.manifest["rows"],
             keep=config.checkpoint.keep,
@@ -268,13 +283,8 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                     raise Preempted(message, EXIT_CODES[signals[0] if signals else signal.SIGTERM])
         except Diverged as error:
             saved = save_failed_batch(folder, context.rank, error)
-            raise Diverged(
-                f"{error}. The batch is in {saved}; the last checkpoint is from before. Look at those rows. A larger "
-                "guard.spike, or null, resumes in this folder; with another optimizer.lr or warmup, start a new run: "
-                f"folder=NEW, and resume={latest} to start from this checkpoint",
-                error.step,
-                error.batch,
-            ) from error
+            message = f"{error}. The batch is in {saved}. {suggest_remedy(error, latest, state['step'])}"
+            raise Diverged(message, error.step, error.batch, is_spike=error.is_spike) from error
         writer.wait()
         logger.print(f"step {state['step']:,} of {config.steps:,} is in {latest}")
         valid = {name: value for name, value in state["valid"].items() if name != "step"}

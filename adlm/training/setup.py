@@ -4,7 +4,9 @@ import hashlib
 import inspect
 import json
 import math
+import shlex
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from rich.filesize import decimal as format_bytes
 from torch import Tensor
 
 from adlm import checkpoint, methods
+from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, StreamedRows, is_valid
-from adlm.data.shards import PreparedData, ShardedRows, file_lock, open_data
+from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data, read_json
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
@@ -98,18 +101,82 @@ def restore_data_state(states: list[dict[str, Any]], context: DistributedContext
     return states[context.rank if is_stream else 0]
 
 
-def build_model_config(config: Config, data: PreparedData) -> ModelConfig:
-    """Build the method's model config from the preset, the recipe's changes, and the data's vocabulary and length."""
+@dataclass(frozen=True)
+class InitModel:
+    """The model of `init`: its architecture and, for a run that does not resume, its weights and their hash."""
+
+    method: str
+    shape: ModelConfig
+    weights: dict[str, Tensor] | None = None
+    sha256: str | None = None
+
+
+def load_init(config: Config, data: PreparedData) -> InitModel | None:
+    """Load the model of `init`, which the data must fit; a run that resumes has its architecture in its checkpoint."""
+    if config.init is None:
+        return None
+    resumed = find_checkpoint(config)
+    if resumed is not None and resumed.is_dir():
+        content = read_json(resumed / "config.json", checkpoint.COPY_AGAIN)
+        init = InitModel(content["method"], ModelConfig(**content["model"]))
+    else:
+        is_bundled = config.init in MODELS  # ./NAME is a folder of that name
+        folder = checkpoint.find_model_folder(find_bundled_model(config.init) if is_bundled else config.init)
+        loaded = checkpoint.load_model(folder)
+        check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
+        sha256 = hash_file(folder / "model.safetensors")
+        init = InitModel(loaded.method, loaded.model.config, loaded.model.state_dict(), sha256)
+    if config.method not in (None, init.method):
+        raise ValueError(f"method={config.method}, and init={config.init} is {init.method}: leave method out")
+    return init
+
+
+def check_init_data(config: Config, data: PreparedData, loaded: checkpoint.LoadedModel, tokenizer: str) -> None:
+    """Raise ValueError, with the command that makes fitting data, if tokens or rows are not those of `init`."""
+    shape, rows, train = loaded.model.config, data.manifest["rows"], data.manifest["splits"]["train"]
+    if loaded.tokenizer is None:
+        raise ValueError(f"init={config.init} has no tokenizer.json: copy the one of its data into its folder")
+    expected, actual = (describe_tokenizer(each) for each in (loaded.tokenizer, data.tokenizer))
+    is_same = actual | {"name": ""} == expected | {"name": ""}
+    is_same &= (data.vocab_size, data.mask_id) == (shape.vocab_size, shape.mask_id)
+    sizes = f"{data.vocab_size:,} tokens, not {expected['name']} with {shape.vocab_size:,}"
+    problems = [] if is_same else [f"the tokenizer {actual['name']} with {sizes}"]
+    problems += [f"length {data.length}, not {shape.length}"] * (data.length != shape.length)
+    problems += [f"{rows} rows, not {loaded.rows}"] * (rows != loaded.rows)
+    if problems:
+        is_cut = loaded.rows == "documents" and train["documents"] < train["rows"]  # then a paragraph is a document
+        source, out = "SOURCE --documents blank" if is_cut else "SOURCE", shlex.quote(f"{config.data.path}-init")
+        raise ValueError(
+            f"data.path={config.data.path} does not fit init={config.init}: it has {'; '.join(problems)}. Prepare the "
+            f"text for it: adlm prepare {source} --out {out} --tokenizer {shlex.quote(tokenizer)} "
+            f"--length {shape.length} --rows {loaded.rows}"
+        )
+
+
+def build_model_config(config: Config, data: PreparedData, init: InitModel | None = None) -> ModelConfig:
+    """Build the method's model config from the preset, the recipe's changes, and the data's vocabulary and length.
+
+    With `init` it is that model's; settings of the recipe must agree with it, except for dropout, which has no weights.
+    """
     changes = {key: value for key, value in vars(config.model).items() if key != "preset" and value is not None}
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None
-    if not methods.look_up(methods.METHODS, config.method, "method").two_stages and changes.pop("anchor_layers", 0):
+    method = init.method if init is not None else str(config.method)
+    if not methods.look_up(methods.METHODS, method, "method").two_stages and changes.pop("anchor_layers", 0):
         anchor_layers = config.model.anchor_layers
         raise ValueError(
-            f"model.anchor_layers={anchor_layers}, but {config.method} has one stage: set model.denoiser_layers instead"
+            f"model.anchor_layers={anchor_layers}, but {method} has one stage: set model.denoiser_layers instead"
         )
     changes |= {"vocab_size": data.vocab_size, "mask_id": data.mask_id, "length": data.length}
-    return methods.build_config(config.method, config.model.preset, **changes)
+    shape = methods.build_config(method, config.model.preset, **changes) if config.model.preset else None
+    if init is None:
+        assert shape is not None
+        return shape
+    expected, given = asdict(init.shape), changes if shape is None else asdict(shape)
+    if wrong := [key for key in given if given[key] != expected[key] and key != "dropout"]:
+        listed = "; ".join(f"model.{key} is {given[key]} in the recipe, {expected[key]} in init" for key in wrong)
+        raise ValueError(f"init={config.init} has another architecture: {listed}. Leave model.* out of the recipe")
+    return replace(init.shape, dropout=given.get("dropout", init.shape.dropout))
 
 
 def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, on_gpu: bool) -> Objective:
@@ -219,11 +286,18 @@ def lock_run_folder(folder: Path, exit_stack: ExitStack) -> None:
     exit_stack.enter_context(file_lock(folder / ".lock", message))
 
 
+def find_checkpoint(config: Config) -> Path | None:
+    """Find the checkpoint to resume from, which need not exist if `resume` names it; None for a new run."""
+    if config.resume == "auto":
+        return checkpoint.find_latest_checkpoint(Path(config.folder) / "checkpoints")
+    return Path(config.resume).resolve()
+
+
 def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
     """Find and verify the checkpoint to resume from; None for a new run."""
     folder, checkpoints = Path(config.folder), Path(config.folder) / "checkpoints"
-    is_auto = config.resume == "auto"
-    path = checkpoint.find_latest_checkpoint(checkpoints) if is_auto else Path(config.resume).resolve()
+    checkpoint.restore_links(checkpoints)
+    path = find_checkpoint(config)
     if path is None:
         return None
     if not path.is_dir():
@@ -240,6 +314,6 @@ def find_resume_checkpoint(config: Config, data_hash: str) -> Path | None:
             f"{folder} was trained on other data than {config.data.path} (another text, tokenizer or length): resume "
             "with the same data, or choose another folder"
         )
-    if not is_auto and path.parent == checkpoints.resolve():
+    if config.resume != "auto" and path.parent == checkpoints.resolve():
         checkpoint.set_aside_later(path)
     return path

@@ -10,7 +10,7 @@ import pytest
 
 from adlm.checkpoint import compute_checksums, find_latest_checkpoint, load_model, read_state, write_json
 from adlm.methods import METHODS
-from adlm.training.logging import RunLogger
+from adlm.training.logging import MetricWindow, StepMetrics
 from tests.training.runs import assert_same, curve, data, get_exit_code, in_process, run, tensors, wait_until
 
 
@@ -22,12 +22,15 @@ class Crash(Exception):
 def crash_at(step: int) -> Iterator[None]:
     """A context in which a run ends in the middle of a step."""
 
-    def stop(self: RunLogger, now: int) -> None:
-        if now == step:
+    add = MetricWindow.add
+
+    def stop(self: MetricWindow, metrics: StepMetrics) -> None:
+        add(self, metrics)
+        if metrics.step == step:
             raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunLogger, "advance", stop)
+        patch.setattr(MetricWindow, "add", stop)
         with pytest.raises(Crash):
             yield
 
