@@ -24,7 +24,7 @@ def open_browser(folder: Path) -> Iterator[Any]:
     browser = next(filter(None, map(shutil.which, CHROMIUM)), None)
     driver_path, selenium = shutil.which("chromedriver"), importlib.util.find_spec("selenium")
     if not (browser and driver_path and selenium):
-        message = "a browser test needs chromium and chromedriver (system packages) and selenium (adlm[dev])"
+        message = "a browser test needs chromium and chromedriver (system packages) and selenium (the extra dev)"
         (pytest.fail if os.environ.get("ADLM_ALL") == "1" else pytest.skip)(message)
     from selenium import webdriver
 

@@ -9,15 +9,16 @@ from importlib import metadata
 from importlib.util import find_spec
 
 import typer
-from rich.console import Console
 
 from adlm import __version__
 from adlm.bundled import MODELS
 from adlm.cli import options
 from adlm.cli.output import json_stdout, print_json, status_console
+from adlm.remedies import install_command, list_requirements
+from adlm.view.console import SafeConsole
 
 MODULES = {"pillow": "PIL", "mauve-text": "mauve", "pytest-xdist": "xdist"}  # where the name is another
-BROKEN = "broken: "
+BROKEN, MISSING = "broken: ", "missing, extra "
 Section = dict[str, str]  # name -> version or state; of what is broken it begins with BROKEN
 
 
@@ -28,17 +29,21 @@ def doctor(is_json: options.Json = False) -> None:
     """
     with json_stdout(is_json), status_console().status("checking …"):
         gpus = attempt("reinstall torch and the GPU's driver", describe_gpus)
-        reinstall = "pip install --force-reinstall --no-deps adlm"
+        reinstall = "install adlm again from its wheel or, in a checkout, git checkout adlm/weights"
         models = {name: attempt(reinstall, check_model, name) for name in MODELS}
         devices = {"cpu": f"{os.cpu_count()} cores", "cuda": gpus}
-        sections: dict[str, Section] = {"packages": check_packages(), "devices": devices, "models": models}
+        packages = check_packages()
+        extras = sorted({text.removeprefix(MISSING) for text in packages.values() if text.startswith(MISSING)})
+        sections: dict[str, Section] = {"packages": packages, "devices": devices, "models": models}
+        sections["install"] = {extra: install_command(extra) for extra in extras}
     problems = [name for section in sections.values() for name, text in section.items() if text.startswith(BROKEN)]
     if is_json:
         print_json({"ok": not problems, "problems": problems} | sections)
     else:
-        console = Console(highlight=False, soft_wrap=True)
+        console = SafeConsole(soft_wrap=True)
         for title, section in sections.items():
-            console.print(title, style="bold")
+            if section:
+                console.print(title, style="bold")
             for name, text in section.items():
                 style = "red" if name in problems else "dim" if text.startswith("missing") else None
                 console.print(f"  {name:<{max(map(len, section))}}  {text}", style=style, markup=False)
@@ -64,11 +69,11 @@ def check_packages() -> Section:
 
     python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     section = {"adlm": __version__, "python": python}
-    for line in metadata.requires("adlm") or []:
+    for extra, line in [(extra, line) for extra, lines in list_requirements().items() for line in lines]:
         name = re.split(r"[^\w.-]", line)[0].lower().replace("_", "-")
         module = MODULES.get(name, name.replace("-", "_"))
-        if extra := re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line):  # not imported: some are slow
-            section[name] = metadata.version(name) if find_spec(module) else f"missing → pip install 'adlm[{extra[1]}]'"
+        if extra:  # not imported: some are slow
+            section[name] = metadata.version(name) if find_spec(module) else MISSING + extra
         else:
             section[name] = attempt(f"pip install --force-reinstall {name}", import_required, name, module)
     return section

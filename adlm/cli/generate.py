@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from adlm.cli import options, output
+from adlm.remedies import install_command
+from adlm.view.console import SafeConsole, escape_controls
 from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
     if settings.gif is not None and settings.gif.suffix.lower() != ".gif":
         raise ValueError(f"--gif {settings.gif} does not end in .gif: call it {settings.gif.with_suffix('.gif')}")
     if settings.gif is not None and find_spec("PIL") is None:
-        raise ImportError("--gif needs Pillow: pip install 'adlm[view]'; --html needs nothing")
+        raise ImportError(f"--gif needs Pillow ({install_command('view')}); --html needs nothing")
     with output.json_stdout(settings.is_json):
         runs = build_runs(model, settings, texts)
         # Color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file.

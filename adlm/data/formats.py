@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 Documents = Iterator[tuple[str, int]]
+from adlm.remedies import install_command
+
 
 # A line that is exactly the separator; the lookbehind comes second, so that the search is for a literal.
 SEPARATOR_LINE = rb"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
@@ -22,7 +24,6 @@ TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
 REMEDY = "leave such rows out, or choose another --column"
 MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 128 KiB, is less than a long document
 MAX_HEADER_ROWS = 100  # rows of a table that are searched for column names: the first may lack some
-EXTRA = "pip install 'adlm[data]'"
 
 
 def read_chunks(path: Path, *, by_line: bool = False) -> Iterator[tuple[bytes, int]]:
@@ -213,7 +214,7 @@ def open_parquet(path: Path) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError(f"{path} is Parquet, which needs pyarrow: {EXTRA}") from error
+        raise ImportError(f"{path} is Parquet, which needs pyarrow: {install_command('data')}") from error
     # Parquet is read from its end, so a compressed file is decompressed as a whole.
     file = pyarrow.py_buffer(b"".join(data for data, _ in read_chunks(path))) if path.suffix == ".gz" else path
     try:

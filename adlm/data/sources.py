@@ -16,7 +16,8 @@ from typing import Any
 from adlm.data import formats
 from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
-from adlm.data.formats import EXTRA, RULES, TABLES, Documents, get_suffix
+from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
+from adlm.remedies import install_command
 
 READER = 1  # goes up when the same files would give other documents
 MAX_WHOLE_HASH, END_HASH = 256 << 20, 64 << 20  # bytes: of a larger file only the two ends are hashed
@@ -328,7 +329,9 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{request.name} is read from the Hugging Face Hub, which needs datasets: {EXTRA}") from error
+        raise ImportError(
+            f"{request.name} is read from the Hugging Face Hub, which needs datasets: {install_command('data')}"
+        ) from error
     if request.documents != "auto":
         raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
     split = request.resolve_split()

@@ -28,6 +28,7 @@ from adlm.evaluate.cache import Cache, hash_settings, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
+from adlm.remedies import install_command
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
@@ -192,7 +193,7 @@ def estimate_share(values: Sequence[float]) -> Estimate:
         try:
             from scipy.stats import binomtest
         except ImportError as error:
-            raise ImportError(f"intervals of shares need scipy ({error}): pip install 'adlm[eval]'") from error
+            raise ImportError(f"intervals of shares need scipy ({error}): {install_command('eval')}") from error
         interval = binomtest(int(sample.sum()), count).proportion_ci(method="wilson")
     else:
         drawn = np.random.default_rng(0).integers(0, count, (BOOTSTRAP_RESAMPLES, count))

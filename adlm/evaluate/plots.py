@@ -14,6 +14,7 @@ import numpy as np
 from adlm.evaluate.anchor_study import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
 from adlm.evaluate.results import EvalResult, shorten_names
 from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
+from adlm.remedies import install_command
 from adlm.view.look import COLORS, GRAY, LIGHT
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def new_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"plots need matplotlib ({error}): pip install 'adlm[eval]'") from error
+        raise ImportError(f"plots need matplotlib ({error}): {install_command('eval')}") from error
     with mpl.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)

@@ -34,6 +34,7 @@ from adlm.evaluate.sampling import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.zeroshot import zero_shot
 from adlm.methods import takes_steps
+from adlm.remedies import install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM
 
@@ -124,7 +125,7 @@ def report(
     """
     check_whole_numbers(1, batch=batch)
     if find_spec("matplotlib") is None:
-        raise ImportError("the plots of a report need matplotlib: pip install 'adlm[eval]'")
+        raise ImportError(f"the plots of a report need matplotlib: {install_command('eval')}")
     given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
     license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")
@@ -145,7 +146,7 @@ def report(
     else:
         sections["frontier"].add(frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"]))
         if find_spec("mauve") is None:
-            sections["samples"].reason = "mauve-text is not installed (pip install 'adlm[mauve]')"
+            sections["samples"].reason = f"mauve-text is not installed ({install_command('mauve')})"
         for lm in lms if find_spec("mauve") else []:
             own = same | {"out": out / "samples" / lm.name} | fit_sampling(lm, extent["samples"])
             sections["samples"].add(samples(lm, scorer=scorer, reference=real, **own), lm.name)

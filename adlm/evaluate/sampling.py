@@ -22,6 +22,7 @@ from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, i
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.text.generation import GenerationRequest, check_whole_numbers
+from adlm.remedies import install_command
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
 
@@ -77,7 +78,7 @@ def samples(
             raise ValueError(f"texts are given, but {', '.join(unused)} set how to generate: leave them out")
     check_whole_numbers(1, mauve_seeds=mauve_seeds)
     if find_spec("mauve") is None:
-        raise ImportError("MAUVE is one of the metrics of samples and needs mauve-text: pip install 'adlm[mauve]'")
+        raise ImportError(f"MAUVE, a metric of samples, needs mauve-text: {install_command('mauve')}")
     # Wrong names are refused before anything is generated.
     source, cache = open_source(reference), open_cache(out, context, is_shared=True)
     device = model.device if model is not None else context.device if context else "cpu"

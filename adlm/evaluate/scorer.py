@@ -29,10 +29,10 @@ from adlm.data.shards import hash_file
 from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.provenance import hash_weights
 from adlm.evaluate.results import ProgressCallback, ignore_progress
+from adlm.remedies import install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.training.distributed import DistributedContext
 
-EXTRA = "pip install 'adlm[eval]'"
 ACCEPTED = "give a folder as transformers saves it, a .gguf file, an installed package with a model, or a Hub name"
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")  # they do not change what a model computes
@@ -201,7 +201,7 @@ def load_scorer(name: str | Path | ScoringModel, *, device: torch.device | str =
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise ImportError(f"a scoring model needs transformers: {EXTRA}") from error
+        raise ImportError(f"a scoring model needs transformers: {install_command('eval')}") from error
     with hide_stderr():
         config = load_part(AutoConfig, location, name, "configuration")
         if getattr(config, "is_encoder_decoder", False):
@@ -242,7 +242,7 @@ def load_part(kind: Any, location: ModelLocation, name: str | Path, part: str, *
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if isinstance(error, ImportError) or (location.gguf_file and "pip install" in str(error)):
             needed = "a GGUF file needs gguf and accelerate" if location.gguf_file else reason
-            raise ImportError(f"scoring model {name}: {needed}: {EXTRA}") from error
+            raise ImportError(f"scoring model {name}: {needed}: {install_command('eval')}") from error
         problem = f"the {part} of scoring model {str(name)!r} cannot be read"
         if location.kind == "Hub":
             problem = f"{str(name)!r} is no folder, file or installed package, and the Hub did not give its {part}"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from adlm.likelihood import estimate_ratio as estimate_ratio
 from adlm.likelihood import influence_stderr
+from adlm.remedies import install_command
 
 
 def estimate_ratio_difference(
@@ -40,7 +41,7 @@ def rank_values(values: NDArray[Any]) -> NDArray[np.float64]:
     try:
         from scipy.stats import rankdata
     except ImportError as error:
-        raise ImportError(f"ranks need scipy ({error}): pip install 'adlm[eval]'") from error
+        raise ImportError(f"ranks need scipy ({error}): {install_command('eval')}") from error
     return np.asarray(rankdata(values), dtype=np.float64)
 
 

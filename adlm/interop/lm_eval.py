@@ -21,6 +21,7 @@ from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
 from adlm.likelihood import estimate_token_nats
+from adlm.remedies import install_command
 from adlm.methods import METHODS
 from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
 from adlm.text.lm import LM, denoise_rows, load
@@ -285,7 +286,7 @@ def load_harness_class() -> type[Any]:
     try:
         from lm_eval.api.model import LM as Harness
     except ImportError as error:
-        raise ImportError(f"lm-eval is not installed ({error}): pip install 'adlm[eval]'") from error
+        raise ImportError(f"lm-eval is not installed ({error}): {install_command('eval')}") from error
     return type("AdlmLM", (HarnessModel, Harness), {"__module__": __name__, "__doc__": HarnessModel.__doc__})
 
 

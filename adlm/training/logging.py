@@ -22,6 +22,7 @@ from adlm.data.batches import Batch
 from adlm.data.shards import PreparedData, fsync_path, write_atomically
 from adlm.methods import look_up
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
+from adlm.remedies import install_command
 from adlm.models.language_model import ModelConfig
 from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
@@ -138,7 +139,7 @@ def open_tracker(name: str, folder: Path, config: Record, step: int = 0) -> Iter
         try:
             write = exit_stack.enter_context(look_up(open_by_name, name, "tracker")(folder, config, step))
         except ImportError as error:
-            raise ImportError(f"tracker {name!r} is not installed ({error}): pip install 'adlm[track]'") from error
+            raise ImportError(f"tracker {name!r} is not installed ({error}): {install_command('track')}") from error
         yield write
 
 

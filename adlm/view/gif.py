@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from adlm.remedies import install_command
 from adlm.view import look
 from adlm.view.terminal import count_hidden, escape_controls
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, Trajectory, TrajectoryFrame
@@ -43,7 +44,7 @@ def write_gif(
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
-        raise ImportError(f"a GIF needs Pillow ({error}): pip install 'adlm[view]'") from error
+        raise ImportError(f"a GIF needs Pillow ({error}): {install_command('view')}") from error
     fonts = [ImageFont.truetype(str(font), size) if font else ImageFont.load_default(size) for size in SIZES]
     width = 720 if count == 1 else 540 * count
     panel_width = (width - MARGIN) // count - MARGIN

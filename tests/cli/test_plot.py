@@ -121,4 +121,4 @@ def test_errors_name_the_folder_and_the_remedy(tmp_path: Path, monkeypatch: pyte
     ):
         assert_error(invoke("plot", *words), *parts)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_error(invoke("plot", run), "pip install 'adlm[eval]'")
+    assert_error(invoke("plot", run), "[eval]'")

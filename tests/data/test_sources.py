@@ -25,7 +25,7 @@ def need(module: str) -> Any:
     """Import a module of an extra; without it the test is skipped, or fails if ADLM_ALL is 1."""
     if os.environ.get("ADLM_ALL") == "1":
         return __import__(module)
-    return pytest.importorskip(module, reason=f"{module} comes with the extra adlm[data]")
+    return pytest.importorskip(module, reason=f"{module} comes with the extra data")
 
 
 def texts(source: Source) -> list[str]:
@@ -281,5 +281,5 @@ def test_a_missing_extra_is_named(tmp_path: Path, module: str, spec: str, monkey
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ImportError, match=rf"{module}: pip install 'adlm\[data\]'"):
+    with pytest.raises(ImportError, match=rf"{module}: .*pip install .*\[data\]"):
         open_source(spec)

@@ -22,7 +22,7 @@ MODULES |= {"tensorboard": "track", "wandb": "track", "trackio": "track"}
 END = "<|endoftext|>"
 with_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None and not os.environ.get("ADLM_ALL"),
-    reason="needs matplotlib: pip install 'adlm[eval]'",
+    reason="needs matplotlib: the extra eval",
 )
 
 
@@ -32,7 +32,7 @@ def needs(*names: str) -> None:
         return
     for name in names:
         if name in MODULES and importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}: pip install 'adlm[{MODULES[name]}]'")
+            pytest.skip(f"needs {name}: the extra {MODULES[name]}")
         if name not in MODULES:
             try:
                 distribution(name)

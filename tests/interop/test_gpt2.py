@@ -12,7 +12,7 @@ from adlm.interop.gpt2 import from_state_dict
 if os.environ.get("ADLM_ALL") == "1":
     import transformers
 else:
-    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra adlm[eval]")
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the extra eval")
 
 
 def gpt2(seed: int = 0, **changes: int) -> Any:

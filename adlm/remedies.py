@@ -1,0 +1,49 @@
+"""Parts of error messages: the closest known name, the command that installs an extra, what Windows lacks."""
+
+import difflib
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean …?)" with the known names closest to an unknown one, or nothing."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=2, cutoff=0.7)
+    return f" (did you mean {' or '.join(by_lower[each] for each in close)}?)" if close else ""
+
+
+def describe_unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the error message of an unknown name: it suggests the closest known names and lists all."""
+    known = list(known)
+    return f"unknown {kind} {name!r}{suggest_names(name, known)}: expected one of {', '.join(known)}"
+
+
+def install_command(extra: str, root: Path = CHECKOUT) -> str:
+    """Return the command that installs an extra: from the checkout or, installed from a wheel, its packages."""
+    python = shlex.quote(sys.executable)
+    pip = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"
+    if (root / "constraints.txt").is_file() and (root / "pyproject.toml").is_file():
+        return f"{pip} -c {shlex.quote(str(root / 'constraints.txt'))} -e {shlex.quote(f'{root}[{extra}]')}"
+    return f"{pip} {' '.join(shlex.quote(each) for each in list_requirements()[extra])}"
+
+
+def list_requirements() -> dict[str, list[str]]:
+    """Return the requirements of the installed package by extra; those without an extra have the key ""."""
+    requirements: dict[str, list[str]] = {}
+    for line in metadata.requires("adlm") or []:
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)
+        requirements.setdefault(extra[1] if extra else "", []).append(line.partition(";")[0].strip())
+    return requirements
+
+
+def require_posix(action: str) -> None:
+    """Refuse an action that needs file locks and signals where there are none."""
+    if find_spec("fcntl") is None:
+        raise OSError(f"{action} needs the file locks and signals of Linux or macOS: on Windows, run adlm under WSL")

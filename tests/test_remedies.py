@@ -1,0 +1,48 @@
+"""Parts of error messages: names that are suggested, commands that can be run, what Windows lacks."""
+
+import re
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from adlm.remedies import CHECKOUT, describe_unknown, install_command, list_requirements, require_posix, suggest_names
+
+needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not installed")
+
+
+@needs_pip
+def test_an_extra_is_installed_from_the_checkout_with_its_constraints() -> None:
+    python, *words = shlex.split(install_command("eval"))
+    assert python == sys.executable and words[:3] == ["-m", "pip", "install"]
+    assert words[3:] == ["-c", str(CHECKOUT / "constraints.txt"), "-e", f"{CHECKOUT}[eval]"]
+    assert Path(words[4]).is_file()
+
+
+@needs_pip
+def test_installed_from_a_wheel_an_extra_is_its_packages(tmp_path: Path) -> None:
+    words = shlex.split(install_command("data", tmp_path))
+    assert [re.split("[<>=]", word)[0] for word in words[4:]] == ["datasets", "pyarrow"]
+    assert "torch" in " ".join(list_requirements()[""])
+
+
+def test_no_page_and_no_message_installs_by_a_name_that_no_index_has() -> None:
+    pages = [CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md"), *(CHECKOUT / "adlm").rglob("*.py")]
+    assert [page for page in pages if re.search(r"adlm\[|install adlm\b(?! again)", page.read_text("utf-8"))] == []
+
+
+def test_the_closest_names_are_suggested() -> None:
+    assert suggest_names("remask_lop", ["ancestral", "remask_loop"]) == " (did you mean remask_loop?)"
+    assert suggest_names("ADLM-Prose", ["adlm-prose"]) == " (did you mean adlm-prose?)"
+    assert suggest_names("nonsense", ["ancestral"]) == ""
+    expected = "unknown sampler 'ancestrall' (did you mean ancestral?): expected one of ancestral, margin"
+    assert describe_unknown("sampler", "ancestrall", ["ancestral", "margin"]) == expected
+
+
+def test_without_locks_the_refusal_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_posix("training")
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(OSError, match=r"training needs the file locks .* on Windows, run adlm under WSL"):
+        require_posix("training")
