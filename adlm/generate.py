@@ -1,6 +1,7 @@
 """Run a model in the samplers: tokens with masks in, frames out."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -216,5 +217,6 @@ def generate_texts(
     xt = torch.full((rows, predictor.config.length), first)
     is_fixed = torch.zeros_like(xt, dtype=torch.bool)
     is_fixed[:, 0] = predictor.config.is_causal
-    *_, frame = stream_tokens(predictor, xt, sampler, seed=seed, sampling=sampling, is_fixed=is_fixed)
+    frames = stream_tokens(predictor, xt, sampler, seed=seed, sampling=sampling, is_fixed=is_fixed)
+    (frame,) = deque(frames, maxlen=1)
     return [tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]

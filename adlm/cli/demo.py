@@ -8,11 +8,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
 from adlm.cli.output import check_output_files, draw_curve, json_stdout, print_json
+from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
     from adlm.text.lm import LM
@@ -49,7 +49,7 @@ def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> dict
     from adlm.view.player import write_player
     from adlm.view.terminal import draw_frame, watch
 
-    console, began = Console(highlight=False), time.perf_counter()
+    console, began = SafeConsole(), time.perf_counter()
     lm = load(device="cpu")
     parameters = sum(p.numel() for p in lm.model.parameters())
     console.print(
@@ -93,7 +93,7 @@ def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> dict
 
 
 def train_small_model(
-    folder: Path, console: Console, seconds: float, steps: int | None, seed: int
+    folder: Path, console: SafeConsole, seconds: float, steps: int | None, seed: int
 ) -> tuple[list[float], dict[str, float], LM]:
     """Train on the opening of a novel, with its last twentieth held out; return losses, validation and model."""
     from adlm.data.prepare import prepare

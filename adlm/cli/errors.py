@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
+
+from adlm.view.console import SafeConsole
 
 USER_ERRORS = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)  # the last: weights that are NaN
 # Typer has its own copy of click or uses the installed one, by its version; this is the class either way.
@@ -17,7 +18,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def print_error(message: str) -> None:
     """Print an error as one line on stderr."""
     line = " ".join(part.strip() for part in f"error: {message}".splitlines())
-    Console(stderr=True, highlight=False).print(line, markup=False, soft_wrap=True)
+    SafeConsole(stderr=True).print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager

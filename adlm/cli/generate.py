@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from adlm.cli import options, output
+from adlm.cli.errors import report_errors
 from adlm.remedies import install_command
 from adlm.view.console import SafeConsole, escape_controls
-from adlm.cli.errors import report_errors
 
 if TYPE_CHECKING:
     from adlm.text.generation import GenerationRequest
@@ -234,7 +233,7 @@ def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_w
 
         show_guesses = settings.guesses and any(not run.lm.row_format.is_causal for run in runs)
         steps, titles = [run.request.steps for run in runs], [run.title for run in runs]
-        console = Console(highlight=False)
+        console = SafeConsole()
         watch(streams, titles, console, steps=steps, pause=settings.pause, show_guesses=show_guesses)
     with output.status_console().status("sampling …"):
         for stream in streams:
@@ -254,12 +253,13 @@ def write_outputs(
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
     texts = (output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n").encode("utf-8")
     if is_watched:
-        print_texts(runs, Console(highlight=False))
+        print_texts(runs, SafeConsole())
     elif not settings.is_json:
         output.print_bytes(texts)
     lines: list[object] = [*runs]
+    for path in filter(None, (settings.out, settings.html, settings.gif)):
+        output.make_folder(path.parent)
     if settings.out is not None:
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
         settings.out.write_bytes(texts)
         lines.append(f"wrote {settings.out}")
     if settings.html is not None:
@@ -274,7 +274,7 @@ def write_outputs(
         output.status_console().print(str(line), style="dim", markup=False)
 
 
-def print_texts(runs: Sequence[GenerationRun], console: Console) -> None:
+def print_texts(runs: Sequence[GenerationRun], console: SafeConsole) -> None:
     """Print every text, numbered where there are several."""
     for run in runs:
         if len(runs) > 1:
@@ -289,7 +289,6 @@ def print_texts(runs: Sequence[GenerationRun], console: Console) -> None:
 def style_row(row: GeneratedRow) -> Text:
     """Style the given and the generated parts of a text; without given parts it is plain."""
     from adlm.view.look import STATE_STYLES
-    from adlm.view.terminal import escape_controls
     from adlm.view.trajectory import GIVEN, REVEALED
 
     if not any(is_given and text for text, is_given in row.pieces):

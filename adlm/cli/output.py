@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
+from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
     from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table
@@ -24,9 +25,9 @@ UNLIMITED_WIDTH = 10_000
 Value = TypeVar("Value", str, int, float)
 
 
-def status_console() -> Console:
+def status_console() -> SafeConsole:
     """The console on stderr for status messages."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return SafeConsole(stderr=True, soft_wrap=True)
 
 
 def json_stdout(is_json: bool) -> AbstractContextManager[object]:
@@ -38,8 +39,10 @@ def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object in UTF-8; numbers that are not finite become null."""
     from adlm.evaluate.results import to_json
 
+    line = json.dumps(to_json(value), ensure_ascii=False) + "\n"
+    line = re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", line)  # controls that JSON allows
     # A path may hold half a surrogate pair; JSON spells it \udcxx.
-    print_bytes((json.dumps(to_json(value), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+    print_bytes(line.encode("utf-8", "backslashreplace"))
 
 
 def print_bytes(content: bytes) -> None:
@@ -49,7 +52,15 @@ def print_bytes(content: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_table(table: Table, console: Console | None = None) -> None:
+def print_path(path: Path) -> None:
+    """Print a path to stdout as a result: for a program as it is, on a terminal with its controls escaped."""
+    if sys.stdout.isatty():
+        SafeConsole(soft_wrap=True).print(str(path), markup=False)
+    else:
+        print_bytes(f"{path}\n".encode("utf-8", "surrogateescape"))
+
+
+def print_table(table: Table, console: SafeConsole | None = None) -> None:
     """Print a table; numbers are never cut.
 
     On a narrow terminal optional columns are left out and, where that is not enough, errors go below their values.
@@ -57,9 +68,9 @@ def print_table(table: Table, console: Console | None = None) -> None:
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    console = console or Console(highlight=False)
+    console = console or SafeConsole()
     if not console.is_terminal:
-        console = Console(highlight=False, width=UNLIMITED_WIDTH, file=console.file)
+        console = SafeConsole(width=UNLIMITED_WIDTH, file=console.file)
     columns, lines = table.columns, [[column.name for column in table.columns], *table.format_rows()]
     widths = fit_columns(columns, lines, MIN_TEXT_WIDTHS[0], console.width)
     if sum(widths.values()) >= console.width:
@@ -117,7 +128,7 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
         task = bars.add_task("", total=None)
 
         def update(stage: str, done: int, total: int) -> None:
-            if bars.tasks[task].description != stage:
+            if bars.tasks[task].description != (stage := escape_controls(stage)):
                 bars.reset(task, description=stage)
             bars.update(task, completed=done, total=total or None)
 
@@ -144,16 +155,31 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
     for option, path in files.items():
         if path is None:
             continue
-        if path.is_dir():
+        target = Path(os.path.realpath(path))  # a link may lead elsewhere
+        if target.is_dir():
             raise ValueError(f"{option} {path} is a folder: give the name of a file in it")
-        existing = next(each for each in (path, *path.absolute().parents) if each.exists())
-        if existing != path and not existing.is_dir():
+        existing = next(each for each in (target, *target.parents) if each.exists())
+        if existing != target and not existing.is_dir():
             raise ValueError(f"{option} {path}: {existing} is a file, not a folder: give another name")
-        if not os.access(existing, os.W_OK):
-            raise ValueError(f"{option} {path} cannot be written: no permission for {existing}; give another name")
-        if path.absolute() in options:
-            raise ValueError(f"{option} and {options[path.absolute()]} are the same file, {path}: give two names")
-        options[path.absolute()] = option
+        try:  # permissions do not tell everything: /proc has them all
+            if existing.is_dir():
+                TemporaryFile(dir=existing).close()
+            elif existing.is_file():
+                existing.open("ab").close()
+        except OSError as error:
+            raise ValueError(
+                f"{option} {path} cannot be written ({existing}: {error.strerror}): give another name"
+            ) from error
+        if target in options:
+            raise ValueError(f"{option} and {options[target]} are the same file, {path}: give two names")
+        options[target] = option
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder of an output file, as `mkdir -p` does, and report it if it is new."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        status_console().print(f"created folder {folder}", style="dim", markup=False)
 
 
 def check_output_folder(option: str, folder: Path | None) -> None:

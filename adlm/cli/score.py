@@ -5,14 +5,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
 from adlm.cli.generate import read_stdin
-from adlm.cli.output import json_stdout, print_json, read_text_file, status_console
+from adlm.cli.output import json_stdout, print_json, print_table, read_text_file, status_console
 
 MAX_TEXT_WIDTH = 60  # characters of a text in the table
 
@@ -56,17 +53,16 @@ def score(
             seconds = time.perf_counter() - began
             print_json({"scores": rows, "seconds": seconds, "settings": settings | {"device": str(lm.device)}})
             return
-        from adlm.view.terminal import escape_controls
+        from adlm.evaluate.results import Cell, Column, Estimate, Table
 
-        table = Table(box=None, pad_edge=False)
-        table.add_column("text", no_wrap=True, overflow="ellipsis", max_width=MAX_TEXT_WIDTH)
-        for name in ("tokens", "nats/token", "± s.e.", "perplexity", "bits/byte"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table_rows: list[list[Cell]] = []
         for text, each in zip(inputs, scores, strict=True):
-            sign, error = ("", "exact") if each.is_exact else ("≤ ", f"{each.stderr:.3f}")
-            values = [f"{each.tokens:,}", f"{sign}{each.nll:.3f}", error]
-            values += [f"{sign}{each.ppl:,.1f}", f"{sign}{each.bits_per_byte:.3f}"]
-            table.add_row(Text(escape_controls(text.replace("\n", "↵"))), *values)
-        Console(highlight=False).print(table)
+            text, sign = text.replace("\n", "↵"), "" if each.is_exact else "≤ "
+            shown = text if len(text) <= MAX_TEXT_WIDTH else text[: MAX_TEXT_WIDTH - 1] + "…"
+            nll = f"{each.nll:.3f} (exact)" if each.is_exact else Estimate(each.nll, each.stderr).format(prefix=sign)
+            table_rows.append([shown, each.tokens, nll, f"{sign}{each.ppl:,.1f}", f"{sign}{each.bits_per_byte:.3f}"])
+        columns = [Column("text", is_text=True), Column("tokens", is_optional=True)]
+        columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
+        print_table(Table(columns, table_rows))
         kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text"
         status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)

@@ -8,7 +8,15 @@ import typer
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
-from adlm.cli.output import json_stdout, print_json, print_table, status_console
+from adlm.cli.output import (
+    check_output_files,
+    json_stdout,
+    make_folder,
+    print_json,
+    print_path,
+    print_table,
+    status_console,
+)
 
 
 def train(
@@ -55,12 +63,15 @@ def plot(
     with report_errors():
         from adlm.cli.plot import build_runs_table, plot_runs, read_run
 
+        check_output_files({"--out": out})
         with json_stdout(is_json):
             curves = [read_run(folder) for folder in runs]
-            path = plot_runs(curves, out or runs[0] / "plots" / "run.png", x=x)
+            path = out or runs[0] / "plots" / "run.png"
+            make_folder(path.parent)
+            plot_runs(curves, path, x=x)
         if is_json:
             print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
         else:
             print_table(build_runs_table(curves))
-            print(path)
+            print_path(path)
         return path

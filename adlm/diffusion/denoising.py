@@ -26,6 +26,7 @@ PredictNext = Callable[[Tensor], Tensor]
 MAX_LOGIT_ROWS = {"cuda": 4096, "cpu": 256}  # rows of logits that exist at a time
 MAX_RANDOM_NUMBERS = 65536  # made in one go
 MAX_BLOCK_STEPS = 1 << 20  # the clocks of two blocks are this far apart
+IDLE_STEPS = 8  # compared with their noise at once after a step that changed nothing, then twice as many, and so on
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ class SamplerState:
         self.nfe = torch.zeros(self.xt.shape[0], dtype=torch.int64)
         self._numbers: tuple[int, Tensor, Tensor] | None = None
 
-    def random_numbers(self) -> tuple[Tensor, Tensor]:
-        """Return this step's uniform numbers (B, L): one that decides the position, one that decides its token."""
+    def random_numbers(self, steps: int = 1) -> tuple[Tensor, Tensor]:
+        """Return uniform numbers (k, B, L) of at most `steps` steps: one for each position, one for its token."""
         if self._numbers is None or not 0 <= self.clock - self._numbers[0] < len(self._numbers[1]):
-            steps = max(1, MAX_RANDOM_NUMBERS // max(1, self.xt.numel()))
-            self._numbers = (self.clock, *self.rng.pairs(self.clock, steps, self.xt.shape[1], Purpose.SAMPLE))
-        start, position, token = self._numbers
-        return position[self.clock - start], token[self.clock - start]
+            made = max(1, MAX_RANDOM_NUMBERS // max(1, self.xt.numel()))
+            self._numbers = (self.clock, *self.rng.pairs(self.clock, made, self.xt.shape[1], Purpose.SAMPLE))
+        first = self.clock - self._numbers[0]
+        return self._numbers[1][first : first + steps], self._numbers[2][first : first + steps]
 
     def features_at(self, is_selected: Tensor, noise_level: Tensor) -> Tensor:
         """Evaluate the network and return its features (N, dim) at the selected positions of the flattened batch."""
@@ -99,7 +100,7 @@ class SamplerState:
     def reveal(self, is_revealed: Tensor, features: Tensor, sampling: SamplingParams) -> Tensor:
         """Draw a token for every revealed position and write it; return the probability (N,) of each token."""
         index = is_revealed.flatten().nonzero()[:, 0]
-        u = self.send(self.random_numbers()[1].flatten()[index])
+        u = self.send(self.random_numbers()[1][0].flatten()[index])
         parts = [draw(logits, u[part], sampling) for part, logits in self.iter_logits(features, index)]
         if not parts:
             return u
@@ -119,6 +120,11 @@ class SamplerState:
         self.step, self.clock = self.step + 1, self.clock + 1
         return Frame(self.step, self.xt.clone(), self.is_hidden, changed, self.nfe.clone())
 
+    def find_changes(self, numbers: Tensor, transition: Transition) -> Tensor:
+        """Return the positions (…, B, L) that change, by their random numbers."""
+        change_prob = torch.where(self.is_hidden, transition.reveal_prob, transition.remask_prob)
+        return (numbers < change_prob) & self.is_free
+
     def send(self, x: Tensor) -> Tensor:
         """Copy to the device without waiting for it."""
         return x.pin_memory().to(self.xt.device, non_blocking=True) if self.xt.is_cuda else x
@@ -136,8 +142,7 @@ def reverse_step(
     Positions are drawn first: the network runs only for rows that reveal something, its head only where. `confidence`
     (B, L), if given, is updated with the probability of every token that is drawn.
     """
-    change_prob = torch.where(state.is_hidden, transition.reveal_prob, transition.remask_prob)
-    changed = (state.random_numbers()[0] < change_prob) & state.is_free
+    changed = state.find_changes(state.random_numbers()[0][0], transition)
     revealed, remasked = changed & state.is_hidden, changed & ~state.is_hidden
     features = state.features_at(revealed, transition.noise_level)
     probs = state.reveal(revealed, features, sampling)
@@ -198,15 +203,35 @@ def denoise(
 
 
 def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> Iterator[Frame]:
-    """Follow the table of a plan within a window; what is hidden after its last row is filled at once."""
+    """Follow the table of a plan within a window; what is hidden after its last row is filled at once.
+
+    After a step that changes nothing, several steps at a time are searched for the next change: the frames until then
+    differ in their number alone.
+    """
     state.is_free, state.clock = window, number * MAX_BLOCK_STEPS
     sampling = state.sampling if plan.nucleus else replace(state.sampling, top_p=1.0, top_k=None)
     confidence = torch.zeros(state.xt.shape, dtype=torch.float64) if plan.by_confidence else None
-    for transition in plan:
-        if confidence is not None:
-            remask = confidence_remask_prob(transition.remask_prob, confidence, state.is_hidden | ~state.is_free)
-            transition = replace(transition, remask_prob=remask)
-        yield reverse_step(state, transition, sampling, confidence)
+
+    def get_transition(step: int | slice) -> Transition:
+        transition = plan[step]
+        if confidence is None:
+            return transition
+        remask = confidence_remask_prob(transition.remask_prob, confidence, state.is_hidden | ~state.is_free)
+        return replace(transition, remask_prob=remask)
+
+    step, ahead = 0, 0  # ahead: steps that are searched at once
+    while step < len(plan):
+        if ahead == 0:
+            yield (frame := reverse_step(state, get_transition(step), sampling, confidence))
+            step, ahead = step + 1, 0 if bool(frame.changed.any()) else IDLE_STEPS
+            continue
+        numbers = state.random_numbers(min(ahead, len(plan) - step))[0]
+        changed = state.find_changes(numbers, get_transition(slice(step, step + len(numbers)))).flatten(1).any(-1)
+        idle = int((~changed).long().cumprod(0).sum())
+        for _ in range(idle):
+            state.step, state.clock = state.step + 1, state.clock + 1
+            yield replace(frame, step=state.step)
+        step, ahead = step + idle, 2 * ahead if idle == len(numbers) else 0
     left = state.is_hidden & state.is_free
     if bool(left.any()):
         if plan.fill_argmax:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 EPS = 1e-3  # of the training schedule alpha = 1 - (1 - EPS) t
 LINEAGE_END = 1e-5  # where the time grid of MDLM and ReMDM ends
+MAX_STEPS = 65_536
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Plan:
     def __len__(self) -> int:
         return len(self.t)
 
-    def __getitem__(self, step: int) -> Transition:
-        return Transition(*(getattr(self, column.name)[step] for column in fields(Transition)))
+    def __getitem__(self, step: int | slice) -> Transition:
+        """Return one step or, with fields of shape (k, 1, 1), k steps."""
+        columns = (getattr(self, column.name)[step] for column in fields(Transition))
+        return Transition(*(x[:, None, None] if isinstance(step, slice) else x for x in columns))
 
     def __iter__(self) -> Iterator[Transition]:
         return (self[step] for step in range(len(self)))
@@ -204,9 +207,14 @@ def _grid(steps: int, compat: bool) -> tuple[Tensor, Tensor]:
 
 
 def check_steps(steps: int) -> int:
-    """Return a number of steps, which must be at least 1."""
+    """Return a number of steps, which must be between 1 and MAX_STEPS."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    if steps > MAX_STEPS:
+        raise ValueError(
+            f"steps must be at most {MAX_STEPS:,}, got {steps:,}: use fewer, or the sampler first_hitting, which is "
+            "the limit of many steps"
+        )
     return steps
 
 

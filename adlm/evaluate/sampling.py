@@ -6,6 +6,7 @@ A sample follows from the settings, the seed and its number, whether one process
 import inspect
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -21,8 +22,8 @@ from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
-from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.remedies import install_command
+from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
 
@@ -156,7 +157,7 @@ def generate_samples(
     try:
         for first in range(0, len(own), request.config.batch):
             numbers = own[first : first + request.config.batch]
-            *_, frame = denoise_rows(lm.predictor, request, [(layout, number) for number in numbers])
+            (frame,) = deque(denoise_rows(lm.predictor, request, [(layout, number) for number in numbers]), maxlen=1)
             for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
                 tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
                 if layout.may_end and eos_id in tokens:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adlm.data.tokenizers import Tokenizer
 
-HOLE = re.compile(r"_{3,}(?:\{ *(\d+) *(?:, *(\d+) *)?\})?")
+HOLE = re.compile(r"_{3,}(?:\{ *(\d+) *(?:, *(\d+) *)?\}|(\{[^{}\n]*\}?))?")
 MAX_HOLE_TOKENS = 12  # of a hole whose length the model chooses
 BLOCK = "░"
 TEXT, WORD, ENDED = range(3)  # kinds of positions: text; the first token of a word; text or its end
@@ -81,7 +81,12 @@ def _split_template(template: str) -> Iterator[str | Hole]:
     end = 0
     for match in HOLE.finditer(template):
         yield template[end : match.start()]
-        least, most = match.groups()
+        least, most, wrong = match.groups()
+        if wrong is not None:
+            raise ValueError(
+                f"{match[0][:40]!r} is not a hole: write ___ for any length, ___{{5}} for five tokens or ___{{2,8}} "
+                "for two to eight; for a brace just after a hole, give a list of strings and adlm.Hole(…)"
+            )
         yield Hole() if least is None else Hole(int(least), int(most or least))
         end = match.end()
     yield template[end:]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
@@ -22,10 +21,11 @@ from adlm.data.batches import Batch
 from adlm.data.shards import PreparedData, fsync_path, write_atomically
 from adlm.methods import look_up
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
-from adlm.remedies import install_command
 from adlm.models.language_model import ModelConfig
+from adlm.remedies import install_command
 from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
+from adlm.view.console import SafeConsole
 
 Record = dict[str, Any]  # "step", metrics ("train/loss", …) and "time"; only what is in "time" depends on the clock
 WriteRecord = Callable[[Record], None]
@@ -212,7 +212,7 @@ class RunLogger:
             cut_metrics(self.path, step)
             trackers = [open_tracker(name, folder, asdict(config), step) for name in config.log.track]
             self.trackers = [exit_stack.enter_context(tracker) for tracker in trackers]
-        self.console = Console(highlight=False, quiet=not (context.is_main and config.log.show))
+        self.console = SafeConsole(quiet=not (context.is_main and config.log.show))
         self.has_bar, self.last_line = self.console.is_terminal and not self.console.quiet, -math.inf
         columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")]
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]

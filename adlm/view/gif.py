@@ -8,7 +8,8 @@ from typing import Any
 
 from adlm.remedies import install_command
 from adlm.view import look
-from adlm.view.terminal import count_hidden, escape_controls
+from adlm.view.console import escape_controls
+from adlm.view.terminal import count_hidden
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, Trajectory, TrajectoryFrame
 
 MAX_FPS, HOLD_SECONDS, MARK_SECONDS = 20, 2.0, 0.2  # hold: of the last frame; mark: of a change

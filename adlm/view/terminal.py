@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from adlm.view import look
+from adlm.view.console import escape_controls
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TrajectoryFrame
 
 # Three columns and a space are about the width of a token, so a text hardly grows while it appears.
@@ -24,17 +25,6 @@ BLOCKS = {HIDDEN: "░░░", REMASKED: "▒▒▒"}
 MIN_PANEL_WIDTH, MAX_PANEL_WIDTH = 40, 104  # columns; narrower panels are stacked
 PANEL_ROWS = 4  # of a panel without its text: border, counter, empty line, border
 MIN_REFRESH = 1 / 60  # seconds between two drawings: a fast sampler should not wait for them
-
-# Control characters become their pictures; those without one, direction marks and surrogates the replacement character.
-CONTROLS = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
-CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
-CONTROLS |= dict.fromkeys([0x061C, *range(0xD800, 0xE000)], 0xFFFD)
-del CONTROLS[0x0A]
-
-
-def escape_controls(text: str) -> str:
-    """Replace characters that would control the terminal by visible ones; newlines stay."""
-    return text.translate(CONTROLS)
 
 
 def draw_frame(frame: TrajectoryFrame, *, show_guesses: bool = True) -> Text:
@@ -191,7 +181,8 @@ def watch(
                     drawn = time.monotonic()
                     view.frames, view.height = [each[-1] for each in seen], console.height - 1
                     live.update(view, refresh=True)
-                time.sleep(pause if is_live else 0)
+                is_idle = all(len(each) > 1 and each[-1].tokens is each[-2].tokens for each in seen)
+                time.sleep(pause if is_live and not is_idle else 0)
     finally:
         if all(seen) and is_live:
             console.print(DenoisingView([frames[-1] for frames in seen], titles, steps, show_guesses))

@@ -9,7 +9,7 @@ from rich.console import Console
 import adlm
 from adlm.cli.generate import style_row
 from adlm.text.templates import HOLE
-from adlm.view.terminal import escape_controls
+from adlm.view.console import escape_controls
 from tests.cli.terminal import answer_json, assert_error, invoke, process, screen, trained, without_escapes
 
 CAT = "The ___ sat on the ___{2}."

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from adlm.cli.output import parse_list, print_result, print_table
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, render_markdown, shorten_names, to_json
+from adlm.view.console import SafeConsole
 
 COLUMNS = [Column("model", is_text=True), Column("nll"), Column("tokens", is_optional=True)]
 TABLE = Table(
@@ -20,7 +20,7 @@ TABLE = Table(
 def test_numbers_are_never_cut(width: int) -> None:
     """Optional columns are left out first, then errors go below their values."""
     screen = io.StringIO()
-    print_table(TABLE, Console(file=screen, force_terminal=True, width=width, color_system=None))
+    print_table(TABLE, SafeConsole(file=screen, force_terminal=True, width=width, color_system=None))
     text = screen.getvalue()
     assert ("1.235 ± 0.500" in text) == (width > 20) and "1.235 " in text and "± 0.500 " in text
     assert "b[i]" in text and "how" in text and max(map(len, text.splitlines())) <= width
@@ -29,7 +29,7 @@ def test_numbers_are_never_cut(width: int) -> None:
 
 def test_without_a_terminal_nothing_is_left_out() -> None:
     screen = io.StringIO()
-    print_table(TABLE, Console(file=screen, width=20))
+    print_table(TABLE, SafeConsole(file=screen, width=20))
     assert "a rather long name of a model │ 1.235 ± 0.500 │ 12,345 " in screen.getvalue()
     assert render_markdown(TABLE).splitlines()[1:3] == [
         "| --- | ---: | ---: |", "| a rather long name of a model | 1.235 ± 0.500 | 12,345 |"

@@ -10,7 +10,7 @@ import pytest
 import adlm
 from adlm.bundled import DEFAULT
 from adlm.cli.generate import parse_sampler_options
-from adlm.view.terminal import escape_controls
+from adlm.view.console import escape_controls
 from tests.cli.terminal import answer_json, assert_error, invoke, make_env, process, screen, trained, without_escapes
 from tests.training.runs import ROOT
 from tests.view.test_player import read_data
@@ -124,6 +124,10 @@ def test_a_prompt_from_stdin() -> None:
         (("--device", "abacus"), "device 'abacus' is not one of"),
         (("--gif", "a.png"), "does not end in .gif: call it a.gif"),
         (("--steps", "0"), "--steps"),
+        (
+            ("--steps", "999999999"),
+            "steps must be at most 65,536, got 999,999,999: use fewer, or the sampler first_hitt",
+        ),
         (("--seed", "-1"), "--seed"),
     ],
 )
@@ -143,9 +147,24 @@ def test_an_output_file_is_checked_before_the_model(tmp_path: Path) -> None:
         result = invoke("sample", "no-model", option, tmp_path / "file" / "a.gif")
         assert_error(result, f"{option} {tmp_path / 'file' / 'a.gif'}: {tmp_path / 'file'} is a file, not a folder")
         assert_error(invoke("sample", "no-model", option, tmp_path), f"{option} {tmp_path} is a folder")
+    assert_error(
+        invoke("sample", "no-model", "--html", "/proc/a.html"), "--html /proc/a.html cannot be written (/proc:"
+    )
     twice = invoke("sample", "no-model", "--out", tmp_path / "a", "--html", tmp_path / "a")
     assert_error(twice, "--html and --out are the same file")
     assert (tmp_path / "file").read_text("utf-8") == "mine"
+
+
+def test_names_of_files_do_not_control_the_terminal_and_new_folders_are_reported(tmp_path: Path) -> None:
+    name = tmp_path / "a\x1b[31mb" / "c\x9b\u202e.html"
+    result = invoke("sample", trained(), "--length", 8, "--steps", 2, "--html", name)
+    assert result.exit_code == 0 and name.is_file()
+    assert f"created folder {tmp_path}/a␛[31mb" in result.stderr and "/c��.html" in result.stderr
+    answer = invoke("sample", trained(), "--length", 8, "--steps", 2, "--html", name, "--json")
+    assert "created folder" not in answer.stderr and json.loads(answer.stdout)["html"] == str(name)
+    error = invoke("sample", name.parent)
+    for text in (result.stderr, answer.stdout, error.stderr):
+        assert not set("\x1b\x9b") & set(text), text
 
 
 def test_a_gif_without_pillow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

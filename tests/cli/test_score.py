@@ -8,7 +8,7 @@ import pytest
 
 import adlm
 from adlm.bundled import DEFAULT
-from tests.cli.terminal import answer_json, assert_error, invoke, process, trained
+from tests.cli.terminal import answer_json, assert_error, invoke, process, trained, without_escapes
 
 TEXTS = ("It was the best of times.", "times of best the was It.")
 
@@ -29,12 +29,30 @@ def test_the_table_has_the_values_of_the_json() -> None:
     words = (*TEXTS, "--model", trained(), "--draws", 8)
     result = invoke("score", *words)
     assert result.exit_code == 0, result.output
-    header, *rows = result.stdout.splitlines()
-    assert header.split()[:3] == ["text", "tokens", "nats/token"]
+    header, *rows = (line for line in result.stdout.splitlines() if "│" in line or "┃" in line)
+    assert header.split()[1:6:2] == ["text", "tokens", "nats/token"]
     for row, score in zip(rows, answer_json("score", *words)["scores"], strict=True):
-        assert score["text"] in row and f"≤ {score['nll']:.3f}" in row and f"{score['stderr']:.3f}" in row
+        assert score["text"] in row and f" ≤ {score['nll']:.3f} ± {score['stderr']:.3f} " in row
         assert f"≤ {score['ppl']:,.1f}" in row and f"≤ {score['bits_per_byte']:.3f}" in row
     assert "upper bound, 8 noise samples per text" in result.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_numbers_are_whole_in_a_narrow_terminal_and_in_a_pipe(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "worst\nof times,\x1b[31m it was"
+    monkeypatch.setattr("adlm.cli.score.MAX_TEXT_WIDTH", 23)
+    words = ("score", TEXTS[0], long, "--model", trained(), "--draws", 8)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    piped, scores = invoke(*words).stdout, answer_json(*words)["scores"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = invoke(*words).stdout
+    assert max(map(len, without_escapes(shown).splitlines())) <= columns
+    assert "\x1b[31m" not in shown and "worst↵of times,␛[31m i… │" in piped
+    for text in (without_escapes(shown), piped):
+        for score in scores:
+            for number in (f"≤ {score['nll']:.3f}", f"± {score['stderr']:.3f}", f"≤ {score['ppl']:,.1f}"):
+                assert f"{number} " in text
+            assert f"≤ {score['bits_per_byte']:.3f} " in text
 
 
 def test_a_causal_models_score_is_exact() -> None:

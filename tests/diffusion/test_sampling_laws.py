@@ -70,6 +70,29 @@ def test_the_network_runs_only_where_something_is_revealed(name):
         assert torch.equal(frames[-1].nfe, (xt == MASK).sum(-1).clamp(max=5))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "steps" in OPTIONS[name]])
+def test_steps_that_change_nothing_are_skipped_without_another_result(name, monkeypatch):
+    """The same frames as step by step, also where random numbers are made in many parts."""
+    options = OPTIONS[name] | {"steps": 300} | ({"eta": 0.003} if "eta" in OPTIONS[name] else {})
+    sampler, xt = build_sampler(name, **options), templates(2, rows=3, length=6)
+    monkeypatch.setattr(denoising, "MAX_RANDOM_NUMBERS", 18 * 50)
+    skipping = run(LEARNED, xt, sampler, block=4)
+    monkeypatch.setattr(denoising, "IDLE_STEPS", 0)
+    for frame, expected in zip(skipping, run(LEARNED, xt, sampler, block=4), strict=True):
+        assert frame.step == expected.step
+        for part in ("tokens", "is_masked", "changed", "nfe"):
+            assert torch.equal(getattr(frame, part), getattr(expected, part))
+
+
+def test_the_number_of_steps_is_bounded_and_many_steps_cost_little():
+    for name in ("ancestral", "remask_loop", "dfm", "confidence"):
+        with pytest.raises(ValueError, match="at most 65,536, got 65,537: use fewer, or the sampler first_hitting"):
+            build_sampler(name, steps=65_537)
+    frames = run(LEARNED, torch.full((1, 6), MASK), plans.ancestral(65_536))
+    assert len(frames) == 65_536 and frames[-1].nfe <= 6
+    assert len({id(frame.tokens) for frame in frames}) <= 13  # a frame without a change shares its tensors
+
+
 PLACES = ([[i] for i in range(ROWS)], [[0, 1, 2], [3, 4, 5], [6, 7]], [[6, 2, 0, 7, 1, 5, 3, 4]])
 
 

@@ -131,7 +131,10 @@ def test_the_parser_finds_holes_and_leaves_lists_alone() -> None:
     assert parse_template("The ___ sat on ___{2}, ____{2,8}") == expected
     assert parse_template("___{ 2 , 8 }") == (Hole(2, 8),)
     assert parse_template("a__b_") == ("a__b_",)
-    assert parse_template("___{x}") == (Hole(), "{x}")
+    assert parse_template("___ {x}") == (Hole(), " {x}")
+    for wrong in ("___{x}", "___{-1}", "___{}", "___{2,}", "____{1", "___{1.5}"):
+        with pytest.raises(ValueError, match=r"^'_+{.* is not a hole: write ___ for any length, ___.5. for five"):
+            parse_template(f"a {wrong} b")
     assert parse_template(["a", "___", "", Hole.of_length(3), "b", "c"]) == ("a___", Hole.of_length(3), "bc")
     assert parse_template("") == ()
     for hole in (Hole(), Hole.of_length(4), Hole(2, 5)):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from rich.segment import Segment
 
+from adlm.view.console import escape_controls
 from adlm.view.look import PROBABILITY_LEVELS
-from adlm.view.terminal import BLOCKS, DenoisingView, draw_frame, escape_controls, watch
+from adlm.view.terminal import BLOCKS, DenoisingView, draw_frame, watch
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, STATES, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 from tests.view.trajectories import PARAGRAPH, simulate
 

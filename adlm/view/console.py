@@ -1,0 +1,28 @@
+"""The console of all commands: no text that it prints, such as the name of a folder, can control the terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+# Control characters become their pictures; those without one, direction marks and surrogates the replacement character.
+CONTROLS = {code: 0x2400 + code for code in range(0x20)} | {0x7F: 0x2421}
+CONTROLS |= dict.fromkeys([*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+CONTROLS |= dict.fromkeys([0x061C, *range(0xD800, 0xE000)], 0xFFFD)
+del CONTROLS[0x0A]
+
+
+def escape_controls(text: str) -> str:
+    """Replace characters that would control the terminal by visible ones; newlines stay."""
+    return text.translate(CONTROLS)
+
+
+class SafeConsole(Console):
+    """A console that escapes the control characters of every string; it adds no colors and no emoji of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(highlight=False, emoji=False, **settings)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Turn a string into text: of `print`, of a table's cell or of its title."""
+        return super().render_str(escape_controls(text), **options)
