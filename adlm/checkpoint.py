@@ -15,21 +15,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.filesize import decimal as format_bytes
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from adlm.data.shards import fsync_path, hash_file, read_json
-from adlm.data.tokenizers import Tokenizer
-from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.data.shards import fsync_path, hash_file
+from adlm.data.tokenizers import Tokenizer, read_json
+from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta, is_whole
 
 LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 MODEL_FORMAT = 1  # of config.json and model.safetensors
 RUN_FORMAT = 2  # of state.json and training/
-WRAPPED = "wrapped"
+WRAPPED, DOCUMENTS = "wrapped", "documents"
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")  # that are loaded
+STORED_DTYPES = ("F32", "F16", "BF16", "I8")
 SCALE = ".scale"  # of an int8 matrix
 INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
@@ -201,22 +203,40 @@ def find_latest_checkpoint(folder: Path) -> Path | None:
 
 def verify_checkpoint(path: Path) -> Path:
     """Return the path if all files of the checkpoint match their checksums; raise ValueError otherwise."""
-    try:
-        expected: dict[str, str] = dict(read_json(path / "checksums.json"))
-        changed = [name for name in expected if not (path / name).is_file() or hash_file(path / name) != expected[name]]
-        problem = f"{changed[0]} is missing or was changed (or checksums.json was)" if changed else ""
-    except (ValueError, OSError) as error:
-        problem = f"checksums.json cannot be read ({error})"
-    if problem:
+    if problem := find_damage(path):
         earlier = [other for other in list_checkpoints(path.parent) if other.name < path.name]
         remedy = f"resume={earlier[-1]} resumes from the one before" if earlier else "there is none before it"
         raise ValueError(f"the checkpoint {path.name} is damaged: {problem}. Nothing was changed; {remedy}")
     return path
 
 
+def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
+    """Compare the files of a checkpoint, or those that are loaded for inference, with checksums.json.
+
+    Return what is wrong, or nothing.
+    """
+    try:
+        expected = read_json(folder / "checksums.json")
+    except (ValueError, OSError) as error:
+        return f"checksums.json cannot be read ({error})"
+    listed = set(expected) if isinstance(expected, dict) else set()
+    required = set(MODEL_FILES[:2])
+    if not is_loaded:
+        required |= {"state.json", *(str(path.relative_to(folder)) for path in (folder / "training").glob("*"))}
+    if missing := sorted(required - listed):
+        return f"checksums.json does not list {missing[0]}"
+    for name in sorted(listed.intersection(MODEL_FILES) if is_loaded else listed):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"checksums.json lists {name!r:.80}, which is outside the folder"
+        if not (folder / name).is_file() or hash_file(folder / name) != expected[name]:
+            return f"{name} is missing or was changed (or checksums.json was)"
+    return ""
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """Read the state of the run at a checkpoint."""
-    state: dict[str, Any] = read_json(path / "state.json")
+    content = read_json(path / "state.json")
+    state: dict[str, Any] = content if isinstance(content, dict) else {}
     if (version := state.get("format", 1)) != RUN_FORMAT:
         raise ValueError(
             f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}: start a new run "
@@ -229,7 +249,7 @@ def restore_links(folder: Path) -> None:
     """Turn `latest` and `best` into links again where copying the run made them folders."""
     for path in (folder / LATEST, folder / BEST):
         if path.is_dir() and not path.is_symlink():
-            named = folder / name_checkpoint(read_json(path / "config.json", COPY_AGAIN)["step"])
+            named = folder / name_checkpoint(read_config_json(path)[0]["step"])
             if named.exists():
                 remove_checkpoint(path)
             else:
@@ -298,22 +318,70 @@ def find_model_folder(path: str | Path) -> Path:
     return folder
 
 
-def load_model(path: str | Path, *, verify: bool = False) -> LoadedModel:
-    """Load a trained model from a run folder (its latest checkpoint), a checkpoint or an exported model folder."""
+def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
+    """Load a trained model from a run folder (its latest checkpoint), a checkpoint or an exported model folder.
+
+    Its files are compared with their checksums: by default where there is a checksums.json, with `verify` always, with
+    `verify=False` never.
+    """
     folder = find_model_folder(path)
-    if verify:
-        verify_checkpoint(folder)
-    content = read_json(folder / "config.json", COPY_AGAIN)
-    if content.get("format", 0) > MODEL_FORMAT:
-        raise ValueError(f"{folder.name} has format {content['format']}, newer than {MODEL_FORMAT}: update adlm")
-    try:
-        model = LanguageModel(ModelConfig(**content["model"]))
-        model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
-    except (TypeError, RuntimeError, KeyError) as error:
-        problem = f"{folder}/config.json does not fit model.safetensors or this version of adlm ({error})"
-        raise ValueError(f"{problem}: {COPY_AGAIN}, or update adlm") from error
+    content, config = read_config_json(folder)
+    model = build_on_meta(config)
+    check_stored_tensors(folder, model)  # before memory is taken and a large file is read
+    is_verified = (folder / "checksums.json").is_file() if verify is None else verify
+    if is_verified and (problem := find_damage(folder, is_loaded=True)):
+        remedy = f"{COPY_AGAIN} or, if you changed it yourself, delete checksums.json"
+        raise ValueError(f"{folder} is damaged: {problem}: {remedy}")
+    model.to_empty(device="cpu")
+    if config.tied:
+        model.head.weight = model.embed.weight
+    model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
-    return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content.get("rows", WRAPPED))
+    return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content["rows"])
+
+
+def read_config_json(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """Read and check a model's config.json: its content and the config of the model."""
+    content: dict[str, Any] = {"format": 0, "rows": WRAPPED}
+    content |= loaded if isinstance(loaded := read_json(folder / "config.json", COPY_AGAIN), dict) else {}
+    if is_whole(version := content.get("format")) and version > MODEL_FORMAT:
+        raise ValueError(f"{folder.name} has format {version}, newer than {MODEL_FORMAT}: update adlm")
+    problems = {
+        "format must be a whole number": not is_whole(content.get("format")),
+        "method must be a name": not isinstance(content.get("method"), str),
+        "step must be a whole number, at least 0": not (is_whole(step := content.get("step")) and step >= 0),
+        f"rows must be {WRAPPED} or {DOCUMENTS}": content.get("rows") not in (WRAPPED, DOCUMENTS),
+        "model must be an object": not isinstance(content.get("model"), dict),
+    }
+    try:
+        if wrong := [problem for problem, is_present in problems.items() if is_present]:
+            raise ValueError(wrong[0])
+        return content, ModelConfig(**content["model"])
+    except (ValueError, TypeError) as error:  # TypeError: a setting is missing, or this version has no such
+        raise ValueError(f"{folder / 'config.json'}: {error}: {COPY_AGAIN}, or update adlm") from error
+
+
+def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
+    """Raise ValueError unless the header of model.safetensors has the model's tensors, in float or in int8."""
+    path = folder / "model.safetensors"
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            dtypes = {name: part.get_dtype() for name, part in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): {COPY_AGAIN}") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if model.config.tied and "head.weight" not in stored:
+        del expected["head.weight"]
+    expected |= {name + SCALE: expected[name][:1] for name in expected if dtypes.get(name) == "I8"}
+    for name in [*expected, *(name for name in stored if name not in expected)]:
+        is_stored, is_expected = name in stored, name in expected
+        if stored.get(name) != expected.get(name) or dtypes[name] not in STORED_DTYPES:
+            found = f"{dtypes[name]} {stored[name]}" if is_stored else "missing"
+            wanted = f"float {expected[name]}" if is_expected else "no such tensor"
+            problem = f"config.json does not fit model.safetensors: {name:.80} is {found}, expected {wanted}"
+            raise ValueError(f"{folder}/{problem}: {COPY_AGAIN}, or update adlm")
 
 
 def quantize(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -251,3 +251,108 @@ def test_a_full_disk_is_foreseen(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"are free.*Make room") as raised:
         writer(tmp_path, background=False).save(Snapshot(10, petabytes, petabytes, {"step": 10}))
     assert raised.value.errno == errno.ENOSPC and not tree(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    loaded = checkpoint.LoadedModel(tiny().eval(), open_data(data()).tokenizer, "adlm", 1)
+    return checkpoint.export_model(loaded, folder)
+
+
+@pytest.fixture
+def model_folder(exported: Path, tmp_path: Path) -> Path:
+    """A copy of an exported model without checksums, so that what is wrong has to be found."""
+    folder = shutil.copytree(exported, tmp_path / "model")
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+HUGE = {"length": 10**9, "denoiser_layers": 10**6, "vocab_size": 2**40, "dim": 10**12}
+WRONG_SIZES = [*HUGE.items(), ("length", -8), ("heads", 0), ("dim", "16"), ("cond_dim", 0.5), ("tied", "no")]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_SIZES)
+def test_sizes_are_checked_before_anything_is_built(model_folder: Path, key: str, value: object) -> None:
+    change_config(model_folder, model={key: value})
+    with pytest.raises(ValueError, match=rf"config\.json: model config: {key} must be .*, got .*copy or download"):
+        load_model(model_folder)
+
+
+def change_config(folder: Path, model: dict[str, Any], **changes: Any) -> None:
+    content = json.loads((folder / "config.json").read_text("utf-8"))
+    content = content | changes | {"model": content["model"] | model}
+    (folder / "config.json").write_text(json.dumps(content), "utf-8")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"vocab_size": 301}, r"embed\.weight is I8 \(300, 16\), expected float \(301, 16\)"),
+        ({"denoiser_layers": 900}, r"denoiser\.layers\.\d+\.\S+ is missing, expected float"),
+        ({"anchor_layers": 0}, r"is \w+ \(.*\), expected no such tensor"),
+        ({"dim": 32}, "does not fit model.safetensors"),
+    ],
+)
+def test_the_config_is_compared_with_the_header_of_the_weights(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], message: str
+) -> None:
+    change_config(model_folder, model)
+    monkeypatch.setattr(checkpoint, "load_file", lambda path: pytest.fail("the weights were read"))
+    with pytest.raises(ValueError, match=message):
+        load_model(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "1"}, "format must be a whole number"),
+        ({"step": -1}, "step must be"),
+        ({"rows": ["wrapped"]}, "rows must be wrapped or documents"),
+        ({"method": None}, "method must be a name"),
+    ],
+)
+def test_the_rest_of_the_config_is_checked(model_folder: Path, changes: dict[str, Any], message: str) -> None:
+    change_config(model_folder, {}, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_model(model_folder)
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "[]", "{}", "3", "\ufeff{}", '{"model": []}', "1" * 10_000])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"])
+def test_files_that_are_something_else_are_refused(model_folder: Path, name: str, content: str) -> None:
+    (model_folder / name).write_text(content, "utf-8")
+    if (name, content) in (("tokenizer_config.json", "{}"), ("tokenizer_config.json", '{"model": []}')):
+        assert load_model(model_folder).step == 1  # names no special tokens
+        return
+    with pytest.raises(ValueError, match=r"(copy|make|fetch|damaged|download)"):
+        load_model(model_folder)
+
+
+def test_a_flipped_bit_is_found_when_a_model_is_loaded(exported: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(exported, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing or was changed.*delete checksums\.json"):
+        load_model(folder)
+    assert load_model(folder, verify=False).step == 1
+    for checksums, problem in (("{}", "does not list config.json"), ("[]", "does not list"), ("", "cannot be read")):
+        (folder / "checksums.json").write_text(checksums, "utf-8")
+        with pytest.raises(ValueError, match=problem):
+            load_model(folder)
+        with pytest.raises(ValueError, match=problem):
+            verify_checkpoint(folder)
+    (folder / "checksums.json").unlink()
+    assert load_model(folder).step == 1  # nothing to compare with
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_model(folder, verify=True)
+
+
+def test_checksums_of_files_outside_the_folder_are_refused(trained: Path) -> None:
+    latest = (trained / "checkpoints" / "latest").resolve()
+    expected = json.loads((latest / "checksums.json").read_text("utf-8"))
+    checkpoint.write_json(latest / "checksums.json", {"../../config.yaml": "0" * 64} | expected)
+    with pytest.raises(ValueError, match=r"config\.yaml', which is outside the folder"):
+        verify_checkpoint(latest)

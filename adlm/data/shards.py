@@ -1,8 +1,8 @@
 """The folder of prepared text (docs/prepare.md): rows in memory-mapped shards, and a manifest that describes them."""
 
 import hashlib
-import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.data.packing import PackedRows
-from adlm.data.tokenizers import Tokenizer
+from adlm.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, read_json
 
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
 STATE_KEYS = ("settings", "settings_sha256", "tokenizer", "splits")  # of a progress file and a manifest
 MANIFEST_KEYS = (*STATE_KEYS, "format", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")
+SHARD_NAME = re.compile(r"[\w-]+-\d{5,}\.bin")  # in the folder itself
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 OnShard = Callable[[dict[str, Any], list[int]], None]  # gets a shard's record and where it ends in the source
@@ -115,7 +116,11 @@ class PreparedData:
 
     def counts(self) -> Tensor:
         """Return the occurrences of every token in the train split, (vocab_size,)."""
-        return torch.from_numpy(np.load(self.folder / COUNTS, allow_pickle=False))
+        counts = np.load(self.folder / COUNTS, mmap_mode="r", allow_pickle=False)
+        if counts.shape != (self.vocab_size,) or counts.dtype != np.int64:
+            found = f"{counts.dtype} {counts.shape}, expected int64 ({self.vocab_size},)"
+            raise ValueError(f"{self.folder / COUNTS} is {found}: {PREPARE_AGAIN}")
+        return torch.from_numpy(np.array(counts))
 
 
 def open_data(path: Path | str, *, verify: bool = False) -> PreparedData:
@@ -149,7 +154,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (folder / PROGRESS).is_file():
             raise ValueError(f"{folder} is not finished: run the same `adlm prepare` again to resume it")
         raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
-    return read_state(folder / MANIFEST, MANIFEST_KEYS)
+    manifest = read_state(folder / MANIFEST, MANIFEST_KEYS)
+    vocab_size, length, rows = (manifest[key] for key in ("vocab_size", "length", "rows"))
+    splits = manifest["splits"].values()
+    tokenizer = manifest["tokenizer"] if isinstance(manifest["tokenizer"], dict) else {}
+    for is_valid, problem in (
+        (is_count(vocab_size, MAX_VOCAB_SIZE), f"vocab_size {vocab_size!r:.80} must be at most {MAX_VOCAB_SIZE:,}"),
+        (is_count(length, 2**31), f"length {length!r:.80} must be a positive whole number"),
+        (rows in ("wrapped", "documents"), f"rows {rows!r:.80} must be wrapped or documents"),
+        (is_hash(manifest["counts_sha256"]), "counts_sha256 must be a SHA-256"),
+        (is_hash(tokenizer.get("sha256")), "tokenizer.sha256 must be a SHA-256"),
+        (all(tokenizer.get(key) == manifest[key] for key in ("vocab_size", "mask_id")), "the tokenizer has other ids"),
+        (all(is_count(split.get("rows")) for split in splits), "every split must have a number of rows"),
+    ):
+        if not is_valid:
+            raise ValueError(f"{folder / MANIFEST}: {problem}: {PREPARE_AGAIN}")
+    dtype = choose_dtype(vocab_size)
+    for split in splits:
+        row_bytes = [length * np.dtype(dtype).itemsize * shard["rows"] for shard in split["shards"]]
+        is_sized = manifest["dtype"] == dtype and row_bytes == [shard["bytes"] for shard in split["shards"]]
+        has_lengths = all(is_hash(shard.get("lengths_sha256")) == (rows == "documents") for shard in split["shards"])
+        if not (is_sized and has_lengths and split["rows"] == sum(shard["rows"] for shard in split["shards"])):
+            raise ValueError(f"{folder / MANIFEST}: its shards do not fit dtype, length and rows: {PREPARE_AGAIN}")
+    return manifest
 
 
 def read_state(path: Path, keys: Sequence[str]) -> dict[str, Any]:
@@ -160,15 +187,36 @@ def read_state(path: Path, keys: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{path} has format {number!r}, this version reads {FORMAT}: {PREPARE_AGAIN}")
     if missing := [key for key in keys if key not in state]:
         raise ValueError(f"{path} has no {', '.join(missing)}: {PREPARE_AGAIN}")
+    for split in state["splits"].values() if isinstance(state["splits"], dict) else [None]:
+        for shard in split["shards"] if isinstance(split, dict) and isinstance(split.get("shards"), list) else [None]:
+            if not is_shard(shard):
+                expected = "a file name such as train-00000.bin, rows, bytes and sha256"
+                raise ValueError(f"{path} has the shard {shard!r:.120}, expected {expected}: {PREPARE_AGAIN}")
     return state
+
+
+def is_shard(record: Any) -> bool:
+    """Return whether a record of a manifest names a file in the folder, with its sizes and checksum."""
+    if not isinstance(record, dict) or not isinstance(name := record.get("file"), str):
+        return False
+    is_sized = is_count(record.get("rows")) and is_count(record.get("bytes"))
+    return bool(SHARD_NAME.fullmatch(name)) and is_sized and is_hash(record.get("sha256"))
+
+
+def is_count(value: object, most: int = 2**62) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+
+
+def is_hash(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def load_checked_tokenizer(folder: Path, expected: Mapping[str, Any]) -> Tokenizer:
     """Load the folder's tokenizer, which must have the ids of the manifest."""
     tokenizer = Tokenizer.load(folder)
     actual = describe_tokenizer(tokenizer)
-    if wrong := [key for key in actual if key != "name" and actual[key] != expected[key]]:
-        listed = ", ".join(f"{key} {actual[key]} instead of {expected[key]}" for key in wrong)
+    if wrong := [key for key in actual if key != "name" and actual[key] != expected.get(key)]:
+        listed = ", ".join(f"{key} {actual[key]} instead of {expected.get(key)}" for key in wrong)
         raise ValueError(f"the tokenizer in {folder} is not the one of its manifest ({listed}): {PREPARE_AGAIN}")
     return tokenizer
 
@@ -282,14 +330,6 @@ def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
     else:
         return
     raise ValueError(f"{path} {problem}: copy it again or {PREPARE_AGAIN}")
-
-
-def read_json(path: Path, remedy: str = "the file is damaged") -> Any:
-    """Read a JSON file."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
 
 
 def hash_file(path: Path) -> str:

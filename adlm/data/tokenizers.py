@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 BYTES = 256
+MAX_JSON_BYTES = 2**26  # of a file that describes data, a model or a tokenizer
+MAX_VOCAB_SIZE = 2**24
 END_OF_TEXT = "<|endoftext|>"
 BUNDLED = ("gpt2", "bert-base-uncased")
 WEIGHTS = Path(__file__).resolve().parents[1] / "weights"  # bundled models, each with its tokenizer.json
@@ -47,6 +49,11 @@ class Tokenizer:
     source: str | None = None  # the tokenizer.json as it was read; its hash identifies the tokenizer
 
     def __post_init__(self) -> None:
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"{self.name} has ids up to {self.vocab_size - 1:,}: expected fewer than {MAX_VOCAB_SIZE:,}; check the "
+                "ids of its vocabulary"
+            )
         self.bpe.no_padding()
         self.bpe.no_truncation()
         self.bpe.encode_special_tokens = True  # "[MASK]" in a text is six characters, never the mask
@@ -70,9 +77,13 @@ class Tokenizer:
         return self.bos_id, self.eos_id, self.pad_id, self.own_mask_id
 
     @cached_property
+    def max_id(self) -> int:
+        """The largest id of the vocabulary, which may have gaps."""
+        return max(self.bpe.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
     def vocab_size(self) -> int:
-        ids = self.bpe.get_vocab(with_added_tokens=True).values()  # they may have gaps
-        return max(ids) + (1 if self.own_mask_id is not None else 2)
+        return self.max_id + (1 if self.own_mask_id is not None else 2)
 
     @property
     def mask_id(self) -> int:
@@ -187,21 +198,41 @@ BUILT_IN = {"bytes": _make_byte_tokenizer, "characters": _make_character_tokeniz
 EXPECTED_NAME = f"give a file, a folder that holds one, {', '.join([*BUNDLED, *BUILT_IN])}, or a name on the Hub"
 
 
+def read_json(path: Path, remedy: str = "the file is damaged") -> Any:
+    """Read a JSON file."""
+    try:
+        return json.loads(read_bounded(path))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too large, or too many brackets
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
+
+
+def read_bounded(path: Path) -> str:
+    """Return the text of a small file; refuse a large one, which would fill the memory."""
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes: expected at most {MAX_JSON_BYTES:,}; make or fetch it again")
+    return path.read_bytes().decode("utf-8")
+
+
 def _load_file(path: Path, name: str | None = None) -> Tokenizer:
     if not path.is_file():
         raise ValueError(f"no tokenizer at {path}: expected a tokenizer.json of the `tokenizers` library")
     config: dict[str, Any] = {}
     for other in reversed(CONFIG_FILES):  # the first of them takes precedence
         if (path.parent / other).is_file():
-            config |= json.loads((path.parent / other).read_text("utf-8"))
+            content = read_json(path.parent / other)
+            if not isinstance(content, dict):
+                raise ValueError(f"{path.parent / other} is no JSON object: make or fetch it again")
+            config |= content
     name = name or config.get("name") or (path.parent.name if path.name == "tokenizer.json" else path.stem)
-    return _parse_json(path.read_bytes().decode("utf-8"), config, name)
+    return _parse_json(read_bounded(path), config, str(name))
 
 
 def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
     try:
         bpe = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception
+    except BaseException as error:  # the library raises plain Exception, and what is none where it panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ValueError(f"{name} is not a sound tokenizer.json ({error}): make or fetch it again") from error
     if dropout := getattr(bpe.model, "dropout", None):
         raise ValueError(f"{name} has model.dropout {dropout}, and a text must have one encoding: set it to null")

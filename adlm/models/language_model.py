@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,10 @@ POSITIONS = ("rotary", "learned")
 # Inductor's fusion of row sums with column sums gives wrong gradients of the modulations at training sizes (torch 2.11,
 # relative errors of 0.4 to 7); without it a step takes as long.
 INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
+# The largest value of each size; the least is 1, of anchor_layers 0.
+MAX_SIZES = {"vocab_size": 2**24, "dim": 2**16, "heads": 2**16, "anchor_layers": 1024, "denoiser_layers": 1024}
+MAX_SIZES |= {"length": 2**17, "cond_dim": 2**16}
+FLAGS = ("is_causal", "time_conditioning", "norm_bias", "attention_bias", "tied")
 NEG_INF = -1e6  # log-probability of the impossible; finite, so that 0 · log 0 stays 0
 
 
@@ -55,20 +59,33 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, known in (("bridge", BRIDGES), ("positions", POSITIONS)):
             if (value := getattr(self, name)) not in known:
-                raise ValueError(f"unknown {name} {value!r}: expected one of {', '.join(known)}")
-        is_outside = self.mask_id is not None and not 0 <= self.mask_id < self.vocab_size
+                raise ValueError(f"unknown {name} {value!r:.80}: expected one of {', '.join(known)}")
+        for name, largest in MAX_SIZES.items():
+            value, least = getattr(self, name), 0 if name == "anchor_layers" else 1
+            if not (value is None and name == "cond_dim") and not (is_whole(value) and least <= value <= largest):
+                expected = f"a whole number between {least} and {largest:,}"
+                raise ValueError(f"model config: {name} must be {expected}, got {value!r:.80}")
+        is_outside = self.mask_id is not None and not (is_whole(self.mask_id) and 0 <= self.mask_id < self.vocab_size)
+        is_rate = isinstance(self.dropout, int | float) and 0 <= self.dropout < 1
         problems = {
+            f"{name} must be true or false, got {getattr(self, name)!r:.80}": not isinstance(getattr(self, name), bool)
+            for name in FLAGS
+        } | {
+            f"dropout must be a number in [0, 1), got {self.dropout!r:.80}": not is_rate,
             f"dim {self.dim} must be a multiple of heads {self.heads}": self.dim % self.heads != 0,
             f"dim / heads = {self.dim // self.heads} must be even": self.dim // self.heads % 2 != 0,
-            f"denoiser_layers must be at least 1, got {self.denoiser_layers}": self.denoiser_layers < 1,
-            f"anchor_layers must not be negative, got {self.anchor_layers}": self.anchor_layers < 0,
-            f"mask_id {self.mask_id} is outside the vocabulary of {self.vocab_size}": is_outside,
+            f"mask_id {self.mask_id!r:.80} is outside the vocabulary of {self.vocab_size}": is_outside,
             "a masked (not causal) model needs a mask_id": not self.is_causal and self.mask_id is None,
             "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
         }
         for problem, is_present in problems.items():
             if is_present:
                 raise ValueError(f"model config: {problem}")
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value is an int; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 # Sizes by name, as settings of ModelConfig; a one-stage model has the anchor network's depth.
@@ -257,6 +274,15 @@ def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
     return (causal_mask(length, length, valid.device) & valid[:, None, None, :]) | itself
 
 
+def build_on_meta(config: ModelConfig) -> LanguageModel:
+    """Build a model whose parameters have shapes but no memory."""
+    model = LanguageModel.__new__(LanguageModel)
+    nn.Module.__init__(model)
+    with torch.device("meta"):
+        model._build(config)
+    return model
+
+
 @torch.no_grad()
 def fold_model(model: LanguageModel) -> LanguageModel:
     """Copy a model with everything that does not depend on the tokens multiplied into its matrices."""
@@ -269,10 +295,7 @@ def fold_model(model: LanguageModel) -> LanguageModel:
     if config.anchor_layers and config.bridge == "factored":
         config = replace(config, bridge="direct")
         state["bridge.weight"], state["bridge.bias"] = model.bridge_product()
-    copy = LanguageModel.__new__(LanguageModel)
-    nn.Module.__init__(copy)
-    with torch.device("meta"):
-        copy._build(config)
+    copy = build_on_meta(config)
     copy.load_state_dict({name: state[name].clone() for name in copy.state_dict()}, assign=True)
     if config.tied:
         copy.head.weight = copy.embed.weight

@@ -28,7 +28,7 @@ from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
-from adlm.methods import METHODS
+from adlm.methods import METHODS, look_up
 from adlm.text.generation import (
     DEFAULT_BATCH,
     SHARED_SETTINGS,
@@ -203,6 +203,12 @@ class LMEngine:
 
     @cached_property
     def predictor(self) -> Predictor:
+        method, largest = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id
+        if method.is_causal != config.is_causal or largest >= config.vocab_size:
+            problem = f"tokens up to {largest}, the model {config.vocab_size}"
+            if method.is_causal != config.is_causal:
+                problem = f"method {loaded.method!r}, the model is_causal {config.is_causal}"
+            raise ValueError(f"{name}: its files do not belong together ({problem}): copy or download them again")
         """The model, prepared for sampling."""
         fixed_batch = DEFAULT_BATCH if self.deterministic else None
         return compile_for_sampling(self.model, self.device, fixed_batch=fixed_batch, is_compiled=False)
@@ -450,7 +456,9 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
     return Guesses(ids.cpu(), probs.cpu(), is_anchor)
 
 
-def load(model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool = False) -> LM:
+def load(
+    model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool | None = None
+) -> LM:
     """Load a trained model: one that comes with the package by name, a run folder, or a checkpoint's folder.
 
     On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes

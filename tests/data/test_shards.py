@@ -134,12 +134,34 @@ def change(key: str, value: object) -> Callable[[Path], object]:
     return write
 
 
+def change_shard(key: str, value: object) -> Callable[[Path], object]:
+
+    def write(path: Path) -> None:
+        content = json.loads(path.read_text())
+        content["splits"]["train"]["shards"][0][key] = value
+        path.write_text(json.dumps(content))
+
+    return write
+
+
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", Path.unlink, "make it with `adlm prepare SOURCE --out"),
     ("manifest.json", change("format", 2), "format 2, this version reads 1"),
     ("manifest.json", lambda path: path.rename(path.with_name("progress.json")), "run the same `adlm prepare` again"),
     ("manifest.json", lambda path: path.write_text("[]"), "has no settings, .*counts_sha256: .*--overwrite"),
     *(("manifest.json", change(key, REMOVED), f"has no {key}") for key in ("format", "length", "tokenizer", "dtype")),
+    ("manifest.json", change("vocab_size", 2**40), "vocab_size 1099511627776 must be at most 16,777,216"),
+    ("manifest.json", change("length", -32), "length -32 must be"),
+    ("manifest.json", change("length", "32"), "length '32' must be"),
+    ("manifest.json", change("length", 10**9), "shards do not fit"),
+    ("manifest.json", change("dtype", "object"), "shards do not fit"),
+    ("manifest.json", change("mask_id", None), "the tokenizer has other ids"),
+    ("manifest.json", change("tokenizer", "bytes"), "tokenizer.sha256 must be"),
+    ("manifest.json", change("splits", []), "has the shard None, expected a file name such as"),
+    ("manifest.json", change_shard("file", "../../outside-00000.bin"), "has the shard .*outside-00000.bin"),
+    ("manifest.json", change_shard("rows", 2**62), "shards do not fit"),
+    ("manifest.json", change_shard("rows", "4"), "has the shard"),
+    ("manifest.json", lambda path: path.write_text("[" * 200_000), "is not JSON .*--overwrite"),
     ("train-00001.bin", Path.unlink, r"train-00001\.bin is missing.*--overwrite"),
     ("train-00001.bin", cut, r"train-00001\.bin has 1,279 bytes, 1,280 expected"),
     ("valid-00000.len", cut, r"valid-00000\.len has 23 bytes, 24 expected"),
