@@ -196,6 +196,12 @@ class LMEngine:
                 f"{name}: the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
                 "the tokenizer.json that the model was trained with"
             )
+        method, largest = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id
+        if method.is_causal != config.is_causal or largest >= config.vocab_size:
+            problem = f"tokens up to {largest}, the model {config.vocab_size}"
+            if method.is_causal != config.is_causal:
+                problem = f"method {loaded.method!r}, the model is_causal {config.is_causal}"
+            raise ValueError(f"{name}: its files do not belong together ({problem}): copy or download them again")
         self.loaded, self.method, self.step, self.name = loaded, loaded.method, loaded.step, name
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
@@ -203,12 +209,6 @@ class LMEngine:
 
     @cached_property
     def predictor(self) -> Predictor:
-        method, largest = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id
-        if method.is_causal != config.is_causal or largest >= config.vocab_size:
-            problem = f"tokens up to {largest}, the model {config.vocab_size}"
-            if method.is_causal != config.is_causal:
-                problem = f"method {loaded.method!r}, the model is_causal {config.is_causal}"
-            raise ValueError(f"{name}: its files do not belong together ({problem}): copy or download them again")
         """The model, prepared for sampling."""
         fixed_batch = DEFAULT_BATCH if self.deterministic else None
         return compile_for_sampling(self.model, self.device, fixed_batch=fixed_batch, is_compiled=False)
