@@ -8,7 +8,7 @@ random order it is a bound, whose expectation without time conditioning is the N
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, TensorRows, is_valid
 from adlm.diffusion import orders
-from adlm.diffusion.masking import ForwardProcess, NoisyBatch, Selection, corrupt, select, shift_tokens
+from adlm.diffusion.masking import ForwardProcess, NoisyBatch, Selection, collect_batch, corrupt, select, shift_tokens
 from adlm.diffusion.objectives import Loss, training_loss
 from adlm.diffusion.orders import Order, next_positions
 from adlm.diffusion.plans import EPS
@@ -28,6 +28,7 @@ from adlm.diffusion.selected import MAX_LOGIT_ROWS, selected_loss
 from adlm.models.language_model import LanguageModel
 
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
+MAX_ENUMERATED = 6  # scored tokens of which all sets are hidden in turn: at most 63 evaluations
 LEFT_TO_RIGHT, RANDOM = "left_to_right", "random"
 # The orders of the samplers; `tokens_per_step` sets how many tokens a step reveals, not steps or a bound on entropies.
 SCORED_ORDERS = {
@@ -273,6 +274,52 @@ def estimate_nll(
         model.train(was_training)
 
 
+class TokenNats(NamedTuple):
+    """Nats of the scored tokens of each row; the other tokens are given."""
+
+    nats: Tensor  # (n,), float64
+    stderr: Tensor  # (n,), from the noise; 0 where all sets of hidden tokens were evaluated, NaN of a single draw
+    is_exact: Tensor  # (n,): the likelihood itself, not an upper bound
+
+
+class HiddenSets(NamedTuple):
+    """Sets of hidden tokens, for which Σ weight · nats is the NELBO or an unbiased estimate of it."""
+
+    is_hidden: Tensor  # (s, tokens)
+    weight: Tensor  # (s,), float64
+    is_complete: bool  # these are all sets
+
+
+def choose_hidden_sets(tokens: int, draws: int, seed: int) -> HiddenSets:
+    """Choose the sets of hidden tokens from which the NELBO of a model without time conditioning is computed.
+
+    It is the sum over k = 1 … tokens of 1/k · (mean over the sets of k hidden tokens of their nats): time is integrated
+    out. Up to `MAX_ENUMERATED` tokens the sets are all there are. Above, every draw has its own stratum of k and hides
+    k random tokens. The density of k is proportional to 1/√k, about the spread of a set's share of the sum: with a
+    uniform one, few draws with small k would make up most of the error, and its estimate would be unreliable.
+    """
+    sizes = torch.arange(1, tokens + 1)
+    if tokens <= MAX_ENUMERATED:
+        is_hidden = (torch.arange(1, 2**tokens)[:, None] >> (sizes - 1)) & 1 == 1
+        share = torch.tensor([1 / (k * math.comb(tokens, k)) for k in sizes.tolist()], dtype=torch.float64)
+        return HiddenSets(is_hidden, share[is_hidden.sum(1) - 1], True)
+    rng, density = CounterRng.from_seed(seed, draws), sizes.double() ** -0.5
+    density /= density.sum()
+    places = (torch.arange(draws) + rng.uniform(0, 1, Purpose.TIME)[:, 0]) / draws
+    size = 1 + torch.searchsorted(density.cumsum(0), places, right=True).clamp(max=tokens - 1)
+    is_hidden = rng.uniform(0, tokens, Purpose.MASK).argsort(1).argsort(1) < size[:, None]
+    return HiddenSets(is_hidden, 1 / (draws * size * density[size - 1]), False)
+
+
+def stratified_stderr(values: Tensor) -> float:
+    """The standard error of a sum of draws (n,), one from each stratum in order, from the differences of neighbors.
+
+    These include the trend over the strata: with few draws the error is on the safe side.
+    """
+    n = len(values)
+    return math.sqrt(float(values.diff().square().sum()) / 2 * n / (n - 1)) if n > 1 else math.nan
+
+
 @torch.no_grad()
 def estimate_token_nats(
     model: LanguageModel,
@@ -283,31 +330,54 @@ def estimate_token_nats(
     seed: int,
     batch: int,
     score_entropy: bool = False,
-) -> Tensor:
-    """Nats (n, draws) of the scored tokens of each row, the others given; a causal model has one exact draw.
+) -> TokenNats:
+    """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one the NELBO.
 
-    The times of a row's draws are spread evenly, and its noise follows from (seed, draw): the nats of a row do not
-    depend on the other rows.
+    Without time conditioning the NELBO is that of `choose_hidden_sets`, otherwise a mean over draws at times that are
+    spread evenly, whose standard error counts them as independent. The noise follows from (seed, draw), so the nats of
+    a row do not depend on the other rows.
     """
-    config, device = model.config, model.embed.weight.device
-    draws = 1 if config.is_causal else draws
-    pairs = [(row, draw) for row in range(len(rows)) if any(is_scored[row]) for draw in range(draws)]
-    nats = torch.zeros(len(rows), draws, dtype=torch.float64)
-    for start in range(0, len(pairs), batch):
-        part = pairs[start : start + batch]
-        row, draw = torch.tensor(part).unbind(1)
+    config, device, process = model.config, model.embed.weight.device, ForwardProcess(model.config.mask_id)
+    places = [torch.tensor(each).nonzero()[:, 0] for each in is_scored]
+    asked = torch.tensor([len(each) for each in places], dtype=torch.int64)
+    sets = dict[int, HiddenSets]()
+    if not config.is_causal and not config.time_conditioning:
+        sets = {n: choose_hidden_sets(n, draws, seed) for n in set(asked.tolist()) - {0}}
+    one = 1 if config.is_causal else draws
+    counts = asked.new_tensor([len(sets[n].weight) if n in sets else one * (n > 0) for n in asked.tolist()])
+    row = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    state = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    values = torch.zeros(len(row), dtype=torch.float64)
+    for part in torch.arange(len(row)).split(batch) if len(row) else ():
+        mine, now = row[part].tolist(), state[part]
         x0, scored = (
-            pad_sequence([torch.tensor(each[i]) for i, _ in part], batch_first=True) for each in (rows, is_scored)
+            pad_sequence([torch.tensor(each[i]) for i in mine], batch_first=True) for each in (rows, is_scored)
         )
-        valid = is_valid(torch.tensor([len(rows[i]) for i, _ in part]), x0.shape[1])
+        valid = is_valid(torch.tensor([len(rows[i]) for i in mine]), x0.shape[1])
+        ones = torch.ones(len(mine))
         if config.is_causal:
-            noisy = replace(shift_tokens(x0, valid=valid), hidden=select(scored[:, 1:], torch.ones(len(part))))
+            noisy = replace(shift_tokens(x0, valid=valid), hidden=select(scored[:, 1:], ones))
+        elif config.time_conditioning:
+            rng = CounterRng.from_seed(seed, now)
+            noisy = corrupt(x0, process, rng, 0, index=now, total=draws, valid=valid, is_fixed=~scored)
         else:
-            process, rng = ForwardProcess(config.mask_id), CounterRng.from_seed(seed, draw)
-            noisy = corrupt(x0, process, rng, 0, index=draw, total=draws, valid=valid, is_fixed=~scored)
-        loss = training_loss(model, noisy.to(device), score_entropy=score_entropy)
-        nats[row, draw] = loss.row_nll.double().cpu()
-    return nats
+            assert config.mask_id is not None
+            is_hidden = torch.zeros_like(scored)
+            for each, i, number in zip(is_hidden, mine, now.tolist(), strict=True):
+                each[places[i]] = sets[len(places[i])].is_hidden[number]
+            xt = x0.masked_fill(is_hidden, config.mask_id)
+            noisy = collect_batch(x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored)
+        values[part] = training_loss(model, noisy.to(device), score_entropy=score_entropy).row_nll.double().cpu()
+    nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
+    for number, (each, n) in enumerate(zip(values.split(counts.tolist()), asked.tolist(), strict=True)):
+        if n in sets:
+            nats[number] = (each * sets[n].weight).sum()
+            errors[number] = 0.0 if sets[n].is_complete else stratified_stderr(each * sets[n].weight)
+        elif n > 0:
+            nats[number] = each.mean()
+            errors[number] = 0.0 if config.is_causal else each.std() / math.sqrt(draws)
+    is_one = (asked <= 1) & (not config.time_conditioning and not score_entropy)
+    return TokenNats(nats, errors, is_one | config.is_causal)
 
 
 def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> float:

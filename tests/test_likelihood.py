@@ -17,7 +17,16 @@ from adlm.diffusion.orders import first_hitting
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import selected_loss
-from adlm.likelihood import NllEstimate, draw_position, estimate_nll, noise_variance, summarize_rows, unigram_nll
+from adlm.likelihood import (
+    NllEstimate,
+    choose_hidden_sets,
+    draw_position,
+    estimate_nll,
+    noise_variance,
+    stratified_stderr,
+    summarize_rows,
+    unigram_nll,
+)
 from adlm.methods import METHODS, build_config
 from adlm.models.language_model import LanguageModel
 from tests.goldens import MASK, arrays
@@ -344,6 +353,28 @@ def test_the_cost_of_a_time_is_no_noise() -> None:
     nats, expected = counts[:, None] * (2 + 5 * times + noise), float((counts.square() * 0.25 / draws).sum())
     assert 0.7 * expected < float(noise_variance(nats, counts, times).sum()) < 1.4 * expected
     assert float(noise_variance(nats, counts).sum()) > 5 * expected
+
+
+@pytest.mark.parametrize(("tokens", "draws"), [(1, 2), (6, 2), (7, 64), (16, 65), (40, 64), (200, 16)])
+def test_the_bound_from_hidden_sets_is_unbiased_and_its_error_covers_it(tokens: int, draws: int) -> None:
+    """Tokens cost less where the one before is visible, which has a closed form."""
+    costs = 12 * torch.rand(tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    sizes = torch.arange(1, tokens + 1)
+    truth = sum(float(costs.sum()) / tokens * (0.3 + 0.7 * (k - 1) / max(tokens - 1, 1)) for k in sizes.tolist())
+    estimates, errors = torch.zeros(2, 300, dtype=torch.float64)
+    for seed in range(300):
+        is_hidden, weight, is_complete = choose_hidden_sets(tokens, draws, seed)
+        nats = weight * (costs * is_hidden * (0.3 + 0.7 * is_hidden.roll(1, dims=1))).sum(1)
+        if tokens == 1:
+            nats *= 0.3  # the token before it is itself
+        estimates[seed], errors[seed] = nats.sum(), 0.0 if is_complete else stratified_stderr(nats)
+    if tokens <= 6:
+        assert errors.max() == 0 and estimates.tolist() == pytest.approx([truth] * 300, rel=1e-6)
+        return
+    assert abs(float(estimates.mean()) - truth) < 3 * float(estimates.std()) / math.sqrt(300)
+    ratio = float(errors.square().mean().sqrt() / estimates.std())
+    assert 0.9 < ratio < (1.1 if draws >= 64 else 2)  # the trend over few strata adds to the differences of neighbors
+    assert draws < 64 or 0.92 < float(((estimates - truth).abs() < 1.96 * errors).double().mean()) < 0.98
 
 
 @pytest.mark.parametrize("multiple", [1, 32])

@@ -64,5 +64,5 @@ def score(
         columns = [Column("text", is_text=True), Column("tokens", is_optional=True)]
         columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
         print_table(Table(columns, table_rows))
-        kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text"
+        kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text of more than 6 tokens"
         status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)

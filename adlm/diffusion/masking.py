@@ -113,13 +113,6 @@ def corrupt(
         raise ValueError("mask_id is None: hiding tokens needs a mask token; use shift_tokens for a causal model")
     if x0.is_cuda:
         raise ValueError("x0 is on a GPU: corrupt takes tokens on the CPU; move its result with .to(device)")
-    is_mask = (x0 == mask_id) if valid is None else (x0 == mask_id) & valid
-    if is_mask.any():
-        row, position = is_mask.nonzero()[0].tolist()
-        raise ValueError(
-            f"row {row} holds the mask id {mask_id} as text at position {position}: a hidden token would have no "
-            "target. Give the model a mask id that the tokenizer never produces"
-        )
     u = rng.uniform(step, 1, Purpose.TIME)[:, 0]
     if process.steps is None:
         t = stratify_times(u, index, total).float()
@@ -148,7 +141,14 @@ def collect_batch(
     is_fixed: Tensor | None = None,
 ) -> NoisyBatch:
     """Make a batch of text whose hidden tokens are known: find the positions and weights of its losses."""
+    is_mask: Tensor = x0 == process.mask_id  # type: ignore[assignment]
     is_hidden: Tensor = xt == process.mask_id  # type: ignore[assignment]
+    if (is_mask := is_mask if valid is None else is_mask & valid).any():
+        row, position = is_mask.nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row} holds the mask id {process.mask_id} as text at position {position}: a hidden token would have "
+            "no target. Give the model a mask id that the tokenizer never produces"
+        )
     counted = torch.ones_like(is_hidden) if valid is None else valid
     if is_fixed is not None:
         counted = counted & ~is_fixed

@@ -7,8 +7,7 @@ lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.
 from __future__ import annotations
 
 import logging
-import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,12 +19,13 @@ import torch
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
-from adlm.likelihood import estimate_token_nats
-from adlm.remedies import install_command
+from adlm.likelihood import MAX_ENUMERATED, estimate_token_nats
 from adlm.methods import METHODS
+from adlm.remedies import install_command
 from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
 from adlm.text.lm import LM, denoise_rows, load
 from adlm.text.templates import TEXT, Hole, Layout, parse_template, tokenize_piece
+from adlm.view.console import SafeConsole
 
 NAME = "adlm"
 AUTO_BATCH = 16  # requests at a time for lm-eval's batch size `auto`
@@ -92,7 +92,7 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
             is_given = tuple(not scored for scored in row.is_scored)
             layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
         request = GenerationRequest(layouts, GenerationConfig(), sampler, SamplingParams(temperature=0), {})
-        *_, frame = denoise_rows(lm.predictor, request, request.rows)
+        (frame,) = deque(denoise_rows(lm.predictor, request, request.rows), maxlen=1)
         written = zip(part, frame.tokens.tolist(), strict=True)
         is_greedy += [tuple(ids[: len(row.ids)]) == row.ids for row, ids in written]
     return is_greedy
@@ -157,7 +157,8 @@ class HarnessModel:
 
     def get_model_info(self) -> dict[str, Any]:
         """The settings that the harness saves with its results."""
-        kind = "exact" if self.lm.row_format.is_causal else "upper bound on the nll, mean over draws"
+        bound = f"upper bound on the nll, estimated from draws above {MAX_ENUMERATED} tokens"
+        kind = "exact" if self.lm.row_format.is_causal else bound
         info = {"model": self.lm.name, "method": self.lm.method, "step": self.lm.step, "likelihood": kind}
         info |= {"draws": self.draws, "seed": self.seed, "sampler": self.sampler, "steps": self.steps, **self.options}
         return {"adlm": info | {"length": self.lm.row_format.row, "device": str(self.lm.device)}}
@@ -196,10 +197,10 @@ class HarnessModel:
         return texts
 
     def _sum_nats(self, part: Sequence[Sequence[ScoredRow]]) -> list[float]:
-        """Nats of each request, over its rows: exact, or the bound's mean over the draws."""
+        """Nats of each request, over its rows: exact, or the bound."""
         rows = [(number, row) for number, each in enumerate(part) for row in each]
         rows.sort(key=lambda each: len(each[1].ids))  # less padding; the noise of a row does not depend on the order
-        nats = estimate_token_nats(
+        estimate = estimate_token_nats(
             self.lm.model.to(self.lm.device),
             [row.ids for _, row in rows],
             [row.is_scored for _, row in rows],
@@ -209,8 +210,8 @@ class HarnessModel:
             score_entropy=METHODS[self.lm.method].score_entropy,
         )
         sums = [0.0] * len(part)
-        for (number, _), each in zip(rows, nats.tolist(), strict=True):
-            sums[number] += math.fsum(each) / len(each)
+        for (number, _), nats in zip(rows, estimate.nats.tolist(), strict=True):
+            sums[number] += nats
         return sums
 
     def _parse_request(self, context: str, kwargs: dict[str, Any]) -> ContinuationRequest:
@@ -274,10 +275,9 @@ def _split(items: list[Any], size: int) -> list[list[Any]]:
 
 def _track(parts: list[Any], title: str, is_quiet: bool) -> Iterator[Any]:
     """The parts with a progress bar on stderr: lm-eval prints its results to stdout."""
-    from rich.console import Console
     from rich.progress import track
 
-    return iter(track(parts, description=title, console=Console(stderr=True), disable=is_quiet))
+    return iter(track(parts, description=title, console=SafeConsole(stderr=True), disable=is_quiet))
 
 
 @cache
