@@ -18,7 +18,7 @@ from adlm import checkpoint, methods
 from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, StreamedRows, is_valid
-from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data, read_json
+from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
@@ -117,8 +117,8 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
         return None
     resumed = find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
-        content = read_json(resumed / "config.json", checkpoint.COPY_AGAIN)
-        init = InitModel(content["method"], ModelConfig(**content["model"]))
+        content, shape = checkpoint.read_config_json(resumed)
+        init = InitModel(content["method"], shape)
     else:
         is_bundled = config.init in MODELS  # ./NAME is a folder of that name
         folder = checkpoint.find_model_folder(find_bundled_model(config.init) if is_bundled else config.init)

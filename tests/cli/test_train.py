@@ -3,8 +3,10 @@
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,8 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
 )
 def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple[str, ...]) -> None:
     result = invoke("train", *arguments(tmp_path, "optimizer.lr=1e30", "checkpoint.every=100", *changes))
-    assert_error(result, 1, "step", "failures", "optimizer.lr")
+    assert_error(result, 1, "step", "failures", "Look at these rows, or start a new run with a smaller optimizer.lr")
+    assert "resume=" not in result.output and "guard.spike" not in result.output  # there is no checkpoint, and no spike
     kept = list((tmp_path / "failures").glob("step-*-process-0"))
     assert len(kept) == 1
     assert load_file(kept[0] / "batch.safetensors")["tokens"].shape == (8, 32)
@@ -123,10 +126,23 @@ def test_a_run_that_diverges_stops_with_its_batch(tmp_path: Path, changes: tuple
 def test_a_spike_stops_the_run_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     spike = ("guard.window=5", "guard.spike=0.01", "optimizer.lr=1e-6", "steps=60", "log.every=1")
     result = invoke("train", *arguments(tmp_path, *spike))
-    assert_error(result, 1, "guard.spike=0.01", "failures")
+    assert_error(result, 1, "guard.spike=0.01", "failures", "a larger guard.spike, or null, resumes this run from step")
     path = verify_checkpoint(tmp_path / "checkpoints" / "latest")
     failed = int(next((tmp_path / "failures").iterdir()).name.split("-")[1])
     assert 5 <= load_model(path).step < failed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_during_the_imports_has_the_exit_code_of_a_stop(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "adlm", "train", "cpu-nano", f"data.path={data()}", f"folder={tmp_path / 'run'}"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        status, mask = Path(f"/proc/{process.pid}/status"), 1 << number - 1
+        while not int(status.read_text("utf-8").split("SigCgt:")[1].split()[0], 16) & mask:  # caught by no handler yet
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(number)
+        assert process.communicate(timeout=60)[1] == "stopped; the same command starts or resumes the run\n"
+    assert process.returncode == 75 and not (tmp_path / "run").exists()
 
 
 def test_with_json_stdout_has_only_the_result(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from adlm.diffusion.masking import ForwardProcess
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.training.distributed import DistributedContext, LossModule, parallelize
-from adlm.training.guard import Diverged, LossGuard
+from adlm.training.guard import Diverged, LossGuard, suggest_remedy
 from adlm.training.logging import MetricWindow, StepMetrics
 from adlm.training.loop import train_steps
 from adlm.training.objective import Objective
@@ -223,6 +223,15 @@ def test_a_spike_is_not_noise() -> None:
     calm.check(50.0, 1.0, 7, BATCH)
     with pytest.raises(Diverged, match=r"step 7 is 50.*guard\.spike=4"):
         guard.check(50.0, 1.0, 7, BATCH)
+
+
+def test_the_remedy_fits_the_divergence() -> None:
+    latest = Path("run/checkpoints/latest")
+    for is_spike, step in ((False, 0), (False, 5), (True, 0), (True, 5)):
+        remedy = suggest_remedy(Diverged("", 7, BATCH, is_spike=is_spike), latest, step)
+        assert ("guard.spike" in remedy) == is_spike
+        assert (f"folder=NEW and resume={latest}, which is from step 5" in remedy) == bool(step)
+        assert ("resumes this run from step 5" in remedy) == (is_spike and step > 0)
 
 
 def test_weights_that_are_not_finite_stop_before_the_weights_move() -> None:

@@ -1,6 +1,7 @@
 """A run that was stopped anywhere and resumed computes and logs the same as one that was not."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -176,6 +177,35 @@ def test_a_run_without_its_link_resumes_from_the_newest_checkpoint(tmp_path: Pat
         run(torn)
     run(torn)
     assert_same(torn, straight)
+
+
+def test_a_copy_of_a_run_resumes_where_links_became_folders(tmp_path: Path) -> None:
+    straight, torn, copied, bare = (tmp_path / name for name in ("straight", "torn", "copied", "bare"))
+    run(straight)
+    with crash_at(7):
+        run(torn)
+    shutil.copytree(torn, copied)  # follows links
+    shutil.copytree(torn / "checkpoints/latest", bare / "checkpoints/latest")
+    for folder in (copied, bare):
+        assert not (folder / "checkpoints/latest").is_symlink()
+        run(folder)
+        links = {name: os.readlink(folder / "checkpoints" / name) for name in ("latest", "best")}
+        assert links["latest"] == "step-00000010" and links["best"].startswith("step-")
+        assert (folder / "checkpoints/step-00000005").is_dir()
+    assert_same(copied, straight)
+    run(bare, f"resume={bare / 'checkpoints/latest'}")
+
+
+def test_a_run_whose_workers_outlive_it_restarts_at_once(tmp_path: Path) -> None:
+    changes, metrics = ("steps=100000", "data.workers=2", "valid.every=1000"), tmp_path / "metrics.jsonl"
+    process = in_process(tmp_path, *changes)
+    assert wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text("utf-8").split()
+    process.kill()
+    assert get_exit_code(process) == -9
+    with crash_at(2):
+        run(tmp_path, *changes, "resume=auto")
+    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()], "all workers had ended: the test is void"
 
 
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow)]
