@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,10 +64,13 @@ def print_path(path: Path) -> None:
 def print_table(table: Table, console: SafeConsole | None = None) -> None:
     """Print a table; numbers are never cut.
 
-    On a narrow terminal optional columns are left out and, where that is not enough, errors go below their values.
+    On a narrow terminal optional columns are left out and, where that is not enough, errors go below their values or
+    every cell has a line of its own.
     """
     from rich.markup import escape
     from rich.table import Table as RichTable
+
+    from adlm.evaluate.results import Column
 
     console = console or SafeConsole()
     if not console.is_terminal:
@@ -78,6 +82,10 @@ def print_table(table: Table, console: SafeConsole | None = None) -> None:
             for line in lines:
                 line[i] = re.sub(r" (?=[±(])|(?<=/)", "\n", line[i])
         widths = fit_columns(columns, lines, MIN_TEXT_WIDTHS[1], console.width)
+    if sum(widths.values()) >= console.width and len(columns) > 2:
+        rows = [[(column.name, cell) for column, cell in zip(columns, row)] for row in table.format_rows()]
+        pairs = [pair for row in rows for pair in (*row, ("", ""))][:-1]
+        return print_table(replace(table, columns=[Column("", is_text=True)] * 2, rows=pairs), console)
     grid = RichTable(title=escape(table.title) or None, title_justify="left")
     for i, width in widths.items():
         side, name = "left" if columns[i].is_text else "right", escape(lines[0][i])
@@ -101,11 +109,11 @@ def fit_columns(columns: Sequence[Column], lines: Sequence[list[str]], min_text:
     return widths
 
 
-def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None, paths: Sequence[Path] = ()) -> None:
-    """End an evaluation: save `OUT/TASK.json`, print the result as JSON or as tables, then warnings and paths."""
+def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None) -> None:
+    """End an evaluation: print the result as JSON or as tables, then write `OUT/TASK.json` and figures."""
+    from adlm.evaluate.plots import draw_figures
     from adlm.evaluate.results import save_json
 
-    saved = [] if out is None else [save_json(out / f"{result.task}.json", result.as_dict())]
     if is_json:
         print_json(result.as_dict())
     else:
@@ -113,8 +121,11 @@ def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None, 
             print_table(table)
     for warning in result.warnings:
         status_console().print(f"warning: {warning}", style="yellow", markup=False)
-    for path in (*saved, *paths):
-        status_console().print(f"wrote {path}", style="dim", markup=False)
+    if out is not None:
+        paths = [save_json(out / f"{result.task}.json", result.as_dict())]
+        paths += [*(out / name for name in result.metrics.get("files", ())), *draw_figures(result, out)]
+        for path in paths:
+            status_console().print(f"wrote {path}", style="dim", markup=False)
 
 
 @contextmanager

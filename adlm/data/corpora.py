@@ -1,4 +1,4 @@
-"""Named datasets of the MDLM lineage: their place on the Hugging Face Hub and how their text becomes documents."""
+"""Named datasets, those of the MDLM lineage and a bundled one: their place on the Hugging Face Hub and how their text becomes documents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +25,7 @@ class Corpus:
     # Character range of each split where one plain text file holds all splits.
     characters: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)  # columns that only approximate the dataset: a label
+    bundled: str = ""  # the file in adlm/data/bundled, of a dataset that comes with the package
 
 
 HELD_OUT = {"train": "train", "valid": "validation", "test": "test"}
@@ -43,6 +44,9 @@ PUBMED = Corpus(
 )
 
 CORPORA: dict[str, Corpus] = {
+    "held-out": Corpus(  # passages of books that the bundled models have not seen
+        rows="documents", tokenizer="adlm-prose", length=256, bundled="held-out.jsonl.gz",
+    ),
     "lm1b": Corpus(
         "billion-word-benchmark/lm1b", "plain_text", "text", TEST_ONLY, revision=CONVERTED, documents="line",
         detokenizer="lm1b", rows="documents", tokenizer="bert-base-uncased", length=128, files=("news.en*",),

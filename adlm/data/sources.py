@@ -102,6 +102,10 @@ def open_source(
     request = SourceRequest(
         str(spec), split, column, documents, None if detokenizer == "none" else detokenizer, settings
     )
+    if corpus is not None and corpus.bundled:
+        if colon:
+            raise ValueError(f"{spec!r}: {name} comes with the package; give {name} without a path")
+        return _open_files(Path(str(resources.files("adlm.data"))) / "bundled" / corpus.bundled, request)
     if corpus is not None and not colon:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
     if corpus is not None:

@@ -27,6 +27,19 @@ def test_numbers_are_never_cut(width: int) -> None:
     assert ("12,345" in text) == (width == 120)
 
 
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_table_of_many_numbers_has_a_line_for_every_cell(width: int) -> None:
+    """As wide as the frontier of `adlm eval`: below the width that it needs, no number is cut and no line is longer."""
+    names = ["steps", "T", "p", "NFE", "Gen-PPL", "entropy", "distinct-2", "repeated-4"]
+    columns = [Column("model", is_text=True), *(Column(name, 1) for name in names)]
+    numbers = [1234, 0.5, 0.9, 12.5, *(Estimate(1000.5 + place, 10.5, (900.25, 1100.75)) for place in range(4))]
+    table, screen = Table(columns, [["adlm-prose", *numbers]] * 2, "Points"), io.StringIO()
+    print_table(table, SafeConsole(file=screen, force_terminal=True, width=width, color_system=None))
+    text = screen.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "Points" in text
+    assert all(text.count(f" {cell} ") == 2 for cell in table.format_rows()[0])
+
+
 def test_without_a_terminal_nothing_is_left_out() -> None:
     screen = io.StringIO()
     print_table(TABLE, SafeConsole(file=screen, width=20))

@@ -21,7 +21,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def test_every_entry_names_what_exists() -> None:
     lineage = ["lm1b", "openwebtext-split", "wikitext2", "wikitext103", "ptb", "lambada", "ag_news", "text8"]
-    assert set(CORPORA) == {*lineage, "scientific_papers_pubmed", "scientific_papers_arxiv"}
+    assert set(CORPORA) == {*lineage, "scientific_papers_pubmed", "scientific_papers_arxiv", "held-out"}
     for corpus in CORPORA.values():
         assert corpus.documents in RULES and corpus.rows in ("wrapped", "documents")
         assert corpus.detokenizer is None or corpus.detokenizer in DETOKENIZERS
@@ -30,6 +30,15 @@ def test_every_entry_names_what_exists() -> None:
         assert corpus.characters.keys() <= corpus.splits.keys()
     assert all(find_corpus(f"{alias}:PATH") is CORPORA[name] for alias, name in ALIASES.items())
     assert find_corpus("c4") is find_corpus(Path("lm1b")) is None
+
+
+def test_the_held_out_passages_come_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = open_source("held-out", split="valid")
+    assert len(texts(source)) == 1000 and source.identity == open_source("held-out").identity
+    assert source.identity["files"][0]["name"] == "held-out.jsonl.gz"
+    with pytest.raises(ValueError, match="give held-out without a path"):
+        open_source("held-out:PATH")
 
 
 # Local files of the same content. The sentences are made up, except the excerpt of WikiText.
