@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
-from adlm.cli.output import print_json
+from adlm.cli.output import print_json, print_table
+from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
     from adlm.data.prepare import PrepareProgress
 
 LOG_SECONDS = 10.0  # between lines where there is no terminal
 SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
+GLOB_HELP = "Pattern of the files of a folder to read, such as '*.md'; may be repeated. [default: text and tables]"
 TOKENIZER_HELP = "gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [default: gpt2]"
 
 
@@ -46,6 +46,7 @@ def prepare(
     detokenizer: Annotated[
         str | None, typer.Option(help="Detokenizer of benchmark text, or none. [default: the corpus's]")
     ] = None,
+    glob: Annotated[list[str] | None, typer.Option(help=GLOB_HELP)] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tokenizing processes. [default: all cores]")] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 2**25,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace data prepared before in --out.")] = False,
@@ -53,12 +54,12 @@ def prepare(
     is_json: options.Json = False,
 ) -> dict[str, Any]:
     """Tokenize text and pack it into rows. Running the same command again resumes a stopped run."""
-    console = Console(highlight=False, soft_wrap=True, stderr=is_json)
+    console = SafeConsole(soft_wrap=True, stderr=is_json)
     began = time.perf_counter()
     with report_errors():
         from adlm.data.prepare import prepare as prepare_data
         from adlm.data.shards import MANIFEST, open_data
-        from adlm.data.sources import list_unread_files
+        from adlm.data.sources import select_files
 
         if out is None:
             raise ValueError("--out is required: a folder, which may be new")
@@ -68,7 +69,7 @@ def prepare(
             settings: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "rows": rows, "split": split}
             settings |= {"valid": valid, "valid_share": valid_share, "train_tokenizer": train_tokenizer}
             settings |= {"column": column, "documents": documents, "detokenizer": detokenizer, "workers": workers}
-            settings |= {"shard_tokens": shard_tokens, "overwrite": overwrite}
+            settings |= {"shard_tokens": shard_tokens, "overwrite": overwrite, "glob": glob or ()}
             is_prepared = (out / MANIFEST).is_file() and not overwrite
             try:
                 with show_progress(console) as on_progress:
@@ -78,9 +79,9 @@ def prepare(
                 raise typer.Exit(130) from None
             done = "already prepared, nothing to do" if is_prepared else f"{time.perf_counter() - began:.1f} s"
             console.print(f"{out}: {done}", markup=False)
-            if Path(source).is_dir() and (unread := list_unread_files(Path(source))):
-                names = ", ".join(unread[:5]) + (f" and {len(unread) - 5} more" if len(unread) > 5 else "")
-                console.print(f"not read, because the suffix is not one of text: {names}", markup=False)
+            if Path(source).is_dir() and (skipped := select_files(Path(source), glob=glob or ())[1]):
+                names = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else "")
+                console.print(f"skipped {len(skipped):,} files (--glob selects others): {names}", markup=False)
         manifest = open_data(out, verify=check).manifest
         if check:
             console.print(f"{out}: all checksums are correct", markup=False)
@@ -94,7 +95,7 @@ def prepare(
 
 
 @contextmanager
-def show_progress(console: Console) -> Iterator[Callable[[PrepareProgress], None]]:
+def show_progress(console: SafeConsole) -> Iterator[Callable[[PrepareProgress], None]]:
     """Context manager: a progress bar on a terminal, elsewhere a line every few seconds."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -124,16 +125,17 @@ def format_progress(progress: PrepareProgress) -> str:
     return f"{progress.split} {share}  {progress.tokens:,} tokens, {speed:.1f} MB/s{left}"
 
 
-def print_summary(console: Console, manifest: dict[str, Any], out: Path) -> None:
+def print_summary(console: SafeConsole, manifest: dict[str, Any], out: Path) -> None:
     """Print a table of the splits, the tokenizer and the next command."""
-    table = Table("split")
-    for column in ("rows", "tokens", "documents", "text"):
-        table.add_column(column, justify="right")
+    from adlm.evaluate.results import Column, Table
+
+    rows: list[list[str | int]] = []
     for name, split in manifest["splits"].items():
         text = split["bytes"]
         size = f"{text / 1e6:,.1f} MB" if text >= 1e6 else f"{text / 1e3:,.1f} KB"
-        table.add_row(name, *(f"{split[key]:,}" for key in ("rows", "tokens", "documents")), size)
-    console.print(table)
+        rows.append([name, *(split[key] for key in ("rows", "tokens", "documents")), size])
+    numbers = (Column(name) for name in ("rows", "tokens", "documents", "text"))
+    print_table(Table([Column("split", is_text=True), *numbers], rows), console)
     tokenizer, trained = manifest["tokenizer"], manifest["settings"]["tokenizer"].get("trained")
     size = f"{tokenizer['vocab_size']:,}"
     if trained is not None and trained > tokenizer["vocab_size"]:

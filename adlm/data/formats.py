@@ -1,5 +1,6 @@
 """Readers of text files and tables: bytes to documents, each with the bytes of its file read so far."""
 
+import codecs
 import csv
 import gzip
 import json
@@ -12,39 +13,87 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-Documents = Iterator[tuple[str, int]]
 from adlm.remedies import install_command
 
+Documents = Iterator[tuple[str, int]]
+Parts = Iterator[tuple[str, int, bool]]  # a long document in several parts: the flag is set on its last one
 
 # A line that is exactly the separator; the lookbehind comes second, so that the search is for a literal.
 SEPARATOR_LINE = rb"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
 BLANK_LINES = re.compile(r"(?:[ \t]*\n)*")
 CHUNK_BYTES = 1 << 20
+PART_BYTES = 1 << 20  # a document of plain text that is longer comes in parts
+MAX_LINE_BYTES = 1 << 27
+MAX_WHOLE_BYTES = 1 << 28  # of a file that is read as a whole
 TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
+SURROGATE = re.compile("[\ud800-\udfff]")
 REMEDY = "leave such rows out, or choose another --column"
-MAX_CSV_FIELD = 2**31 - 1  # the module's own limit, 128 KiB, is less than a long document
+MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}  # first: UTF-16's is a part of the first
+MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 MAX_HEADER_ROWS = 100  # rows of a table that are searched for column names: the first may lack some
 
 
-def read_chunks(path: Path, *, by_line: bool = False) -> Iterator[tuple[bytes, int]]:
-    """Yield the bytes of a file, decompressed if its name ends in .gz, with the bytes read from the disk so far.
+def read_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield the bytes of a file with the number of bytes read from the disk so far.
 
-    With `by_line` a chunk is a line with its end; only a line feed ends a line.
+    A file whose name ends in .gz is decompressed; UTF-16 and UTF-32, known by a byte order mark, become UTF-8.
     """
-    is_packed = path.suffix == ".gz"
+    encoding = None
     with path.open("rb") as raw:
-        file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if is_packed else raw
-        position = 0
+        file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
         try:
-            for chunk in file if by_line else iter(lambda: file.read(CHUNK_BYTES), b""):
-                position = raw.tell() if is_packed else position + len(chunk)
-                yield chunk, position
+            start = file.read(4)
+            encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), None)
+            decoder = codecs.getincrementaldecoder(encoding or "utf-8")()
+            for chunk in chain([start], iter(lambda: file.read(CHUNK_BYTES), b"")):
+                if content := decoder.decode(chunk).encode("utf-8") if encoding else chunk:
+                    yield content, raw.tell()
+            if encoding:
+                decoder.decode(b"", final=True)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a sound gzip file ({error}): make or fetch it again") from error
+        except UnicodeDecodeError as error:
+            problem = f"{path} begins as {encoding} and is not sound ({error.reason})"
+            raise ValueError(f"{problem}: make or fetch it again") from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines of a file with their ends, and the bytes read so far; only a line feed ends a line."""
+    parts: list[bytes] = []
+    position = 0
+    for chunk, position in read_chunks(path):
+        *lines, rest = chunk.split(b"\n")
+        for line in lines:
+            yield b"".join((*parts, line, b"\n")), position
+            parts = []
+        parts.append(rest)
+        check_size(sum(map(len, parts)), MAX_LINE_BYTES, f"a line of {path}", "divide the text, or make the file again")
+    if any(parts):
+        yield b"".join(parts), position
+
+
+def read_whole(path: Path, remedy: str) -> bytes:
+    """Return the bytes of a file that cannot be read piece by piece, decompressed."""
+    content = bytearray()
+    for chunk, _ in read_chunks(path):
+        content += chunk
+        check_size(len(content), MAX_WHOLE_BYTES, str(path), remedy)
+    return bytes(content)
+
+
+def check_size(size: int, limit: int, name: str, remedy: str) -> None:
+    """Raise an error if something that must fit into memory has too many bytes."""
+    if size > limit:
+        raise ValueError(f"{name} has more than {limit:,} bytes, which are read as a whole: {remedy}")
 
 
 def decode_bytes(data: bytes | bytearray, path: Path, offset: int) -> str:
-    """Decode bytes that begin at this offset of the (decompressed) file."""
+    """Decode bytes that begin at this offset of the (decompressed) file; NUL is refused, as no text has it."""
+    if (place := data.find(b"\0")) >= 0:
+        raise ValueError(
+            f"{path}: byte {offset + place} is NUL, which no UTF-8 text has: leave out a file that is not text; "
+            "convert UTF-16 without byte order mark with iconv -f utf-16le -t utf-8; remove stray NULs with tr -d '\\0'"
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -53,6 +102,16 @@ def decode_bytes(data: bytes | bytearray, path: Path, offset: int) -> str:
             "for example with iconv -f latin1 -t utf-8"
         ) from error
     return text.removeprefix("\ufeff") if offset == 0 else text
+
+
+def join_parts(parts: Parts) -> Documents:
+    """Yield whole documents."""
+    held: list[str] = []
+    for text, position, is_last in parts:
+        held.append(text)
+        if is_last:
+            yield "".join(held), position
+            held = []
 
 
 # Plain text: a rule says where one document ends and the next begins.
@@ -72,7 +131,8 @@ class DocumentRule:
 
     find_cuts: FindCuts
     reach: int = 0  # a cut that begins further than this from the end of the data has been seen whole
-    clean: Callable[[str], str] = lambda text: text.removesuffix("\n")  # it closes the document
+    clean_start: Callable[[str], str] = str
+    clean_end: Callable[[str], str] = lambda text: text.removesuffix("\n")  # it closes the document
     needs_cut: bool = False
     keeps_blank: bool = False  # as the empty text; else blank documents are skipped
 
@@ -82,41 +142,59 @@ _lines = _find_pattern(rb"\n")
 RULES: dict[str, DocumentRule] = {
     "auto": _separators,
     "file": DocumentRule(lambda data, start, is_end: iter(())),
-    "line": DocumentRule(_lines, clean=str.strip),
+    "line": DocumentRule(_lines, clean_start=str.lstrip, clean_end=str.rstrip),
     "blank": DocumentRule(
-        _find_pattern(rb"\n[ \t\r]*\n"), 1 << 12, lambda text: BLANK_LINES.sub("", text, count=1).rstrip()
+        _find_pattern(rb"\n[ \t\r]*\n"), 1 << 12, lambda text: BLANK_LINES.sub("", text, count=1), str.rstrip
     ),
     "separator": replace(_separators, needs_cut=True),
-    "every-line": DocumentRule(_lines, clean=lambda text: f"{text}\n", keeps_blank=True),
+    "every-line": DocumentRule(_lines, clean_end=lambda text: f"{text}\n", keeps_blank=True),
 }
 
 
-def read_text(path: Path, rule: DocumentRule) -> Documents:
-    """Yield the documents of a plain text file."""
+def read_text(path: Path, rule: DocumentRule) -> Parts:
+    """Yield the documents of a plain text file, long ones in parts."""
     data = bytearray()
     offset = searched = position = n_cuts = 0
+    done = 0  # bytes of `data` that were yielded: 0, or 1 inside a document, where a rule may look back at it
 
-    def decode_document(raw: bytearray, begin: int) -> str | None:
-        text = decode_bytes(raw, path, begin)
-        if not text.strip():
+    def clean(text: str, *, is_last: bool) -> str:
+        text = text.replace("\r\n", "\n") if "\r" in text else text
+        text = text if done else rule.clean_start(text)
+        return rule.clean_end(text) if is_last else text
+
+    def finish(start: int, stop: int) -> str | None:
+        text = decode_bytes(data[start:stop], path, offset + start)
+        if not done and not text.strip():
             return "" if rule.keeps_blank else None
-        return rule.clean(text.replace("\r\n", "\n") if "\r" in text else text)
+        return clean(text, is_last=True)
 
     for chunk, position in chain(read_chunks(path), [(b"", path.stat().st_size)]):
         data += chunk
-        start = 0
+        start = done
         for begin, end in rule.find_cuts(data, searched, not chunk):
-            if (text := decode_document(data[start:begin], offset + start)) is not None:
-                yield text, position
+            if (text := finish(start, begin)) is not None:
+                yield text, position, True
             n_cuts += 1
-            start = end
-        del data[:start]
-        offset += start
-        searched = max(0, len(data) - rule.reach)
+            start, done = end, 0
+        del data[: start - done]
+        offset += start - done
+        if len(data) > PART_BYTES + rule.reach + 1:  # without what may be the beginning of a cut or of a character
+            stop = len(data) - rule.reach - 1
+            while stop > done and data[stop] & 0xC0 == 0x80:
+                stop -= 1
+            text = decode_bytes(data[done:stop], path, offset + done)
+            if kept := text.rstrip():  # white space may be the end of the document, which is cleaned
+                stop -= len(text[len(kept) :].encode("utf-8"))
+                yield clean(kept, is_last=False), position, False
+                del data[: stop - 1]
+                offset, done = offset + stop - 1, 1
+            else:
+                check_size(len(data), 16 * PART_BYTES, f"white space in {path}", "remove it")
+        searched = max(done, len(data) - rule.reach)
     if rule.needs_cut and not n_cuts:
         raise ValueError(f"{path} has no line '<|endoftext|>': use documents='file', 'line' or 'blank'")
-    if data and (text := decode_document(data, offset)) is not None:
-        yield text, position
+    if data and (text := finish(done, len(data))) is not None:
+        yield text, position, True
 
 
 # Tables: a row is a document, a column its text. A reader of rows takes the names of the columns to read, or None to
@@ -144,7 +222,9 @@ def join_columns(row: Any, names: tuple[str, ...], place: str) -> str:
             raise ValueError(f"{place} has no column {name!r}; there are: {known}: {REMEDY}")
         if not isinstance(row[name], str):
             raise ValueError(f"{place}: column {name!r} holds {row[name]!r:.60}, expected a text: {REMEDY}")
-    return " ".join(row[name] for name in names)
+    text = " ".join(row[name] for name in names)
+    # Half of a surrogate pair, which JSON can write, is no character and has no UTF-8: it becomes a question mark.
+    return text.encode("utf-8", "replace").decode("utf-8") if SURROGATE.search(text) else text
 
 
 def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:
@@ -153,7 +233,7 @@ def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:
     if next(filter(None, starts), b"") != b"[":
         yield from _read_json_lines(path, names)
         return
-    content = b"".join(chunk for chunk, _ in read_chunks(path))
+    content = read_whole(path, f"write one value per line: jq -c '.[]' FILE > {path.stem}.jsonl")
     rows = _parse_json(decode_bytes(content, path, 0), f"{path} is not a JSON array")
     for number, row in enumerate(rows, 1):
         yield _name_text(row), path.stat().st_size, f"{path}, item {number}"
@@ -161,7 +241,7 @@ def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:
 
 def _read_json_lines(path: Path, names: tuple[str, ...] | None) -> Rows:
     offset = 0
-    for number, (line, position) in enumerate(read_chunks(path, by_line=True), 1):
+    for number, (line, position) in enumerate(read_lines(path), 1):
         text = decode_bytes(line, path, offset)
         offset += len(line)
         if not text.isspace():
@@ -172,7 +252,7 @@ def _read_json_lines(path: Path, names: tuple[str, ...] | None) -> Rows:
 def _parse_json(text: str, problem: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{problem} ({error}): make or fetch it again") from error
 
 
@@ -182,16 +262,16 @@ def _name_text(row: Any) -> Any:
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -> Rows:
-    csv.field_size_limit(MAX_CSV_FIELD)
+    csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit, 128 KiB, is less than a long document
     offset = position = 0
 
-    def read_lines() -> Iterator[str]:
+    def decode_lines() -> Iterator[str]:
         nonlocal offset, position
-        for line, position in read_chunks(path, by_line=True):  # noqa: B007
+        for line, position in read_lines(path):  # noqa: B007
             yield decode_bytes(line, path, offset)
             offset += len(line)
 
-    reader = csv.reader(read_lines(), delimiter=delimiter, strict=True)
+    reader = csv.reader(decode_lines(), delimiter=delimiter, strict=True)
     keys: list[str] = []
     try:
         for row in filter(None, reader):
@@ -216,7 +296,7 @@ def open_parquet(path: Path) -> Any:
     except ImportError as error:
         raise ImportError(f"{path} is Parquet, which needs pyarrow: {install_command('data')}") from error
     # Parquet is read from its end, so a compressed file is decompressed as a whole.
-    file = pyarrow.py_buffer(b"".join(data for data, _ in read_chunks(path))) if path.suffix == ".gz" else path
+    file = pyarrow.py_buffer(read_whole(path, "decompress it with gunzip")) if path.suffix == ".gz" else path
     try:
         return pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:

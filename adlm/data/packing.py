@@ -100,19 +100,30 @@ class Packer:
         self.framing, self.is_wrapped = framing, is_wrapped
         self.documents, self.skip, self.bytes = start
         self.carry: Ids = np.empty(0, dtype=np.int64)
+        self.inside = 0  # tokens (wrapped) or bytes (one document per row) of a document that has come in part
 
-    def feed(self, ids: Ids, lengths: Ids, sizes: Ids) -> PackedRows:
-        """Return the rows that these documents, at least one, complete; `sizes` are the documents' bytes."""
-        return self._wrap(ids, lengths, sizes) if self.is_wrapped else self._frame(ids, lengths, sizes)
+    def feed(self, ids: Ids, lengths: Ids, sizes: Ids, *, is_whole: bool = True) -> PackedRows:
+        """Return the rows that these documents, at least one, complete; `sizes` are the documents' bytes.
 
-    def _wrap(self, ids: Ids, lengths: Ids, sizes: Ids) -> PackedRows:
+        If not `is_whole`, the last is a part of a document, which the next call continues with its first.
+        """
+        lengths, sizes = lengths.astype(np.int64), sizes.astype(np.int64)
+        return (self._wrap if self.is_wrapped else self._frame)(ids, lengths, sizes, is_whole)
+
+    def _wrap(self, ids: Ids, lengths: Ids, sizes: Ids, is_whole: bool) -> PackedRows:
         form, payload = self.framing, self.framing.length - 2
-        spans = lengths.astype(np.int64) + 1  # with the EOS behind each
-        sizes = sizes.astype(np.int64)
+        n_ended = len(lengths) - (not is_whole)
+        spans = lengths + (np.arange(len(lengths)) < n_ended)  # with the EOS behind each
+        inside, self.inside = self.inside, 0
+        if not is_whole:
+            self.inside = int(spans[-1]) + (0 if n_ended else inside)
         first = -len(self.carry)  # start of the unfinished row, relative to the first of these documents
+        if self.skip >= spans[0] and not n_ended:
+            self.skip -= int(spans[0])
+            return PackedRows(np.empty((0, form.length), ids.dtype), None, np.empty((0, 3), np.int64))
         if self.skip:
             first, self.bytes = self.skip, self.bytes - int(sizes[0] * self.skip // spans[0])
-        stream = end_documents(ids, lengths, form.eos_id)[max(first, 0) :]
+        stream = end_documents(ids, lengths[:n_ended], form.eos_id)[max(first, 0) :]
         rows, self.carry = wrap_rows(
             stream, self.carry.astype(ids.dtype), form.length, bos_id=form.bos_id, eos_id=form.eos_id
         )
@@ -122,16 +133,27 @@ class Packer:
         ends = first + payload * np.arange(1, len(rows) + 1)
         within = np.searchsorted(stops, ends)
         used = ends - (stops - spans)[within]
-        is_whole = used == spans[within]
+        is_end = (used == spans[within]) & (within < n_ended)
         text = bytes_before[within] + sizes[within] * used // spans[within]
-        marks = np.stack([self.documents + within + is_whole, np.where(is_whole, 0, used), text], axis=1)
-        self.documents, self.skip, self.bytes = self.documents + len(lengths), 0, self.bytes + int(sizes.sum())
+        used += np.where(within == 0, inside, 0)
+        marks = np.stack([self.documents + within + is_end, np.where(is_end, 0, used), text], axis=1)
+        self.documents, self.skip, self.bytes = self.documents + n_ended, 0, self.bytes + int(sizes.sum())
         return PackedRows(rows, None, marks)
 
-    def _frame(self, ids: Ids, lengths: Ids, sizes: Ids) -> PackedRows:
+    def _frame(self, ids: Ids, lengths: Ids, sizes: Ids, is_whole: bool) -> PackedRows:
         form = self.framing
+        if len(self.carry):  # the first continues a document
+            if len(self.carry) >= form.length - 2:  # which has filled its row
+                ids, lengths[0], sizes[0] = ids[lengths[0] :], 0, 0
+            ids = np.concatenate([self.carry.astype(ids.dtype), ids])
+            lengths[0], sizes[0], self.carry = lengths[0] + len(self.carry), sizes[0] + self.inside, self.carry[:0]
+        if not is_whole:
+            self.carry, self.inside = ids[len(ids) - lengths[-1] :].copy(), int(sizes[-1])
+            ids, lengths, sizes = ids[: len(ids) - lengths[-1]], lengths[:-1], sizes[:-1]
+        if not len(lengths):
+            return PackedRows(np.empty((0, form.length), ids.dtype), lengths, np.empty((0, 3), np.int64))
         rows, kept = frame_rows(ids, lengths, form.length, bos_id=form.bos_id, eos_id=form.eos_id, pad_id=form.pad_id)
-        text = self.bytes + np.cumsum(sizes.astype(np.int64) * (kept - 2) // np.maximum(lengths, 1))
+        text = self.bytes + np.cumsum(sizes * (kept - 2) // np.maximum(lengths, 1))
         count = np.arange(1, len(lengths) + 1) + self.documents
         self.documents, self.bytes = self.documents + len(lengths), int(text[-1])
         return PackedRows(rows, kept, np.stack([count, np.zeros_like(count), text], axis=1))

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,19 +19,23 @@ import torch
 
 from adlm.data import shards
 from adlm.data.corpora import Corpus, find_corpus
+from adlm.data.formats import Parts
 from adlm.data.packing import Framing, PackedRows, Packer
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
-from adlm.data.sources import Source, open_source
+from adlm.data.sources import KNOWN_HASHES, Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
-from adlm.data.workers import TokenizerPool, chunk_documents
+from adlm.data.workers import PART_CUT, TokenizerPool, choose_cut, chunk_documents, cut_documents
 
 TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
+MAX_TRAINED_VOCAB = 2**24
 SHARD_TOKENS = 2**25
 ROW_LAYOUTS = ("wrapped", "documents")
 COPY_ROWS = 4096  # rows that are moved to the valid split at a time
 TEMPORARY = (".part", ".ends", PROGRESS)  # what only an unfinished preparation needs
+HASHES = "hashes.json"  # of the source's files, by size, modification time and inode
 FILE_NAMES = re.compile(
-    r"((train|valid)-\d{5,}\.(bin|len|ends)|counts\.npy|tokenizer(_config)?\.json|(progress|manifest)\.json)(\.part)?"
+    r"((train|valid)-\d{5,}\.(bin|len|ends)|counts\.npy|tokenizer(_config)?\.json|(progress|manifest|hashes)\.json)"
+    r"(\.part)?"
 )
 
 
@@ -61,6 +65,7 @@ def prepare(
     column: str | None = None,
     documents: str = "auto",
     detokenizer: str | None = None,
+    glob: str | Sequence[str] = (),
     train_tokenizer: int | None = None,
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
@@ -82,11 +87,14 @@ def prepare(
         raise ValueError(f"valid_share is {valid_share}: expected at least 0 and below 1")
     if shard_tokens < length:
         raise ValueError(f"shard_tokens is {shard_tokens}: expected at least a row's {length}")
-    if train_tokenizer is not None and train_tokenizer < 258:
-        raise ValueError(f"train_tokenizer is {train_tokenizer}: expected at least 258 tokens (bytes, end, mask)")
+    if train_tokenizer is not None and not 258 <= train_tokenizer <= MAX_TRAINED_VOCAB:
+        expected = f"expected at least 258 tokens (bytes, end, mask) and at most {MAX_TRAINED_VOCAB:,}"
+        raise ValueError(f"train_tokenizer is {train_tokenizer}: {expected}")
     if train_tokenizer is not None and given_tokenizer is not None:
         raise ValueError(f"tokenizer {str(given_tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
-    reading: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer}
+    if (hashes := Path(out) / HASHES).is_file():
+        KNOWN_HASHES.update(shards.read_json(hashes, "remove it: the source is then hashed again"))
+    reading: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer, "glob": glob}
     sources = {"train": source if isinstance(source, Source) else open_source(source, split=split, **reading)}
     if valid is not None:
         sources["valid"] = valid if isinstance(valid, Source) else open_source(valid, split="valid", **reading)
@@ -113,10 +121,17 @@ def prepare(
     }
     settings = json.loads(json.dumps(settings))
     job = Preparation(Path(out), settings, workers or count_cores(), on_progress or (lambda _: None))
-    if overwrite and any((job.folder / name).is_file() for name in (PROGRESS, MANIFEST)):
-        remove_files(job.folder)
-    manifest = begin_or_resume(job)
-    return run_preparation(job, sources, loaded) if manifest is None else manifest
+    if job.folder.exists() and not job.folder.is_dir():
+        raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with shards.file_lock(job.folder / ".lock", f"another process prepares {job.folder}: wait for it, or change --out"):
+        if overwrite and any((job.folder / name).is_file() for name in (PROGRESS, MANIFEST)):
+            remove_files(job.folder)
+        manifest = begin_or_resume(job)
+        content = json.dumps({key: value for each in sources.values() for key, value in each.hashes.items()}, indent=1)
+        if content != "{}" and not (hashes.is_file() and hashes.read_text("utf-8") == content):
+            shards.write_atomically(hashes, content.encode("utf-8"))
+        return run_preparation(job, sources, loaded) if manifest is None else manifest
 
 
 def count_cores() -> int:
@@ -167,9 +182,6 @@ class Preparation:
 
 def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     """Return the manifest if the folder is finished; otherwise load the state to resume from, or a fresh one."""
-    if job.folder.exists() and not job.folder.is_dir():
-        raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
-    job.folder.mkdir(parents=True, exist_ok=True)
     old = None
     if is_finished := (job.folder / MANIFEST).is_file():
         old = shards.read_manifest(job.folder)
@@ -208,7 +220,8 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
         with TokenizerPool(job.folder / "tokenizer.json", job.dtype, job.workers) as pool:
             for split, source in sources.items():
                 if not job.state["splits"][split]["is_complete"]:
-                    write_split(job, split, source, pool, framing)
+                    parts = cut_documents(source.parts(), choose_cut(json.loads(tokenizer.json)))
+                    write_split(job, split, source, parts, pool, framing)
         if job.is_cut:
             cut_valid(job)
         return write_manifest(job)
@@ -237,15 +250,18 @@ def save_tokenizer(job: Preparation, source: Source, tokenizer: Tokenizer | None
 
 def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
     """Yield the first documents up to so many bytes; the last one is cut."""
-    left = max_bytes
-    for text, _ in source.read():
-        yield text[:left]  # characters: no more than the bytes that are left
+    left = room = max_bytes
+    for text, _, is_last in cut_documents(source.parts(), PART_CUT):  # the tokenizer counts words
+        yield text[:room]  # characters: no more than the bytes that were left before the document
         left -= len(text.encode("utf-8", "replace"))
-        if left <= 0:
+        room = left if is_last else room - len(text)
+        if room <= 0:
             return
 
 
-def write_split(job: Preparation, split: str, source: Source, pool: TokenizerPool, framing: Framing) -> None:
+def write_split(
+    job: Preparation, split: str, source: Source, parts: Parts, pool: TokenizerPool, framing: Framing
+) -> None:
     """Write documents to shards, from the end of the last complete shard."""
     state, began = job.state["splits"][split], time.perf_counter()
 
@@ -257,8 +273,8 @@ def write_split(job: Preparation, split: str, source: Source, pool: TokenizerPoo
     writer = job.open_writer(split, on_shard, first=len(state["shards"]), keep_ends=job.is_cut)
     packer = Packer(framing, is_wrapped=job.settings["rows"] == "wrapped", start=state["end"])
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
-    for chunk, consumed in pool.tokenize(chunk_documents(source.read(), skip=packer.documents)):
-        packed = packer.feed(*chunk)
+    for chunk, (consumed, is_whole) in pool.tokenize(chunk_documents(parts, skip=packer.documents)):
+        packed = packer.feed(*chunk, is_whole=is_whole)
         writer.add(packed)
         rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
         seconds = time.perf_counter() - began

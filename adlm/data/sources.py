@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from fnmatch import fnmatch
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,20 @@ from adlm.data import formats
 from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
+from adlm.data.shards import hash_file
 from adlm.remedies import install_command
 
 READER = 1  # goes up when the same files would give other documents
-MAX_WHOLE_HASH, END_HASH = 256 << 20, 64 << 20  # bytes: of a larger file only the two ends are hashed
+MAX_LISTED_FILES = 1000  # in the identity of a source
+MIN_KNOWN_BYTES = 1 << 20  # a smaller file is hashed each time
+SETTLED_NS = 2 * 10**9  # a file that changed so recently may change again without another time
 READABLE = (*formats.TEXT_SUFFIXES, *TABLES)
+MARKUP = (".md", ".rst", ".py", ".html")  # read as plain text where a folder holds no other text
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?")
 SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+)?:(-?\d+)?\])?")
 SPLIT_WORDS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "heldout": "test"}
 SPLIT_WORDS |= {split: split for split in ("train", "validation", "test")}
+KNOWN_HASHES: dict[str, str] = {}  # SHA-256 of files by what `describe_version` returns
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,12 @@ class Source:
     total_bytes: int | None  # bytes on the disk that will be read; None where unknown
     read: Callable[[], Documents]  # each document with the bytes read so far; 0 where unknown
     folder: Path | None = None  # the folder whose files are read, if it is one
+    hashes: dict[str, str] = field(default_factory=dict)  # to believe as KNOWN_HASHES when it is opened again
+    read_parts: Callable[[], Parts] | None = None  # the same with long documents in parts, where they need not be whole
+
+    def parts(self) -> Parts:
+        """Iterate over the documents, long ones in parts if possible."""
+        return self.read_parts() if self.read_parts else ((text, position, True) for text, position in self.read())
 
 
 @dataclass(frozen=True)
@@ -86,10 +98,12 @@ def open_source(
     column: str | None = None,
     documents: str = "auto",
     detokenizer: str | None = None,
+    glob: str | Sequence[str] = (),
 ) -> Source:
     """Open a file, a folder, a named dataset, `name:PATH` (its content in local files) or `owner/name:config` (Hub).
 
-    The arguments override the settings of a named dataset; `detokenizer="none"` switches its detokenizer off.
+    The arguments override the settings of a named dataset; `detokenizer="none"` switches its detokenizer off. `glob`
+    selects files of a folder by patterns of their names, or of their paths where a pattern has a slash.
     """
     corpus = find_corpus(spec)
     settings = corpus or Corpus()
@@ -99,13 +113,9 @@ def open_source(
     if detokenizer not in ("none", *DETOKENIZERS):
         raise ValueError(f"unknown detokenizer {detokenizer!r}: expected one of {', '.join(DETOKENIZERS)}, none")
     name, colon, place = str(spec).partition(":")
-    request = SourceRequest(
-        str(spec), split, column, documents, None if detokenizer == "none" else detokenizer, settings
-    )
-    if corpus is not None and corpus.bundled:
-        if colon:
-            raise ValueError(f"{spec!r}: {name} comes with the package; give {name} without a path")
-        return _open_files(Path(str(resources.files("adlm.data"))) / "bundled" / corpus.bundled, request)
+    detokenizer = None if detokenizer == "none" else detokenizer
+    patterns = (glob,) if isinstance(glob, str) else tuple(glob)
+    request = SourceRequest(str(spec), split, column, documents, detokenizer, settings, patterns)
     if corpus is not None and not colon:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
     if corpus is not None:
@@ -130,6 +140,7 @@ class SourceRequest:
     documents: str
     detokenizer: str | None
     corpus: Corpus
+    glob: tuple[str, ...]
 
     def resolve_split(self) -> Split:
         """Return the split, in the names of the Hub for a named dataset."""
@@ -146,13 +157,15 @@ class SourceRequest:
             raise ValueError(f"{name} of {self.name} is a slice already ({hub_split}): give {name!r} without a slice")
         return Split(hub_split.base, split.start, split.stop)
 
-    def clean_documents(self, documents: Documents, split: Split) -> Documents:
-        """Apply the detokenizer; no document at all is an error."""
-        clean = DETOKENIZERS[self.detokenizer] if self.detokenizer else str
+    def clean_documents(self, parts: Parts, split: Split) -> Parts:
+        """Apply the detokenizer, to whole documents; no document at all is an error."""
+        if self.detokenizer:
+            clean = DETOKENIZERS[self.detokenizer]
+            parts = ((clean(text), position, True) for text, position in join_parts(parts))
         is_empty = True
-        for text, position in documents:
+        for part in parts:
             is_empty = False
-            yield clean(text), position
+            yield part
         if is_empty:
             raise ValueError(f"{self.name} holds no document in {split}: give a source or a split with text in it")
 
@@ -171,8 +184,12 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     root, corpus = place.expanduser(), request.corpus
     if not root.exists():
         raise FileNotFoundError(f"no file or folder {str(root)!r} (given as {request.name!r}): check the path")
+    if request.glob and root.is_file():
+        raise ValueError(f"glob {request.glob[0]!r} selects files of a folder, and {root} is a file: leave it out")
     split = request.resolve_split()
-    files = [(root.name, root)] if root.is_file() else select_split_files(_list_files(root, corpus), split.base, root)
+    files = [(root.name, root)]
+    if root.is_dir():
+        files = select_split_files(select_files(root, corpus.files, request.glob)[0], split.base, root)
     kinds = sorted({suffix if (suffix := get_suffix(path)) in READABLE else "no suffix" for _, path in files})
     if corpus.hub and len(kinds) > 1:
         names = ", ".join(name for name, _ in files)
@@ -191,33 +208,39 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     if corpus.characters and not tables and len(files) == 1 and not detect_split(files[0][0]):
         characters = corpus.characters["valid" if request.split == "validation" else request.split]
 
-    def read_all() -> Documents:
+    def read_all() -> Parts:
         before = 0
         for _, path in files:
-            documents = formats.read_text(path, RULES[rule])
+            parts = formats.read_text(path, RULES[rule])
             if read_rows := TABLES.get(get_suffix(path)):
                 rows = read_rows(path, columns)
-                documents = ((formats.join_columns(row, columns, place), position) for row, position, place in rows)
-            for text, position in documents:
-                yield text, before + position
+                parts = ((formats.join_columns(row, columns, place), position, True) for row, position, place in rows)
+            for text, position, is_last in parts:
+                yield text, before + position, is_last
             before += path.stat().st_size
+            if describe_version(path) != versions[path]:
+                raise ValueError(f"{path} changed while it was read: run the same command again, with --overwrite")
 
     def count() -> int:
         if all(get_suffix(path) == ".parquet" for _, path in files):
             return sum(int(formats.open_parquet(path).metadata.num_rows) for _, path in files)
-        return sum(1 for _ in read_all())
+        return sum(is_last for _, _, is_last in read_all())
 
-    def read() -> Documents:
-        start, stop = split.resolve_bounds(count)
-        documents: Documents = islice(read_all(), start, stop)
+    def read_parts() -> Parts:
+        parts = slice_documents(read_all(), *split.resolve_bounds(count))
         if characters:
-            documents = _cut_characters(documents, *characters, request.name)
-        return request.clean_documents(documents, split)
+            parts = _cut_characters(join_parts(parts), *characters, request.name)
+        return request.clean_documents(parts, split)
 
+    versions = {path: describe_version(path) for _, path in files}
+    fingerprints: Any = [_fingerprint(name, path, versions[path]) for name, path in files]
+    if len(files) > MAX_LISTED_FILES:  # a hash of the list: it is compared, written and read often
+        digest = hashlib.sha256(json.dumps(fingerprints).encode("utf-8")).hexdigest()
+        fingerprints = {"count": len(files), "bytes": total, "sha256": digest}
     identity = {
         "kind": "files",
         "reader": READER,
-        "files": [_fingerprint(name, path) for name, path in files],
+        "files": fingerprints,
         "column": "+".join(columns) if tables else None,
         "documents": rule if len(tables) < len(files) else None,
         "detokenizer": request.detokenizer,
@@ -226,7 +249,9 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     }
     if label := corpus.stand_ins.get("+".join(columns)):
         identity["stand_in"] = label
-    return Source(request.name, identity, total, read, root if root.is_dir() else None)
+    folder = root if root.is_dir() else None
+    hashes = {version: KNOWN_HASHES[version] for version in versions.values() if version in KNOWN_HASHES}
+    return Source(request.name, identity, total, lambda: join_parts(read_parts()), folder, hashes, read_parts)
 
 
 def _sort_naturally(name: str) -> tuple[Any, ...]:
@@ -240,22 +265,32 @@ def _list_visible(root: Path) -> dict[str, Path]:
     return {name: path for name, path in every.items() if not any(part.startswith(".") for part in name.split("/"))}
 
 
-def list_unread_files(root: Path) -> list[str]:
-    """List the files of a folder that are not read because their suffix is not one of text."""
-    return sorted(name for name, path in _list_visible(root).items() if get_suffix(path) not in READABLE)
+def select_files(
+    root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()
+) -> tuple[list[tuple[str, Path]], list[str]]:
+    """Return the files of a folder and its subfolders that are read, in natural order, and the names of the others.
 
-
-def _list_files(root: Path, corpus: Corpus) -> list[tuple[str, Path]]:
-    """List the readable files of a folder and its subfolders, in natural order."""
+    These are the files that match a pattern of `glob`. Without one they are text, tables and what matches `extra`, or
+    markup and code where the folder has nothing else.
+    """
     files = _list_visible(root)
-    extra = {name for name, path in files.items() for pattern in corpus.files if fnmatch(path.name, pattern)}
-    names = [name for name, path in files.items() if get_suffix(path) in READABLE or name in extra]
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name if "/" in pattern else name.rpartition("/")[2], pattern) for pattern in patterns)
+
+    names = {name for name in files if matches(name, glob)}
+    if not glob:
+        suffixes = {name: get_suffix(path) for name, path in files.items()}
+        names = {name for name in files if suffixes[name] in READABLE or matches(name, extra)}
+        names = names or {name for name in files if suffixes[name] in MARKUP}
     if not names:
         listed = ", ".join(sorted(files)[:10]) + (", ..." if len(files) > 10 else "") or "nothing"
-        raise ValueError(f"{root} holds no file to read ({', '.join(READABLE)}, each also with .gz); found: {listed}")
-    if twice := [name for name in names if f"{name}.gz" in files]:
+        expected = f"name of the pattern {', '.join(glob)}" if glob else f"file to read ({', '.join(READABLE + MARKUP)}"
+        hint = "" if glob else ", each also with .gz); others are read with --glob PATTERN"
+        raise ValueError(f"{root} holds no {expected}{hint}; found: {listed}")
+    if twice := [name for name in sorted(names) if f"{name}.gz" in names]:
         raise ValueError(f"{root} holds {twice[0]} and {twice[0]}.gz, which may be the same text: leave one of them")
-    return [(name, files[name]) for name in sorted(names, key=_sort_naturally)]
+    return [(name, files[name]) for name in sorted(names, key=_sort_naturally)], sorted(files.keys() - names)
 
 
 def detect_split(name: str) -> str | None:
@@ -281,23 +316,38 @@ def select_split_files(files: list[tuple[str, Path]], split: str, root: Path) ->
     raise ValueError(f"{root} has no file of the split {split!r}; it has {known}: choose one of these, or give a file")
 
 
-def _fingerprint(name: str, path: Path) -> dict[str, Any]:
-    """Return name, size and hash of a file; of a very large one, the hash of its two ends."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= MAX_WHOLE_HASH:
-            return {"name": name, "bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-        digest = hashlib.sha256(file.read(END_HASH))
-        file.seek(-END_HASH, 2)
-        digest.update(file.read(END_HASH))
-    return {"name": name, "bytes": size, "sha256_of_ends": digest.hexdigest()}
+def describe_version(path: Path) -> str:
+    """Return the size, the modification time and the inode of a file: if these are equal, so is the content."""
+    stat = path.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
 
 
-def _cut_characters(documents: Documents, start: int, stop: int, name: str) -> Documents:
+def _fingerprint(name: str, path: Path, version: str) -> dict[str, Any]:
+    """Return name, size and hash of a file, which may be known."""
+    size, time_ns, _ = map(int, version.split())
+    if (sha256 := KNOWN_HASHES.get(version)) is None:
+        sha256 = hash_file(path)
+        if size >= MIN_KNOWN_BYTES and time.time_ns() - time_ns > SETTLED_NS:
+            KNOWN_HASHES[version] = sha256
+    return {"name": name, "bytes": size, "sha256": sha256}
+
+
+def slice_documents(parts: Parts, start: int, stop: int | None) -> Parts:
+    """Yield the documents from number `start` to the one before `stop`, as `islice` does for whole documents."""
+    number = 0
+    for part in parts if stop is None or stop > start else ():
+        if number >= start:
+            yield part
+        number += part[2]
+        if number == stop:
+            return
+
+
+def _cut_characters(documents: Documents, start: int, stop: int, name: str) -> Parts:
     for text, position in documents:
         if len(text) < stop:
             raise ValueError(f"{name} has {len(text):,} characters, its splits need {stop:,}: give the whole file")
-        yield text[start:stop], position
+        yield text[start:stop], position, True
 
 
 def _find_columns(tables: list[Path], request: SourceRequest) -> tuple[str, ...]:
@@ -371,10 +421,10 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
 
     start, stop = split.resolve_bounds(count)
 
-    def read_documents() -> Documents:
+    def read_rows() -> Parts:
         chosen = rows.select_columns(list(names)).skip(start)
         for number, row in enumerate(chosen if stop is None else chosen.take(max(0, stop - start)), start):
-            yield formats.join_columns(row, names, f"{request.name}, row {number}"), 0
+            yield formats.join_columns(row, names, f"{request.name}, row {number}"), 0, True
 
     identity = {
         "kind": "hub",
@@ -387,4 +437,7 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         "column": "+".join(names),
         "detokenizer": request.detokenizer,
     }
-    return Source(request.name, identity, None, lambda: request.clean_documents(read_documents(), split))
+    def read() -> Documents:
+        return join_parts(request.clean_documents(read_rows(), split))
+
+    return Source(request.name, identity, None, read)

@@ -26,6 +26,11 @@ from numpy.typing import NDArray
 
 # Between a visible ASCII character and a space before a letter, or a line end; between a letter and a punctuation mark.
 WORD_CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z]|\n)|(?<=[A-Za-z])(?=[,.;:!?\"])")
+# In a long document: between words in any script, which no pre-tokenizer above takes together.
+PART_CUT = re.compile(r"(?<=\S)(?=\n| \S)|(?<=[\u3041-\u30fa\u4e00-\u9fff])(?=[、。，！？])")
+ANYWHERE = re.compile(r"(?<=[\s\S])")
+PART_CHARACTERS = 2**20  # a longer document is cut into parts
+MAX_UNCUT = 2**24  # characters without a place to cut
 MAX_CACHED_WORDS = 2**18  # about 50 MB
 MAX_CACHED_LENGTH = 40  # characters: text without Latin letters is hardly cut, and paragraphs do not repeat
 CHUNKS_PER_PROCESS = 3  # in flight: one in work, one waiting, one on its way back
@@ -119,21 +124,62 @@ def receive(pipe: IO[bytes]) -> tuple[bytes, NDArray[np.int64]]:
 
 
 def chunk_documents(
-    documents: Iterable[tuple[str, int]], *, skip: int = 0, characters: int = 2**20, max_documents: int = 4096
-) -> Iterator[tuple[list[str], int]]:
-    """Yield lists of documents, without the first `skip`, with the bytes of the source read so far."""
+    parts: Iterable[tuple[str, int, bool]], *, skip: int = 0, characters: int = 2**20, max_documents: int = 4096
+) -> Iterator[tuple[list[str], tuple[int, bool]]]:
+    """Yield lists of documents, without the first `skip`, with the bytes of the source read so far.
+
+    The last of a list may be a part of a document that the next list continues: then the flag is false.
+    """
     texts: list[str] = []
-    size = consumed = 0
-    for number, (text, consumed) in enumerate(documents):
-        if number < skip:
+    number = size = consumed = 0
+    for text, consumed, is_last in parts:
+        number += is_last
+        if number - is_last < skip:
             continue
         texts.append(text)
         size += len(text)
-        if size >= characters or len(texts) >= max_documents:
-            yield texts, consumed
+        if size >= characters or len(texts) >= max_documents or not is_last:
+            yield texts, (consumed, is_last)
             texts, size = [], 0
     if texts:
-        yield texts, consumed
+        yield texts, (consumed, True)
+
+
+def cut_documents(
+    parts: Iterable[tuple[str, int, bool]], cut: re.Pattern[str] | None, characters: int = PART_CHARACTERS
+) -> Iterator[tuple[str, int, bool]]:
+    """Cut documents into parts of so many characters or a little more, at places that `cut` finds; None: nowhere.
+
+    The parts depend on the document alone, not on the parts in which it arrives.
+    """
+    held = ""
+    for text, consumed, is_last in parts:
+        held, start = held + text if held else text, 0
+        while cut is not None and len(held) - start > characters:
+            if (place := cut.search(held, start + characters)) is None:
+                break
+            yield held[start : place.start()], consumed, False
+            start = place.start()
+        held = held[start:] if start else held
+        if len(held) > MAX_UNCUT:
+            problem = f"a document has {len(held):,} characters in which this tokenizer has no end of a word"
+            if cut is None:
+                problem = f"a document has {len(held):,} characters, and this tokenizer reads it as a whole"
+            raise ValueError(f"{problem} ({held[:40]!r}…): divide the text, or choose --tokenizer bytes")
+        if is_last:
+            yield held, consumed, True
+            held = ""
+
+
+def choose_cut(description: dict[str, Any]) -> re.Pattern[str] | None:
+    """Return where a tokenizer.json allows a text to be cut, so that the parts have the ids of the whole."""
+    if can_split_words(description):
+        return PART_CUT
+    splitter, model = description.get("pre_tokenizer") or {}, description["model"]
+    is_plain = description.get("normalizer") is None and all(t["special"] for t in description.get("added_tokens", []))
+    is_bytes = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and model.get("merges") == []
+    is_characters = splitter.get("type") == "Split" and splitter["pattern"] == {"Regex": r"[\s\S]"}
+    return ANYWHERE if is_plain and (is_bytes or is_characters) else None
 
 
 def can_split_words(description: dict[str, Any]) -> bool:

@@ -82,7 +82,8 @@ def load_eval_data(
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         with TokenizerPool(Path(folder) / "tokenizer.json", choose_dtype(tokenizer.vocab_size), workers) as pool:
-            chunks = ((texts, (texts, consumed)) for texts, consumed in chunk_documents(opened.read()))
+            parts = ((text, consumed, True) for text, consumed in opened.read())
+            chunks = ((texts, (texts, consumed)) for texts, (consumed, _) in chunk_documents(parts))
             for chunk, (texts, consumed) in pool.tokenize(chunks):
                 packing.feed(chunk, texts)
                 on_progress(consumed, opened.total_bytes or 0)

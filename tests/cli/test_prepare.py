@@ -94,10 +94,24 @@ def test_skipped_files_are_listed(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.txt").write_text("Some words, and some more of them. " * 200, "utf-8")
     (folder / "picture.png").write_bytes(b"\x89PNG")
-    (folder / "notes.md").write_text("left out", "utf-8")
+    (folder / "notes.md").write_text("Words of markup, and some more of them. " * 200, "utf-8")
+    (folder / "NOTICE").write_text("left out", "utf-8")
     result = run(folder, "--out", tmp_path / "data", "--length", "32")
     assert result.exit_code == 0, result.output
-    assert "not read" in result.output and "notes.md, picture.png" in result.output
+    assert "skipped 3 files (--glob selects others): NOTICE, notes.md, picture.png" in result.output
+    result = run(folder, "--out", tmp_path / "both", "--length", "32", "--glob", "*.md", "--glob", "NOT*")
+    assert result.exit_code == 0 and "skipped 2 files (--glob selects others): a.txt, picture.png" in result.output
+    names = [file["name"] for file in open_data(tmp_path / "both").manifest["source"]["files"]]
+    assert names == ["NOTICE", "notes.md"]
+
+
+def test_a_tokenizer_is_trained_on_broken_surrogates(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a word and half \\ud800 a pair"}\n' * 200)
+    result = run(tmp_path / "a.jsonl", "--out", tmp_path / "data", "--train-tokenizer", 300, "--length", 16)
+    assert result.exit_code == 0, result.output
+    data = open_data(tmp_path / "data")
+    row = data.rows("train").fetch([0])[0][0].tolist()
+    assert "half ? a pair" in data.tokenizer.decode(row, skip_special=True)
 
 
 def test_json_is_all_of_stdout(text: Path, tmp_path: Path) -> None:

@@ -89,6 +89,34 @@ def test_rows_do_not_depend_on_chunks_and_packing_resumes_after_any_row(
         assert same(rest, whole[row + 1 :])
 
 
+def pack_parts(documents: Documents, pieces: list[int], is_wrapped: bool, start: tuple[int, ...]) -> PackedRows:
+    """All rows from `start` on, with every document in parts of these sizes, in turn."""
+    lengths = np.array([tokens for tokens, _ in documents], dtype=np.int64)
+    ids, stops = make_ids(lengths), np.cumsum(lengths)
+    packer = Packer(FRAMING, is_wrapped=is_wrapped, start=start)
+    packed = []
+    for number in range(start[0], len(documents)):
+        (tokens, size), begin, turn = documents[number], stops[number] - lengths[number], 0
+        while tokens > (piece := pieces[turn % len(pieces)]):
+            part = ids[begin : begin + piece], np.array([piece]), np.array([size // 2])
+            packed.append(packer.feed(*part, is_whole=False))
+            tokens, size, begin, turn = tokens - piece, size - size // 2, begin + piece, turn + 1
+        packed.append(packer.feed(ids[begin : begin + tokens], np.array([tokens]), np.array([size])))
+    return PackedRows.concatenate(packed)
+
+
+@given(DOCUMENTS, st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans(), st.integers(0, 100))
+def test_documents_in_parts_give_the_same_rows_and_resume(
+    documents: Documents, pieces: list[int], is_wrapped: bool, which: int
+) -> None:
+    whole, parts = pack(documents, set(), is_wrapped), pack_parts(documents, pieces, is_wrapped, (0, 0, 0))
+    assert np.array_equal(whole.rows, parts.rows) and np.array_equal(whole.lengths, parts.lengths)
+    assert np.array_equal(whole.ends[:, :2], parts.ends[:, :2]) and (np.diff(parts.ends[:, 2]) >= 0).all()
+    if len(parts.rows) and (row := which % len(parts.rows)) + 1 < len(parts.rows):
+        rest = pack_parts(documents, pieces, is_wrapped, tuple(parts.ends[row].tolist()))
+        assert same(rest, parts[row + 1 :])
+
+
 @given(DOCUMENTS)
 def test_wrapped_rows_hold_the_stream_and_lose_only_its_remainder(documents: Documents) -> None:
     lengths = np.array([tokens for tokens, _ in documents])

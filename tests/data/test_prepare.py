@@ -25,7 +25,7 @@ from adlm.data.prepare import PrepareProgress, count_valid_rows, prepare
 from adlm.data.shards import open_data
 from adlm.data.sources import Source, load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.data.workers import chunk_documents
+from adlm.data.workers import chunk_documents, cut_documents
 
 TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
 TEXT_BYTES = sum(len(text.encode()) for text in TEXTS)
@@ -220,7 +220,7 @@ def test_held_out_rows_are_a_share_but_not_too_few_nor_all(rows: int, share: flo
 def test_too_little_text_is_an_error_and_leaves_nothing_behind(tmp_path: Path, texts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(make_source(texts), tmp_path, **SMALL)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     prepare(make_source(texts * 40), tmp_path, **SMALL)  # the folder is free for another try
 
 
@@ -266,6 +266,7 @@ def test_a_named_dataset_has_its_own_settings(tmp_path: Path) -> None:
         ({"shard_tokens": 63}, "shard_tokens is 63: .*at least a row's 64"),
         ({"length": 2}, "at least 3"),
         ({"train_tokenizer": 257}, "at least 258"),
+        ({"train_tokenizer": 10**30}, "at most 16,777,216"),
         ({"tokenizer": train_bpe(["text"], 260)}, "has no BOS or no EOS token"),
         ({"train_tokenizer": 300}, "'bytes' and train_tokenizer are both given: leave one out"),
     ],
@@ -293,7 +294,7 @@ def test_outputs_that_are_not_free_are_refused(tmp_path: Path) -> None:
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"holds tokenizer.json, which no preparation wrote"):
             prepare(make_source(TEXTS), tmp_path, overwrite=overwrite, **SMALL)
-    assert contents(tmp_path) == {"tokenizer.json": b'{"text": "mine"}'}
+    assert contents(tmp_path) == {"tokenizer.json": b'{"text": "mine"}', ".lock": b""}
     (tmp_path / "a.txt").write_text(load_excerpt()[:20_000])
     with pytest.raises(ValueError, match=r"a\.txt is a file: give --out a folder"):
         prepare(make_source(TEXTS), tmp_path / "a.txt", **SMALL)
@@ -301,6 +302,61 @@ def test_outputs_that_are_not_free_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="whose files are read as text"):
             prepare(tmp_path, out, **SMALL)
     prepare(tmp_path / "a.txt", tmp_path / "data", **SMALL)
+
+
+def test_two_processes_do_not_prepare_one_folder(tmp_path: Path) -> None:
+    refusals = []
+
+    def prepare_again(_: PrepareProgress) -> None:
+        with pytest.raises(ValueError, match=r"another process prepares .*: wait for it, or change --out"):
+            prepare(make_source(TEXTS), tmp_path, **SMALL, overwrite=True)
+        refusals.append(1)
+
+    first = prepare(make_source(TEXTS), tmp_path, **SMALL, on_progress=prepare_again)
+    assert refusals and prepare(make_source(TEXTS), tmp_path, **SMALL) == first
+
+
+@pytest.mark.parametrize("rows", ["wrapped", "documents"])
+def test_long_documents_are_cut_without_a_trace_and_resumed(
+    tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = make_source(["\n\n".join(TEXTS), *TEXTS[:30]]), SMALL | {"rows": rows, "tokenizer": "gpt2"}
+    options["shard_tokens"] = 64 * (30 if rows == "wrapped" else 5)
+    before = prepare(source, tmp_path / "whole", **options)
+    monkeypatch.setattr(module, "cut_documents", lambda parts, cut: cut_documents(parts, cut, 3000))
+    after = prepare(source, tmp_path / "cut", **options)
+    assert [shard["sha256"] for shard in after["splits"]["train"]["shards"]] == [
+        shard["sha256"] for shard in before["splits"]["train"]["shards"]
+    ]
+    for split, totals in after["splits"].items():
+        assert totals["documents"] == before["splits"][split]["documents"]
+        assert abs(totals["bytes"] - before["splits"][split]["bytes"]) < 0.05 * before["splits"][split]["bytes"]
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "stopped", **options, on_progress=stop_after(100 if rows == "wrapped" else 10))
+    prepare(source, tmp_path / "stopped", **options)
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "cut")
+    tokenizers = []
+    for characters in (3000, 10**9):
+        monkeypatch.setattr(module, "cut_documents", lambda parts, cut, n=characters: cut_documents(parts, cut, n))
+        tokenizers.append(train_bpe(module.read_first_documents(source, 50_000), 400).sha256)
+    assert tokenizers[0] == tokenizers[1]
+
+
+def test_a_source_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adlm.data.sources.MIN_KNOWN_BYTES", 1)
+    monkeypatch.setattr("adlm.data.sources.KNOWN_HASHES", known := {})
+    monkeypatch.setattr(module, "KNOWN_HASHES", known)
+    path, out = tmp_path / "a.txt", tmp_path / "out"
+    path.write_text(text := load_excerpt()[:20_000])
+    os.utime(path, (1000, 1000))
+    prepare(path, out, **SMALL)
+    known.clear()
+    with mock.patch("adlm.data.sources.hash_file", side_effect=AssertionError("hashed again")):
+        prepare(path, out, **SMALL)
+    assert list(known.values()) == [hashlib.sha256(text.encode()).hexdigest()]
+    path.write_text(text[:10_000] + "X" + text[10_001:])  # in the middle
+    with pytest.raises(ValueError, match=r"(?s)with other settings:.*source\.files"):
+        prepare(path, out, **SMALL)
 
 
 def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None:

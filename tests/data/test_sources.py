@@ -5,8 +5,11 @@ import gzip
 import io
 import json
 import os
+import random
 import shutil
 import sys
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,8 +88,72 @@ def test_chunks_do_not_matter(tmp_path: Path, name: str, size: int, monkeypatch:
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
     monkeypatch.setattr(formats, "CHUNK_BYTES", size)
+    monkeypatch.setattr(formats, "PART_BYTES", 2 * size)
     expected = [text.replace("x" * 200_000, "x" * 99) for text in TEXTS]
     assert texts(open_source(tmp_path / name)) == texts(open_source(tmp_path / f"{name}.gz")) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["a.txt", "lines.json", "array.json", "a.csv"])
+def test_other_encodings_are_known_by_their_byte_order_mark(
+    tmp_path: Path, name: str, encoding: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = FORMATS[name]().replace(b"x" * 200_000, b"x").decode()
+    (tmp_path / name).write_bytes(f"\ufeff{content}".encode(encoding))
+    monkeypatch.setattr(formats, "CHUNK_BYTES", size)
+    assert texts(open_source(tmp_path / name)) == [*TEXTS[:2], "x", TEXTS[3]]
+
+
+@pytest.mark.parametrize("rule", formats.RULES)
+def test_long_documents_come_in_parts(tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(rule)
+    pieces = ["\n<|endoftext|>\n", "<|endoftext|>", "\r\n", "\n\n", " \n", "é世\u3000", "word ", "x" * 500, "\ufeff"]
+    weights = [2, 5, 5, 1, 9, 50, 50, 50, 1]
+    (tmp_path / "a.txt").write_bytes("".join(rng.choices(pieces, weights, k=3000)).encode())
+    source = open_source(tmp_path / "a.txt", documents=rule)
+    whole = list(source.parts())
+    assert all(is_last for _, _, is_last in whole) and [text for text, _, _ in whole] == texts(source)
+    monkeypatch.setattr(formats, "PART_BYTES", 100)
+    for size in (50, 777, 1 << 20):
+        monkeypatch.setattr(formats, "CHUNK_BYTES", size)
+        parts = list(source.parts())
+        assert texts(source) == [text for text, _, _ in whole]
+        assert size > 777 or len(parts) > len(whole)
+
+
+def test_a_gzip_bomb_is_read_in_little_memory(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(32):
+            file.write(b"some words in one line " * 50_000)
+    source = open_source(tmp_path / "a.txt.gz")
+    tracemalloc.start()
+    try:
+        length = sum(len(text) for text, _, _ in source.parts())
+        assert length == 32 * 50_000 * 23 and tracemalloc.get_traced_memory()[1] < 12e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "' + b"x" * 5000, "a line of .*a.jsonl has more than 1,000 bytes"),
+        ("a.csv", b"text\n" + b"x" * 5000, "a line of .*a.csv has more than 1,000 bytes"),
+        ("a.csv", b'text\n"' + b"x\n" * 5000, "field larger than field limit"),
+        ("a.json", b'["' + b"x" * 5000, "a.json has more than 2,000 bytes, .*jq"),
+        ("a.txt", b" " * 5000, "white space in .*a.txt has more than 1,600 bytes"),
+    ],
+)
+def test_what_must_fit_into_memory_is_bounded(
+    tmp_path: Path, name: str, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"MAX_LINE_BYTES": 1000, "MAX_WHOLE_BYTES": 2000, "CHUNK_BYTES": 100, "PART_BYTES": 100}
+    for constant, value in limits.items():
+        monkeypatch.setattr(formats, constant, value)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(open_source(tmp_path / name).read())
 
 
 CSV = b'1,"A title","Two\nlines, ""quoted"""\n2,B,C\n'
@@ -122,10 +189,11 @@ def test_rules(tmp_path: Path, rule: str, expected: list[str], size: int, monkey
         ("a.jsonl", b'{"q": "Why?", "n": 1, "a": "So."}\n', {"column": "q+a"}, ["Why? So."]),
         ("a.jsonl", b'{"n": 1, "body": "So."}\n', {}, ["So."]),  # the one column of text
         ("a.jsonl", b'{"title": "A"}\n{"title": "B", "text": "the text"}\n', {"column": "title"}, ["A", "B"]),
+        ("a.jsonl", b'{"text": "half \\ud800 a pair, \\ud83d\\ude00"}\n', {}, ["half ? a pair, \U0001f600"]),
         ("a.txt", b"it is n't <unk>\n", {"detokenizer": "ptb"}, ["it isn't ?"]),
         ("a.txt", load_excerpt().encode(), {}, [load_excerpt().removesuffix("\n")]),  # no separator: one document
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_read(tmp_path: Path, name: str, content: bytes, options: Any, expected: list[str]) -> None:
     (tmp_path / name).write_bytes(content)
@@ -195,14 +263,41 @@ def test_the_identity_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest
     assert before != open_source(here).identity
 
 
-def test_a_large_file_is_identified_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_WHOLE_HASH", 10)
-    monkeypatch.setattr(sources, "END_HASH", 4)
-    hashes = []
-    for text in ("abcd......efgh", "abcd!!!!!!efgh", "abcX......efgh", "abcd......Xfgh"):
-        (tmp_path / "a.txt").write_text(text)
-        hashes.append(open_source(tmp_path / "a.txt").identity["files"][0]["sha256_of_ends"])
-    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+def test_a_hash_is_believed_for_an_equal_size_time_and_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MIN_KNOWN_BYTES", 8)
+    path = tmp_path / "a.txt"
+
+    def identify(text: str, seconds: float) -> str:
+        path.write_text(text)
+        os.utime(path, (seconds, seconds))
+        return open_source(path).identity["files"][0]["sha256"]
+
+    first = identify("abcd......efgh", 1000)
+    assert first == identify("abcd!!!!!!efgh", 1000)  # not read again
+    assert len({first, identify("abcd!!!!!!efgh", 2000), identify("abcd......efgh.", 1000)}) == 3
+    assert len({identify(text, time.time()) for text in ("now......", "now!!!!!!")}) == 2  # too recent to be believed
+    known = open_source(path).hashes
+    os.utime(path, (3000, 3000))
+    assert known == {} and list(open_source(path).hashes.values()) == [open_source(path).identity["files"][0]["sha256"]]
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    documents = open_source(tmp_path, documents="line").read()
+    assert next(documents)[0] == "one"
+    (tmp_path / "a.txt").write_text("one\nten\nmore\n")
+    with pytest.raises(ValueError, match=r"a.txt changed while it was read"):
+        list(documents)
+
+
+def test_many_files_are_identified_by_one_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_LISTED_FILES", 2)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    before = open_source(tmp_path).identity
+    assert before["files"].keys() == {"count", "bytes", "sha256"} and before["files"]["count"] == 3
+    (tmp_path / "b.txt").write_text("x")
+    assert before != open_source(tmp_path).identity
 
 
 GOOD = "some text, long enough for a packed stream to be cut\n" * 50
@@ -242,6 +337,10 @@ def test_missing_sources(spec: str, message: str) -> None:
         ("a.txt", b"good\n<|endoftext|>\ncaf\xe9", {}, r"byte 22 \(0xe9\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', {}, r"byte 24 \(0xff\)"),
         ("a.csv", b"text\nfine\n\xff\n", {}, r"byte 10 \(0xff\)"),
+        ("a.txt", "some text".encode("utf-16-le"), {}, r"byte 1 is NUL, .*iconv -f utf-16le"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\0"}', {}, r"byte 24 is NUL"),
+        ("a.txt", b"\xff\xfea", {}, r"begins as UTF-16 and is not sound \(truncated data\)"),
+        ("a.json", b"[" * 100_000, {}, r"is not a JSON array"),
         ("a.txt.gz", gzip.compress(GOOD.encode(), mtime=0)[:-12], {}, r"not a sound gzip file.*ended before"),
         ("a.txt.gz", b"not packed at all", {}, r"not a sound gzip file"),
         ("a.txt", b"", {}, r"is empty"),
@@ -259,6 +358,28 @@ def test_files_with_errors(tmp_path: Path, name: str, content: bytes, options: d
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(open_source(tmp_path / name, **options).read())
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ((), ["a.md", "b.py", "d.rst", "deep/c.html"]),  # there is no other text
+        ("*.md", ["a.md"]),
+        (["LICENSE", "deep/*"], ["LICENSE", "deep/c.html"]),
+        ("[A-Z]*", ["LICENSE"]),
+    ],
+)
+def test_folders_of_markup_and_patterns(tmp_path: Path, glob: Any, expected: list[str]) -> None:
+    for name in ("a.md", "b.py", "deep/c.html", "d.rst", "LICENSE", "e.png", ".hidden.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(open_source(tmp_path, glob=glob)) == expected
+    _, skipped = sources.select_files(tmp_path, glob=(glob,) if isinstance(glob, str) else glob)
+    assert skipped == sorted({"a.md", "b.py", "deep/c.html", "d.rst", "LICENSE", "e.png"} - set(expected))
+    with pytest.raises(ValueError, match=r"no name of the pattern \*\.txt; found: LICENSE, a.md"):
+        open_source(tmp_path, glob="*.txt")
+    with pytest.raises(ValueError, match=r"glob '\*' selects files of a folder, and .*a.md is a file"):
+        open_source(tmp_path / "a.md", glob="*")
 
 
 @pytest.mark.parametrize(

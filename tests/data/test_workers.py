@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.data.workers import CachedEncoder, TokenizerPool, can_split_words, chunk_documents
+from adlm.data.workers import CachedEncoder, TokenizerPool, can_split_words, choose_cut, chunk_documents, cut_documents
 
 TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
 FAST = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased")}
@@ -119,8 +119,44 @@ def test_an_error_of_the_source_is_raised_and_ends_the_workers(tmp_path: Path) -
     assert all(process.returncode is not None for process in workers.processes)
 
 
+CUTTABLE = FAST | {name: load_tokenizer(name) for name in ("bytes", "characters")}
+CUTS = {name: choose_cut(json.loads(tokenizer.json)) for name, tokenizer in CUTTABLE.items()}
+WORDS = st.sampled_from([*" \n\t\u3000\x1c,é世。カ７½", "word", "The", "'s", "a\u0301"])
+TEXT = st.lists(WORDS, max_size=40).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(TEXT, st.sampled_from(sorted(CUTTABLE)), st.integers(1, 9), st.integers(1, 30))
+def test_the_parts_of_a_document_have_the_ids_of_the_whole(text: str, name: str, size: int, piece: int) -> None:
+    parts = list(cut_documents([(text, 7, True), ("next", 8, True)], CUTS[name], size))
+    arriving = [(text[start : start + piece], 7, False) for start in range(0, len(text), piece)]
+    assert list(cut_documents([*arriving, ("", 7, True), ("next", 8, True)], CUTS[name], size)) == parts
+    parts = [part for part in parts if part[1] == 7]
+    assert "".join(part for part, _, _ in parts) == text
+    assert [is_last for _, _, is_last in parts] == [False] * (len(parts) - 1) + [True]
+    encode = CUTTABLE[name].encode
+    assert [token for part, _, _ in parts for token in encode(part)] == encode(text)
+
+
+def test_a_book_is_cut_and_what_cannot_be_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = load_excerpt()[:50_000]
+    for name, cut in CUTS.items():
+        parts = [part for part, _, _ in cut_documents([(text, 0, True)], cut, 1000)]
+        assert 40 < len(parts) <= 50 and max(map(len, parts)) < 1100, name
+    monkeypatch.setattr("adlm.data.workers.MAX_UNCUT", 2000)
+    with pytest.raises(ValueError, match=r"2,001 characters in which .* no end of a word \('xxx.*bytes"):
+        list(cut_documents([("x" * 2001, 0, True)], CUTS["gpt2"], 1000))
+    plain = choose_cut(json.loads(FAST["gpt2"].json) | {"normalizer": {"type": "NFC"}})
+    with pytest.raises(ValueError, match="50,000 characters, and this tokenizer reads it as a whole"):
+        list(cut_documents([(text, 0, True)], plain, 1000))
+
+
 def test_chunks_hold_every_document_once() -> None:
-    documents = [(f"{i}" * (i % 7), i) for i in range(100)]
+    documents = [(f"{i}" * (i % 7), i, i % 5 < 3) for i in range(100)]  # of five, the last three are one document
+    documents[-1] = ("end", 99, True)
     chunks = list(chunk_documents(documents, skip=13, characters=20, max_documents=9))
-    assert [text for texts, _ in chunks for text in texts] == [text for text, _ in documents[13:]]
-    assert all(len(texts) <= 9 for texts, _ in chunks) and chunks[-1][1] == 99
+    first = 13 // 3 * 5 + 13 % 3
+    assert [text for texts, _ in chunks for text in texts] == [text for text, _, _ in documents[first:]]
+    assert all(len(texts) <= 9 for texts, _ in chunks) and chunks[-1][1] == (99, True)
+    ends = [is_last for texts, (_, is_last) in chunks for is_last in [*[True] * (len(texts) - 1), is_last]]
+    assert ends == [is_last for _, _, is_last in documents[first:]]
