@@ -116,6 +116,10 @@ def open_source(
     detokenizer = None if detokenizer == "none" else detokenizer
     patterns = (glob,) if isinstance(glob, str) else tuple(glob)
     request = SourceRequest(str(spec), split, column, documents, detokenizer, settings, patterns)
+    if corpus is not None and corpus.bundled:
+        if colon:
+            raise ValueError(f"{spec!r}: {name} comes with the package; give {name} without a path")
+        return _open_files(Path(str(resources.files("adlm.data"))) / "bundled" / corpus.bundled, request)
     if corpus is not None and not colon:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
     if corpus is not None:
@@ -437,6 +441,7 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         "column": "+".join(names),
         "detokenizer": request.detokenizer,
     }
+
     def read() -> Documents:
         return join_parts(request.clean_documents(read_rows(), split))
 
