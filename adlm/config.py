@@ -1,6 +1,5 @@
 """The config of a training run: dataclasses, filled from a YAML recipe and `key=value` changes, and validated."""
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from adlm.data.shards import write_atomically
+from adlm.remedies import suggest_names
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
@@ -254,9 +254,8 @@ def load_config(
         if "not in" not in problem and "Key" not in problem:
             raise ValueError(f"config: {key}: {problem}") from error
         known = list(_flatten(Config()))
-        close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(known)}"
-        raise ValueError(f"config: unknown key {key!r}: {hint}") from error
+        hint = suggest_names(key, known) or f": expected one of {', '.join(known)}"
+        raise ValueError(f"config: unknown key {key!r}{hint}") from error
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -288,7 +287,8 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
         # `recipes/x.yaml` works from any folder: the recipes are also in the package.
         name = path.name.removesuffix(".yaml")
         if name not in recipes or (path.parent != Path() and path.parent.name != "recipes"):
-            raise ValueError(f"unknown recipe {str(recipe)!r}: expected a file or one of {', '.join(recipes)}")
+            hint = suggest_names(name, recipes)
+            raise ValueError(f"unknown recipe {str(recipe)!r}{hint}: expected a file or one of {', '.join(recipes)}")
         path = recipes[name]
     try:
         loaded = OmegaConf.load(path)

@@ -9,6 +9,7 @@ from adlm.diffusion import anchors, orders, plans, schedules
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.models.language_model import PRESETS, ModelConfig
+from adlm.remedies import describe_unknown
 
 Entry = TypeVar("Entry")
 
@@ -85,9 +86,9 @@ def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
 
 
 def check_known(kind: str, name: str, known: Collection[str]) -> None:
-    """Raise the error of an unknown name, which lists the known ones."""
+    """Raise the error of an unknown name, which suggests the closest known ones and lists all."""
     if name not in known:
-        raise ValueError(f"unknown {kind} {name!r}: expected one of {', '.join(known)}")
+        raise ValueError(describe_unknown(kind, name, known))
 
 
 def takes_steps(sampler: str) -> bool:

@@ -18,8 +18,8 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("step=5", "unknown key 'step': did you mean steps"),
-        ("optimizer.lrr=1", "unknown key 'optimizer.lrr': did you mean optimizer.lr"),
+        ("step=5", "unknown key 'step' (did you mean steps"),
+        ("optimizer.lrr=1", "unknown key 'optimizer.lrr' (did you mean optimizer.lr"),
         ("optimiser.lr=1", "did you mean optimizer"),
         ("zzzzzzzz=1", "expected one of folder, init, method, steps"),
         ("steps=many", "config: steps: "),
@@ -127,12 +127,14 @@ def test_a_recipe_is_found_by_name_and_by_its_usual_path(tmp_path: Path, monkeyp
     expected = load_config(ROOT / "recipes/cpu-nano.yaml", **GIVEN)
     for name in ("cpu-nano", "cpu-nano.yaml", "recipes/cpu-nano.yaml"):
         assert load_config(name, **GIVEN) == expected
-    with pytest.raises(ValueError, match=r"unknown recipe 'cpu-nono': expected a file or one of .*cpu-nano"):
+    with pytest.raises(
+        ValueError, match=r"unknown recipe 'cpu-nono' \(did you mean cpu-nano\?\): expected a file or one of .*cpu-nano"
+    ):
         load_config("cpu-nono", **GIVEN)
     for content, message in (
         ("- 1\n", r"bad\.yaml is not a recipe"),
         ("steps: [1\n", r"bad\.yaml is not YAML"),
-        ("optimizer:\n  lr_: 1\n", r"'optimizer\.lr_': did you mean optimizer\.lr"),
+        ("optimizer:\n  lr_: 1\n", r"'optimizer\.lr_' \(did you mean optimizer\.lr"),
     ):
         (tmp_path / "bad.yaml").write_text(content, "utf-8")
         with pytest.raises(ValueError, match=message):

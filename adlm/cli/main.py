@@ -12,6 +12,7 @@ from adlm.cli.doctor import doctor
 from adlm.cli.errors import Commands
 from adlm.cli.eval import app as eval_app
 from adlm.cli.generate import infill, sample
+from adlm.cli.list import models, recipes
 from adlm.cli.output import print_json
 from adlm.cli.prepare import prepare
 from adlm.cli.score import score
@@ -19,7 +20,11 @@ from adlm.cli.train import plot, train
 
 # Markdown keeps `[default: …]` in help texts, which rich markup would take for a style.
 app = typer.Typer(
-    cls=Commands, help="Anchored diffusion language models.", no_args_is_help=True, rich_markup_mode="markdown"
+    cls=Commands,
+    help="Anchored diffusion language models.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -51,6 +56,6 @@ def version(is_json: options.Json = False) -> None:
         typer.echo(__version__)
 
 
-for command in (demo, sample, infill, score, prepare, train, plot, doctor):
+for command in (demo, sample, infill, score, prepare, train, plot, models, recipes, doctor):
     app.command()(command)
 app.add_typer(eval_app, name="eval")

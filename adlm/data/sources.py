@@ -18,8 +18,9 @@ from adlm.data import formats
 from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
+from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
-from adlm.remedies import install_command
+from adlm.remedies import install_command, suggest_names
 
 READER = 1  # goes up when the same files would give other documents
 MAX_LISTED_FILES = 1000  # in the identity of a source
@@ -130,8 +131,9 @@ def open_source(
         return _open_files(Path(spec), request)
     if hub := HUB_NAME.fullmatch(spec):
         return _open_hub(hub[1], hub[2], hub[3], request)
+    hint = suggest_names(spec, [*CORPORA, *ALIASES])
     known = ", ".join([*CORPORA, *ALIASES, "owner/name[:config][@revision] of the Hub"])
-    raise FileNotFoundError(f"{spec!r} is no file, no folder and no named dataset: check the name ({known})")
+    raise FileNotFoundError(f"{spec!r} is no file, no folder and no named dataset{hint}: check the name ({known})")
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,7 @@ def choose_columns(
 
 
 def _open_hub(repo: str, config: str | None, revision: str | None, request: SourceRequest) -> Source:
+    check_hub()
     try:
         import datasets
     except ImportError as error:

@@ -18,6 +18,9 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from adlm.data.hub import check_hub
+from adlm.remedies import suggest_names
+
 BYTES = 256
 MAX_JSON_BYTES = 2**26  # of a file that describes data, a model or a tokenizer
 MAX_VOCAB_SIZE = 2**24
@@ -138,13 +141,16 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
         return _parse_json(gzip.decompress(packed).decode("utf-8"), {}, name)
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    path = WEIGHTS / name if name in {folder.name for folder in WEIGHTS.iterdir()} else Path(name_or_path)
+    bundled_models = {folder.name for folder in WEIGHTS.iterdir()}
+    path = WEIGHTS / name if name in bundled_models else Path(name_or_path)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.is_file():
         return _load_file(path)
     if path.exists() or path.suffix == ".json" or path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise ValueError(f"tokenizer {name!r} has no tokenizer.json: {EXPECTED_NAME}")
+    if "/" not in name and (hint := suggest_names(name, [*BUNDLED, *BUILT_IN, *bundled_models])):
+        raise ValueError(f"unknown tokenizer {name!r}{hint}: give one of these, a file, or OWNER/{name} for the Hub's")
     return _load_from_hub(name)
 
 
@@ -251,13 +257,14 @@ def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
 
 
 def _load_from_hub(name: str) -> Tokenizer:
+    is_reached = check_hub()
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
     except (OSError, ValueError) as error:  # the Hub's own errors are among these
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0] if is_reached else "the Hub cannot be reached, and its cache has none"
         raise ValueError(f"tokenizer {name!r} could not be loaded ({reason}): {EXPECTED_NAME}") from error
     for other in CONFIG_FILES:
         try:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
 from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.provenance import hash_weights
@@ -198,6 +199,8 @@ def load_scorer(name: str | Path | ScoringModel, *, device: torch.device | str =
     if isinstance(name, ScoringModel):
         return name
     location = find_scorer(name)
+    if location.kind == "Hub":
+        check_hub()
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:

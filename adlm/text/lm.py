@@ -29,6 +29,7 @@ from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
 from adlm.methods import METHODS, look_up
+from adlm.remedies import suggest_names
 from adlm.text.generation import (
     DEFAULT_BATCH,
     SHARED_SETTINGS,
@@ -463,10 +464,16 @@ def load(
     On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes
     `deterministic`: every evaluation then has the same number of rows.
     """
+    loaded = checkpoint.load_model(find_model(model), verify=verify)
+    return LM(loaded, str(model), device=device, deterministic=deterministic)
+
+
+def find_model(model: str | Path) -> Path:
+    """Return the folder of a bundled model, a run's latest checkpoint or another model."""
     folder = find_bundled_model(str(model)) if str(model) in MODELS else Path(model)  # ./NAME is a folder of that name
     if not folder.exists():
+        hint = suggest_names(str(model), MODELS)
         raise FileNotFoundError(
-            f"there is no model {str(model)!r}: give a run folder, a checkpoint's, or one of {', '.join(MODELS)}"
+            f"there is no model {str(model)!r}{hint}: give a run folder, a checkpoint's, or one of {', '.join(MODELS)}"
         )
-    loaded = checkpoint.load_model(folder, verify=verify)
-    return LM(loaded, str(model), device=device, deterministic=deterministic)
+    return checkpoint.find_model_folder(folder)

@@ -10,10 +10,11 @@ import pytest
 from adlm import __version__
 from adlm.bundled import DEFAULT, MODELS
 from adlm.cli.options import complete_compare, complete_model, complete_recipe, complete_sampler
+from adlm.config import list_recipes
 from adlm.methods import SAMPLERS
-from tests.cli.terminal import ROOT, assert_error, invoke, make_env
+from tests.cli.terminal import ROOT, answer_json, assert_error, invoke, make_env
 
-COMMANDS = ("sample", "infill", "score", "demo", "doctor", "prepare", "train", "plot", "version")
+COMMANDS = ("sample", "infill", "score", "demo", "doctor", "prepare", "train", "plot", "models", "recipes", "version")
 
 
 def test_the_version_is_one() -> None:
@@ -28,6 +29,7 @@ def test_help_names_the_commands_and_every_one_helps() -> None:
         helped = invoke(command, "--help")
         assert helped.exit_code == 0 and "Usage: " in helped.stdout
         assert "--json" in helped.stdout
+        assert invoke(command, "-h").stdout == helped.stdout
 
 
 def test_defaults_survive_the_help() -> None:
@@ -36,6 +38,28 @@ def test_defaults_survive_the_help() -> None:
         assert f"[default: {default}]" in shown
     holes = " ".join(invoke("infill", "--help").stdout.replace("│", " ").split())
     assert "___{2,8}" in holes
+
+
+def test_the_bundled_models_are_listed_with_what_they_need() -> None:
+    listed = answer_json("models")["models"]
+    assert [each["model"] for each in listed] == list(MODELS)
+    assert listed[0]["method"] == "adlm" and listed[0]["memory"] == "61 MB" and "English prose" in listed[0]["about"]
+    shown = invoke("models", DEFAULT).stdout
+    assert "parameters  15,208,512" in shown and shown.endswith(f"adlm sample {DEFAULT}\n")
+    assert all(name in invoke("models").stdout for name in MODELS)
+    assert_error(invoke("models", "adlm-pros"), "did you mean adlm-prose or mdlm-prose?")
+
+
+def test_the_recipes_are_listed_with_what_they_need() -> None:
+    by_name = {each["recipe"]: each for each in answer_json("recipes")["recipes"]}
+    assert set(by_name) == set(list_recipes())
+    devices = {name: by_name[name]["device"] for name in ("owt-adlm", "mini-ar", "bundled-ar", "cpu-nano")}
+    assert devices == {"owt-adlm": "8 GPUs", "mini-ar": "1 GPU", "bundled-ar": "1 GPU", "cpu-nano": "CPU"}
+    assert by_name["lm1b-ar"]["data"] == "lm1b" and by_name["lm1b-ar"]["method"] == "ar"
+    assert by_name["cpu-nano"]["data"] == "TEXTS --train-tokenizer 8192 --length 128"
+    assert [len(each["about"]) > 20 for each in by_name.values()].count(False) == 0
+    assert "adlm prepare TEXTS" in invoke("recipes", "cpu-nano").stdout
+    assert_error(invoke("recipes", "cpu-nan"), "did you mean cpu-nano", "expected one of best")
 
 
 def test_an_unknown_command_is_one_line() -> None:

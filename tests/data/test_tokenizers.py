@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import time
 from pathlib import Path
 
 import huggingface_hub
@@ -144,6 +145,7 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return str(tmp_path / file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr("adlm.data.tokenizers.check_hub", lambda: True)
     with pytest.raises(ValueError, match=r"'someone/something' could not be loaded \(no network here"):
         load_tokenizer("someone/something")
     write_tokenizer(tmp_path, ["<go>", "<stop>"], {"bos_token": "<go>", "eos_token": "<stop>"}, "tokenizer_config.json")
@@ -183,3 +185,36 @@ def test_the_smallest_vocabulary() -> None:
     assert isinstance(train_bpe(["text"], 257), Tokenizer)
     with pytest.raises(ValueError, match="expected more than 257"):
         train_bpe(["text"], 257, end_token=END_OF_TEXT)
+
+
+def test_names_close_to_a_bundled_one_are_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adlm.data.tokenizers.check_hub", lambda: pytest.fail("the Hub was asked"))
+    for name, meant in (("gpt-2", "gpt2"), ("bert-base-uncase", "bert-base-uncased"), ("byte", "bytes")):
+        with pytest.raises(ValueError, match=rf"unknown tokenizer '{name}' \(did you mean {meant}\?\).*OWNER/{name}"):
+            load_tokenizer(name)
+
+
+def test_without_a_connection_a_name_of_the_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError("no network here")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="the Hub cannot be reached, and its cache has none"):
+        load_tokenizer("someone/something")
+    assert time.monotonic() - began < 3 and huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def test_hostile_files_are_refused(tmp_path: Path) -> None:
+    content = json.loads(LOADED["gpt2"].json)
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 4_000_000_000, "content": "<far>"})
+    content["model"]["vocab"]["<far>"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="has ids up to 4,000,000,001: expected fewer than 16,777,216"):
+        load_tokenizer(tmp_path)
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(ValueError, match="has 1,099,511,627,776 bytes: expected at most"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,120 @@
+"""`adlm models` and `adlm recipes`: what ships with the package, and what each needs."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from adlm.cli import options
+from adlm.cli.errors import report_errors
+from adlm.cli.output import json_stdout, print_json, print_table
+
+RecipeArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]", autocompletion=options.complete_recipe),
+]
+ShownModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="Bundled model, or folder of a run, a checkpoint or a model, to show. [default: the bundled models]",
+        autocompletion=options.complete_model,
+    ),
+]
+
+
+def models(name: ShownModel = None, is_json: options.Json = False) -> list[dict[str, Any]]:
+    """List the bundled models, or show one model: method, size, what it was trained on."""
+    with report_errors():
+        from adlm.bundled import MODELS
+
+        with json_stdout(is_json):
+            described = [describe_model(each) for each in ((name,) if name else MODELS)]
+        print_entries("models", described, name, is_json)
+        if name and not is_json:
+            print(f"\nadlm sample {name}")
+        return described
+
+
+def describe_model(name: str) -> dict[str, Any]:
+    """Return method, sizes and model card of a model, without loading its weights."""
+    from adlm.checkpoint import read_config_json
+    from adlm.models.costs import count_parameters
+    from adlm.text.lm import find_model
+
+    folder = find_model(name)
+    content, config = read_config_json(folder)
+    card = folder / "README.md"
+    text = re.sub(r"\A---\n.*?\n---\n", "", card.read_text("utf-8"), flags=re.DOTALL) if card.is_file() else ""
+    opening = next((part for part in text.split("\n\n") if not part.startswith("#")), "")
+    return {
+        "model": name,
+        "method": content["method"],
+        "parameters": count_parameters(config),
+        "length": config.length,
+        "vocabulary": config.vocab_size,
+        "memory": f"{4 * count_parameters(config) / 1e6:,.0f} MB",  # float32
+        "about": re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(opening.split())).partition(". ")[0],
+        "step": content["step"],
+        "rows": content["rows"],
+        "folder": str(folder),
+    }
+
+
+def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> list[dict[str, Any]]:
+    """List the recipes of `adlm train`, or show one: its method, device, data and settings."""
+    with report_errors():
+        from adlm.config import list_recipes
+        from adlm.remedies import describe_unknown
+
+        known = list_recipes()
+        if name and name not in known:
+            raise ValueError(describe_unknown("recipe", name, known))
+        with json_stdout(is_json):
+            described = [describe_recipe(known[each]) for each in ([name] if name else known)]
+        if name and not is_json:
+            print(f"# {known[name]}\n{known[name].read_text('utf-8')}", end="")
+        else:
+            print_entries("recipes", described, None, is_json)
+        return described
+
+
+def describe_recipe(path: Path) -> dict[str, Any]:
+    """Return what a recipe trains and needs, from its settings and the comments before them."""
+    from omegaconf import OmegaConf
+
+    settings: Any = OmegaConf.load(path)
+    comments = [line.removeprefix("# ") for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
+    header = " ".join(comments)
+    processes = re.search(r"--nproc-per-node (\d+)", header)
+    device = f"{processes[1]} GPUs" if processes else "1 GPU" if "GPU" in header else "CPU"
+    commands = [line.strip() for line in comments if line.startswith("  ")]
+    data = re.search(r"adlm prepare (.*?) *--out data *(.*)", "\n".join(commands))
+    about = " ".join(line for line in comments if not line.startswith("  "))
+    return {
+        "recipe": path.stem,
+        "method": settings.get("method", "that of init"),
+        "device": device,
+        "steps": settings.get("steps"),
+        "data": " ".join(filter(None, data.groups())) if data else "see bundled/README.md",
+        "about": re.split(r"[.:;] ", about)[0].removesuffix("."),
+        "commands": commands,
+        "path": str(path),
+    }
+
+
+def print_entries(kind: str, entries: list[dict[str, Any]], name: str | None, is_json: bool) -> None:
+    """Print entries as JSON or a table; one that was asked for by name, as lines."""
+    if is_json:
+        print_json({kind: entries})
+    elif name:
+        for key, value in entries[0].items():
+            print(f"{key:<10}  {value:,}" if isinstance(value, int) else f"{key:<10}  {value}")
+    else:
+        from adlm.evaluate.results import Column, Table
+
+        shown = list(entries[0])[: list(entries[0]).index("about") + 1]
+        columns = [Column(key, is_text=isinstance(entries[0][key], str), is_optional=key == "data") for key in shown]
+        print_table(Table(columns, [[entry[key] for key in shown] for entry in entries]))
+        print(f"adlm {kind} NAME shows one")
