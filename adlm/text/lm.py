@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import chain
 from numbers import Integral
@@ -46,7 +47,7 @@ from adlm.text.generation import (
 from adlm.text.templates import WORD, Layout, Template, classify_tokens, find_banned_tokens
 
 if TYPE_CHECKING:
-    from adlm.view.trajectory import Trajectory, TrajectoryFrame
+    from adlm.view.trajectory import TokenState, Trajectory, TrajectoryFrame
 
 Prompts = str | Sequence[str]
 MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
@@ -140,6 +141,7 @@ class StreamStep:
     frame: Frame
     layouts: tuple[Layout, ...]
     guesses: Guesses | None = None
+    states: dict[int, tuple[TokenState, ...]] = field(default_factory=dict, repr=False)  # drawn so far, by row
 
     @property
     def texts(self) -> list[str]:
@@ -156,14 +158,20 @@ class StreamStep:
 
     def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
         """Return one of the texts as terminal, player and GIF draw it."""
-        from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, TrajectoryFrame
+        from adlm.view.trajectory import TrajectoryFrame
+
+        if row not in self.states:
+            self.states[row] = tuple(self._iterate_states(row))
+        return TrajectoryFrame(self.step, int(self.frame.nfe[row]), self.states[row])
+
+    def _iterate_states(self, row: int) -> Iterator[TokenState]:
+        from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState
 
         layout, frame = self.layouts[row], self.frame
         masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
-        states = []
         for position, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
             if position is None:  # given text without a token
-                states.append(TokenState(text or "", GIVEN))
+                yield TokenState(text or "", GIVEN)
                 continue
             if masked[position]:
                 state = REMASKED if changed[position] else HIDDEN
@@ -176,8 +184,7 @@ class StreamStep:
                     names = [name.removeprefix(" ") for name in names]
                 guesses = list(zip(names, self.guesses.probs[row, position].tolist(), strict=True))
             is_anchor = self.guesses is not None and bool(self.guesses.is_anchor[row, position])
-            states.append(TokenState(text or "", state, tuple(guesses), is_anchor))
-        return TrajectoryFrame(self.step, int(frame.nfe[row]), tuple(states))
+            yield TokenState(text or "", state, tuple(guesses), is_anchor)
 
 
 class LMEngine:
@@ -254,7 +261,7 @@ class LMEngine:
         started, todo, rows, batch = time.perf_counter(), request.rows[start:], [], request.config.batch
         for first in range(0, len(todo), batch):
             part = todo[first : first + batch]
-            *_, frame = denoise_rows(self.predictor, request, part)
+            (frame,) = deque(denoise_rows(self.predictor, request, part), maxlen=1)  # keeps no other
             for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
                 rows.append(GeneratedRow(layout, ids[: len(layout)], nfe))
         return GenerationOutput.from_rows(rows, time.perf_counter() - started, request.settings)
@@ -269,11 +276,19 @@ class LMEngine:
                 f"guesses must be a whole number between 0 and {known}, this model's vocabulary size; got {guesses}"
             )
         rows = request.rows[:count]
-        layouts, guesses = tuple(layout for layout, _ in rows), 0 if self.row_format.is_causal else guesses
-        return (
-            StreamStep(frame.step, frame, layouts, predict_guesses(self.predictor, frame, layouts, guesses))
-            for frame in denoise_rows(self.predictor, request, rows, with_start=True)
-        )
+        return self._iterate_steps(request, rows, 0 if self.row_format.is_causal else guesses)
+
+    def _iterate_steps(
+        self, request: GenerationRequest, rows: list[tuple[Layout, int]], guesses: int
+    ) -> Iterator[StreamStep]:
+        step, layouts = None, tuple(layout for layout, _ in rows)
+        for frame in denoise_rows(self.predictor, request, rows, with_start=True):
+            if step is not None and frame.changed is step.frame.changed:  # nothing changed, nor in the step before
+                step = replace(step, step=frame.step, frame=frame)
+            else:
+                guessed = predict_guesses(self.predictor, frame, layouts, guesses)
+                step = StreamStep(frame.step, frame, layouts, guessed)
+            yield step
 
     def build_trajectory(
         self, frames: Sequence[TrajectoryFrame], request: GenerationRequest, *, title: str = "", seconds: float = 0.0
