@@ -135,3 +135,11 @@ def test_a_causal_model_is_streamed_without_guesses(method: str) -> None:
 def test_a_notebook_shows_a_trajectory_as_a_player() -> None:
     html = lm("adlm").record(length=9, steps=2)._repr_html_()
     assert html.startswith("<iframe srcdoc=") and "&lt;script" in html and "<script" not in html
+
+
+def test_steps_without_a_change_share_what_is_drawn() -> None:
+    steps = list(lm("adlm", "bytes", "documents").stream(length=6, sampler="ancestral", steps=300, guesses=2, seed=1))
+    frames = [step.trajectory_frame() for step in steps]
+    assert [frame.step for frame in frames] == list(range(301))
+    assert len({id(frame.tokens) for frame in frames}) <= 14  # before and after each of at most six changes
+    assert len({id(step.guesses) for step in steps}) <= 14

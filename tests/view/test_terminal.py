@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from itertools import product
 from typing import Any
@@ -184,6 +185,14 @@ def test_watching_returns_every_frame_and_restores_the_terminal(console: Console
     rest = SGR.sub("", out[out.index("\x1b[?25h") :])
     for token in ("harbour", "lighthouse", "bay.", "step 12 of 12", "step 5 "):  # the last drawing is whole
         assert token in rest
+
+
+def test_there_is_no_pause_for_a_step_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = simulate(steps=12).frames
+    frames, pauses = [first, *(replace(second, step=step) for step in range(1, 50))], list[float]()
+    monkeypatch.setattr("adlm.view.terminal.time.sleep", pauses.append)
+    watch([iter(frames)], ["loop"], terminal(), steps=[50], pause=0.5)
+    assert len(pauses) == 50 and sum(pauses) == 1.0
 
 
 @pytest.mark.parametrize("is_dumb", [False, True])
