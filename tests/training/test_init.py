@@ -78,7 +78,7 @@ def test_an_exported_model_trains_as_it_is(tmp_path: Path, is_quantized: bool) -
 
 def test_a_recipes_architecture_must_be_that_of_init(tmp_path: Path) -> None:
     assert run(tmp_path / "same", f"init={base()}", "steps=1").step == 1  # the tiny recipe has the same model
-    with pytest.raises(ValueError, match=r"model\.dim is 64 in the recipe, 32 in init\. Leave model"):
+    with pytest.raises(ValueError, match=r"model\.dim is 64 in the recipe, 32 in init\. Use a recipe without"):
         fine_tune(tmp_path / "other", "model.dim=64")
     with pytest.raises(ValueError, match=r"model\.dim is 768 .*model\.heads is 12 in the recipe, 2 in init"):
         fine_tune(tmp_path / "other", "model.preset=small")
