@@ -233,6 +233,10 @@ def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
     return ""
 
 
+STATE_TYPES: dict[str, Any] = {"step": int, "seconds": int | float, "batches": list, "valid": dict, "window": list}
+STATE_TYPES |= {"recent": list, "best": int | float | None, "ema_updates": int, "data": str}
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """Read the state of the run at a checkpoint."""
     content = read_json(path / "state.json")
@@ -242,6 +246,9 @@ def read_state(path: Path) -> dict[str, Any]:
             f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}: start a new run "
             "(folder=NEW), or resume with the version that wrote it; the model itself can still be loaded"
         )
+    for key, kind in STATE_TYPES.items():
+        if not isinstance(value := state.get(key), kind):
+            raise ValueError(f"{path / 'state.json'} has {key} {value!r:.80}: {COPY_AGAIN}")
     return state
 
 

@@ -17,6 +17,7 @@ from adlm.remedies import suggest_names
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
+MAX_BRACKETS = 500  # of a recipe; deeper nesting overflows the stack of the YAML parser
 PATH_KEYS = ("folder", "init", "resume", "data.path", "data.stream")
 DEFAULTS = {"method": "adlm", "model.preset": "small"}  # without init, whose own they are otherwise
 INTERPOLATION = re.compile(r"\$\{[^}]*\}*")
@@ -236,7 +237,11 @@ def load_config(
             if key in ("folder", "init", "data.path") and text != "null":  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:
-                merged.merge_with_dotlist([source])
+                _refuse_nesting(key, text.encode("utf-8", "replace"))
+                try:
+                    merged.merge_with_dotlist([source])
+                except YAMLError as error:
+                    raise ValueError(f"config: {key}={text!r:.80} is no YAML value: put quotes around it") from error
         for source, value in settings.items():
             OmegaConf.update(merged, source, _refuse_interpolation(source, value))
         for key, value in DEFAULTS.items():
@@ -290,6 +295,7 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
             hint = suggest_names(name, recipes)
             raise ValueError(f"unknown recipe {str(recipe)!r}{hint}: expected a file or one of {', '.join(recipes)}")
         path = recipes[name]
+    _refuse_nesting(path, path.read_bytes())
     try:
         loaded = OmegaConf.load(path)
     except YAMLError as error:
@@ -297,6 +303,12 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     if not OmegaConf.is_dict(loaded):
         raise ValueError(f"{path.name} is not a recipe: its top level must be `key: value` lines")
     return loaded
+
+
+def _refuse_nesting(source: str | Path, content: bytes) -> None:
+    """Refuse YAML with so many brackets that parsing it could overflow the stack, which ends the process."""
+    if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
+        raise ValueError(f"{source} has more than {MAX_BRACKETS} brackets: a recipe has `key: value` lines")
 
 
 def _refuse_interpolation(source: str, value: Any) -> Any:

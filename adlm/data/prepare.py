@@ -186,7 +186,7 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if is_finished := (job.folder / MANIFEST).is_file():
         old = shards.read_manifest(job.folder)
     elif (job.folder / PROGRESS).is_file():
-        old = shards.read_state(job.folder / PROGRESS, shards.STATE_KEYS)
+        old = read_progress(job.folder / PROGRESS)
     elif foreign := [path.name for path in list_files(job.folder) if path.suffix != ".part"]:
         raise ValueError(f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out")
     if old is not None and not any(split["shards"] for split in old["splits"].values()):
@@ -210,6 +210,23 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     job.state.update(old or fresh)
     job.save_state()
     return None
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """Read the state of an unfinished preparation; its positions in the source must be whole numbers."""
+    state = shards.read_state(path, (*shards.STATE_KEYS, "cut"))
+    cut, tokenizer, splits = state["cut"], state["tokenizer"], state["splits"]
+    positions = [split.get("end") for split in splits.values()]
+    if cut is not None:
+        positions += [cut.get("end"), [0, 0, cut.get("rows")]] if isinstance(cut, dict) else [None]
+    is_sound = all(
+        isinstance(end, list) and len(end) == 3 and all(shards.is_count(number, least=0) for number in end)
+        for end in positions
+    )
+    is_sound &= "train" in splits and isinstance(tokenizer, dict | None) and isinstance(state["settings"], dict)
+    if not is_sound:
+        raise ValueError(f"{path} is damaged: {shards.PREPARE_AGAIN}")
+    return state
 
 
 def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:

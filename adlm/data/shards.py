@@ -21,7 +21,8 @@ from adlm.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, read_json
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
 STATE_KEYS = ("settings", "settings_sha256", "tokenizer", "splits")  # of a progress file and a manifest
-MANIFEST_KEYS = (*STATE_KEYS, "format", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256")
+MANIFEST_KEYS = (*STATE_KEYS, "format", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256", "source")
+SPLIT_COUNTS = ("rows", "tokens", "documents", "bytes")
 SHARD_NAME = re.compile(r"[\w-]+-\d{5,}\.bin")  # in the folder itself
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
@@ -116,7 +117,10 @@ class PreparedData:
 
     def counts(self) -> Tensor:
         """Return the occurrences of every token in the train split, (vocab_size,)."""
-        counts = np.load(self.folder / COUNTS, mmap_mode="r", allow_pickle=False)
+        try:
+            counts = np.load(self.folder / COUNTS, mmap_mode="r", allow_pickle=False)
+        except Exception as error:  # numpy evaluates the header, which may be any Python
+            raise ValueError(f"{self.folder / COUNTS} cannot be read ({error}): {PREPARE_AGAIN}") from error
         if counts.shape != (self.vocab_size,) or counts.dtype != np.int64:
             found = f"{counts.dtype} {counts.shape}, expected int64 ({self.vocab_size},)"
             raise ValueError(f"{self.folder / COUNTS} is {found}: {PREPARE_AGAIN}")
@@ -156,7 +160,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
     manifest = read_state(folder / MANIFEST, MANIFEST_KEYS)
     vocab_size, length, rows = (manifest[key] for key in ("vocab_size", "length", "rows"))
-    splits = manifest["splits"].values()
+    splits, settings = manifest["splits"].values(), manifest["settings"]
     tokenizer = manifest["tokenizer"] if isinstance(manifest["tokenizer"], dict) else {}
     for is_valid, problem in (
         (is_count(vocab_size, MAX_VOCAB_SIZE), f"vocab_size {vocab_size!r:.80} must be at most {MAX_VOCAB_SIZE:,}"),
@@ -165,7 +169,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         (is_hash(manifest["counts_sha256"]), "counts_sha256 must be a SHA-256"),
         (is_hash(tokenizer.get("sha256")), "tokenizer.sha256 must be a SHA-256"),
         (all(tokenizer.get(key) == manifest[key] for key in ("vocab_size", "mask_id")), "the tokenizer has other ids"),
-        (all(is_count(split.get("rows")) for split in splits), "every split must have a number of rows"),
+        (all(is_count(split.get(key), 2**62, 0) for split in splits for key in SPLIT_COUNTS), "a split lacks a count"),
+        (isinstance(manifest["source"], dict), "source must be a mapping"),
+        (isinstance(settings, dict) and isinstance(settings.get("tokenizer"), dict), "settings must name a tokenizer"),
     ):
         if not is_valid:
             raise ValueError(f"{folder / MANIFEST}: {problem}: {PREPARE_AGAIN}")
@@ -203,8 +209,8 @@ def is_shard(record: Any) -> bool:
     return bool(SHARD_NAME.fullmatch(name)) and is_sized and is_hash(record.get("sha256"))
 
 
-def is_count(value: object, most: int = 2**62) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+def is_count(value: object, most: int = 2**62, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_hash(value: object) -> bool:

@@ -174,7 +174,12 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             state = checkpoint.read_state(source)
             if ema is not None:
                 ema.load(checkpoint.read_weights(source), state["ema_updates"])
-            batches.load_state_dict(setup.restore_data_state(state["batches"], context, is_stream=stream is not None))
+            restored = setup.restore_data_state(state["batches"], context, is_stream=stream is not None)
+            try:
+                batches.load_state_dict(restored)
+            except (TypeError, KeyError, AttributeError) as error:
+                problem = f"{source / 'state.json'} has batches {restored!r:.120}"
+                raise ValueError(f"{problem}: {checkpoint.COPY_AGAIN}") from error
             window.values = state["window"]
             window.guard.recent.extend(state["recent"])
         state["data"] = data_hash

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import itertools
+import json
 import os
 import random
 import signal
@@ -362,8 +363,19 @@ def test_a_source_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkey
 def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(make_source(TEXTS), tmp_path, on_progress=stop_after(350), **SMALL)
+    progress, state = tmp_path / "progress.json", json.loads((tmp_path / "progress.json").read_text("utf-8"))
+
+    def change(**values: object) -> Callable[[], object]:
+        return lambda: progress.write_text(json.dumps(state | values), "utf-8")
+
     damages: list[tuple[Callable[[], object], str]] = [
-        (lambda: os.truncate(tmp_path / "train-00001.bin", 100), "train-00001.bin has 100 bytes, 12,800 expected"),
+        (change(cut=[[]]), "progress.json is damaged"),
+        (change(tokenizer="7"), "progress.json is damaged"),
+        (change(splits={"train": state["splits"]["train"] | {"end": [0, "1", 2]}}), "progress.json is damaged"),
+        (
+            lambda: (change()(), os.truncate(tmp_path / "train-00001.bin", 100)),
+            "train-00001.bin has 100 bytes, 12,800 expected",
+        ),
         ((tmp_path / "train-00001.bin").unlink, "train-00001.bin is missing"),
         (lambda: (tmp_path / "progress.json").write_text("{"), "progress.json is not JSON"),
     ]

@@ -148,7 +148,7 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", Path.unlink, "make it with `adlm prepare SOURCE --out"),
     ("manifest.json", change("format", 2), "format 2, this version reads 1"),
     ("manifest.json", lambda path: path.rename(path.with_name("progress.json")), "run the same `adlm prepare` again"),
-    ("manifest.json", lambda path: path.write_text("[]"), "has no settings, .*counts_sha256: .*--overwrite"),
+    ("manifest.json", lambda path: path.write_text("[]"), "has no settings, .*counts_sha256, source: .*--overwrite"),
     *(("manifest.json", change(key, REMOVED), f"has no {key}") for key in ("format", "length", "tokenizer", "dtype")),
     ("manifest.json", change("vocab_size", 2**40), "vocab_size 1099511627776 must be at most 16,777,216"),
     ("manifest.json", change("length", -32), "length -32 must be"),
@@ -157,6 +157,8 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", change("dtype", "object"), "shards do not fit"),
     ("manifest.json", change("mask_id", None), "the tokenizer has other ids"),
     ("manifest.json", change("tokenizer", "bytes"), "tokenizer.sha256 must be"),
+    ("manifest.json", change("source", "text"), "source must be a mapping"),
+    ("manifest.json", change("settings", {"tokenizer": 3}), "settings must name a tokenizer"),
     ("manifest.json", change("splits", []), "has the shard None, expected a file name such as"),
     ("manifest.json", change_shard("file", "../../outside-00000.bin"), "has the shard .*outside-00000.bin"),
     ("manifest.json", change_shard("rows", 2**62), "shards do not fit"),
@@ -177,6 +179,13 @@ def test_a_damaged_folder_is_refused(folder: Path, file: str, damage: Callable[[
     damage(folder / file)
     with pytest.raises(ValueError, match=message):
         open_data(folder)
+
+
+def test_counts_with_a_strange_header_are_refused(folder: Path) -> None:
+    path = folder / "counts.npy"
+    path.write_bytes(path.read_bytes()[:12] + bytes(50) + path.read_bytes()[12:])
+    with pytest.raises(ValueError, match=r"counts\.npy cannot be read .*--overwrite"):
+        open_data(folder).counts()
 
 
 @pytest.mark.parametrize("file", ["train-00001.bin", "train-00001.len", "counts.npy"])

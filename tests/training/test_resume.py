@@ -130,6 +130,17 @@ def test_a_run_of_an_older_format_is_refused_but_its_model_loads(tmp_path: Path)
     assert load_model(tmp_path, verify=True).step == 5
 
 
+@pytest.mark.parametrize("values", [{"seconds": "7"}, {"step": None}, {"batches": [{"epoch": 0}]}, {"recent": 3}])
+def test_a_state_that_no_run_wrote_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
+    run(tmp_path, "steps=5")
+    path = tmp_path / "checkpoints" / "step-00000005"
+    write_json(path / "state.json", read_state(path) | values)
+    (path / "checksums.json").unlink()
+    write_json(path / "checksums.json", compute_checksums(path))
+    with pytest.raises(ValueError, match=rf"state\.json has {next(iter(values))} .*copy or download the folder again"):
+        run(tmp_path)
+
+
 def test_other_data_are_refused_and_moved_data_are_not(tmp_path: Path) -> None:
     run(tmp_path / "run", "steps=5")
     with pytest.raises(ValueError, match="trained on other data"):
