@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,9 +70,8 @@ def run_eval(
     if task not in DISTRIBUTED and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(f"{task} runs in one process: run `adlm eval {task}` without torchrun")
     check_output_folder("--out", out)
-    with json_stdout(is_json):
+    with explain_full_disk(out), json_stdout(is_json):
         import adlm.evaluate
-        from adlm.evaluate.plots import draw_figures
         from adlm.text.lm import load
         from adlm.training.distributed import init_distributed
 
@@ -80,11 +81,23 @@ def run_eval(
             names = dict.fromkeys(parameters.get("models") or [DEFAULT])
             models = load_models(device) if load_models else [load(name, device=device) for name in names]
             result: EvalResult = getattr(adlm.evaluate, task)(models, **settings, on_progress=on_progress)
-            paths = [out / name for name in result.metrics.get("files", ())]
-            if out and context.is_main:
-                paths += draw_figures(result, out)
     if context.is_main:
-        print_result(result, is_json=is_json, out=out, paths=paths)
+        with explain_full_disk(out):
+            print_result(result, is_json=is_json, out=out)
+
+
+@contextmanager
+def explain_full_disk(out: Path | None) -> Iterator[None]:
+    """Context manager: turn the error of a full disk into one that says what is kept."""
+    try:
+        yield
+    except OSError as error:
+        if out is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(
+            f"{error.filename or out} cannot be written ({error.strerror}): free space on its disk, then run the same "
+            f"command again; it resumes with the results that {out} holds"
+        ) from error
 
 
 def parse_pairs(option: str, values: list[str] | None) -> dict[str, str]:

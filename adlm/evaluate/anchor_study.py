@@ -18,7 +18,7 @@ from adlm.config import load_config
 from adlm.data.batches import RowDataset
 from adlm.diffusion.anchors import AnchorRule
 from adlm.evaluate import stats
-from adlm.evaluate.cache import hash_settings, open_cache
+from adlm.evaluate.cache import hash_settings, lock_output, open_cache
 from adlm.evaluate.data import EvalDataset, load_eval_data
 from adlm.evaluate.perturbation import NoisyRows, Perturbation, TracedRow, check_two_stages, measure_losses, sample_rows
 from adlm.evaluate.provenance import collect_provenance, hash_weights
@@ -55,6 +55,7 @@ NOT_COMPARED = {
 }
 
 
+@lock_output
 def anchors(
     models: LM | Iterable[LM],
     data: str | Path,

@@ -1,30 +1,37 @@
 """One resumable, content-addressed store for everything that an evaluation computes piece by piece.
 
 An entry is known by the hash of all settings it follows from. `FOLDER/cache.jsonl` holds the merged entries, one JSON
-object a line; while several processes work, each appends to `cache.RANK.jsonl`, and rank 0 merges them afterwards. A
-last line that a kill cut short is dropped. Arrays are stored as base64 of their little-endian bytes.
+object a line; while several ranks work, each appends to `cache.RANK.jsonl`, and rank 0 merges them afterwards. A last
+line that a kill cut short is dropped. Arrays are stored as base64 of their little-endian bytes.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from adlm.data.shards import write_atomically
+from adlm.data.shards import file_lock, write_atomically
 
 if TYPE_CHECKING:
     from adlm.training.distributed import DistributedContext
 
-MERGED, PER_RANK = "cache.jsonl", "cache.{rank}.jsonl"
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+MERGED, PER_RANK, LOCK = "cache.jsonl", "cache.{rank}.jsonl", ".lock"
 FLUSH_SECONDS = 1.0  # at most this much work is lost in a kill
+LOCKED_FOLDERS: set[Path] = set()  # by this process: `report` calls other evaluations in its folder
 
 
 class Cache:
@@ -55,10 +62,17 @@ class Cache:
         """Write what is not on disk yet, and wait for the disk."""
         if self.folder is not None and self._unwritten:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / PER_RANK.format(rank=self.rank)).open("ab") as file:
-                file.write(b"".join(encode_line(key, value) for key, value in self._unwritten.items()))
-                file.flush()
-                os.fsync(file.fileno())
+            content = memoryview(b"".join(encode_line(key, value) for key, value in self._unwritten.items()))
+            with (self.folder / PER_RANK.format(rank=self.rank)).open("ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    while content:
+                        content = content[file.write(content) :]
+                    os.fsync(file.fileno())
+                except OSError as error:  # a full disk; half a line would spoil the next one
+                    file.truncate(size)
+                    error.filename = file.name
+                    raise
             self._unwritten = {}
         self._flushed = time.monotonic()
 
@@ -95,6 +109,30 @@ def open_cache(
     cache = Cache(None if folder is None or (rank and not is_shared) else Path(folder), rank=rank)
     cache.sync(context)
     return cache
+
+
+def lock_output(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate an evaluation: while it runs, no other process can evaluate into its folder `out`."""
+    parameters = inspect.signature(function).parameters
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        out: Any = kwargs.get("out", parameters["out"].default)
+        context: Any = kwargs.get("context")
+        with ExitStack() as stack:
+            if out is not None and (folder := Path(out).resolve()) not in LOCKED_FOLDERS:
+
+                def lock() -> None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    message = f"another process evaluates into {out}: wait for it, or choose another folder"
+                    stack.enter_context(file_lock(folder / LOCK, message))
+
+                lock() if context is None else context.run_on_rank0(lock)
+                LOCKED_FOLDERS.add(folder)
+                stack.callback(LOCKED_FOLDERS.discard, folder)
+            return function(*args, **kwargs)
+
+    return run
 
 
 def hash_settings(settings: Any) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from adlm.data.shards import hash_file
-from adlm.evaluate.cache import Cache, hash_settings, open_cache
+from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
@@ -94,6 +94,7 @@ class CodeMetrics:
         return list(self.cache.get(key))
 
 
+@lock_output
 def code(
     models: LM | Iterable[LM] = (),
     *,

@@ -17,7 +17,7 @@ import torch
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.orders import Order
-from adlm.evaluate.cache import hash_settings, open_cache
+from adlm.evaluate.cache import hash_settings, lock_output, open_cache
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import list_models
 from adlm.evaluate.provenance import collect_provenance, hash_weights
@@ -52,6 +52,7 @@ class SamplerSetting:
         return {name: value for name, value in asdict(self).items() if value not in (None, LEFT_TO_RIGHT)}
 
 
+@lock_output
 def frontier(
     models: LM | Sequence[LM],
     *,

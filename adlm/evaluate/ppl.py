@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from adlm.diffusion.masking import MIN_TIME
-from adlm.evaluate.cache import Cache, hash_settings, open_cache
+from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
 from adlm.evaluate.data import EvalDataset, RowLayout, count_row_bytes, load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
@@ -72,6 +72,7 @@ class TextNll:
     lm: LM
 
 
+@lock_output
 def perplexity(
     models: LM | Iterable[LM],
     data: str | Path | Mapping[str, str | Path],

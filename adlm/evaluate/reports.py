@@ -14,6 +14,7 @@ from typing import Any
 from adlm.bundled import MODELS
 from adlm.data.shards import hash_file, write_atomically
 from adlm.evaluate.anchor_study import anchors
+from adlm.evaluate.cache import lock_output
 from adlm.evaluate.code_eval import code as measure_code
 from adlm.evaluate.data import RowLayout
 from adlm.evaluate.frontiers import frontier
@@ -93,6 +94,7 @@ class Section:
         return kept | {"results": [result.as_dict() for result in self.results]}
 
 
+@lock_output
 def report(
     models: LM | Iterable[LM],
     data: str | Path,

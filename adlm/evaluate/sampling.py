@@ -17,7 +17,7 @@ import numpy as np
 
 from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
-from adlm.evaluate.cache import Cache, hash_settings, open_cache
+from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
@@ -36,6 +36,7 @@ PARAGRAPH = re.compile(r"(?:\A|\n[ \t]*\n)\s*(?=\S)")  # after a blank line
 LINE = re.compile(r"^(?=\S)", re.MULTILINE)
 
 
+@lock_output
 def samples(
     model: LM | None = None,
     *,

@@ -217,6 +217,12 @@ def load_scorer(name: str | Path | ScoringModel, *, device: torch.device | str =
         is_causal = is_causal_lm(config)
         kind = AutoModelForCausalLM if is_causal else AutoModel
         model, info = load_part(kind, location, name, "weights", dtype=torch.float32, output_loading_info=True)
+    rows = model.get_input_embeddings().num_embeddings
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"{name} has a tokenizer of {tokenizer.vocab_size} tokens, but its model knows {rows}: use the tokenizer "
+            "that the model was trained with"
+        )
     # The pooler of an encoder is not used here and may be missing.
     missing = sorted(key for key in info["missing_keys"] if is_causal or not key.startswith("pooler."))
     if missing:

@@ -8,6 +8,7 @@ from typing import Any
 from adlm.data.corpora import CORPORA
 from adlm.data.sources import detect_split, open_source
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
+from adlm.evaluate.cache import lock_output
 from adlm.evaluate.data import EvalDataset, RowLayout, load_eval_data
 from adlm.evaluate.ppl import (
     NllSettings,
@@ -152,6 +153,7 @@ def compare_with_paper(name: str, settings: Mapping[str, Any]) -> dict[str, Any]
     return about | {"deviations": reasons, "is_comparable": not reasons}
 
 
+@lock_output
 def zero_shot(
     models: LM | Iterable[LM],
     sets: Sequence[str] | None = None,

@@ -50,7 +50,7 @@ def assert_error(result: Result, *said: str, code: int = 2) -> None:
     lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     for part in said:
-        assert part in lines[0]
+        assert part in lines[0], lines[0]
 
 
 def process(*words: object, **env: str) -> subprocess.CompletedProcess[bytes]:

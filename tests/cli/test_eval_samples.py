@@ -1,17 +1,23 @@
 """`adlm eval samples`: all metrics of generated or given texts, in one table or one JSON object."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from adlm.bundled import DEFAULT
 from adlm.cli.output import SEPARATOR
+from adlm.evaluate import cache as caches
+from adlm.evaluate.cache import read_entries
 from adlm.evaluate.sampling import read_texts
 from tests.cli.eval_answers import held_out
 from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs, numbers
+from tests.evaluate.test_cache import max_file_size
 from tests.training.runs import shelf
 
 FEW = ("--n", 12, "--length", 24, "--steps", 4, "--seed", 3, "--device", "cpu", "--reference", PROSE)
@@ -51,7 +57,7 @@ def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
     assert settings["samples"]["steps"] == 4 and settings["samples"]["seed"] == 3 and settings["samples"]["nfe"] <= 4
     assert settings["scorer"]["dtype"] == "float32" and settings["mauve"]["seeds"] == [0, 1]
     assert settings["reference"]["identity"]["files"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.jsonl", "samples.json", "samples.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "cache.jsonl", "samples.json", "samples.jsonl"]
     assert json.loads((tmp_path / "samples.json").read_text("utf-8")) == found
     again, alone = evaluate(DEFAULT, *FEW, "--out", tmp_path), evaluate(DEFAULT, *FEW)
     assert numbers(again) == numbers(alone) == numbers(found)
@@ -61,6 +67,34 @@ def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
         given = write_texts(tmp_path / name, texts)
         assert numbers(evaluate(*given)) == numbers(found), name
     assert numbers(evaluate("--texts", "-", *given[2:], given=SEPARATOR.join(texts))) == numbers(found)
+
+
+def test_a_full_disk_and_a_wrong_judge_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the file or the judge; the same command with space and a good judge resumes."""
+    monkeypatch.setattr(caches, "FLUSH_SECONDS", 0.0)
+    out, given = tmp_path / "out", (DEFAULT, *FEW, "--batch", 1, "--out", tmp_path / "out")
+    command = words(*given)
+    with max_file_size(2000):
+        assert_error(invoke(*command), "cannot be written (File too large): free space on its disk", "resumes")
+    kept = read_entries(out / "cache.0.jsonl")
+    assert 2 <= len(kept) < 12
+    broken = shutil.copytree(causal_folder(positions=256), tmp_path / "judge")
+    weights = load_file(broken / "model.safetensors")
+    weights["transformer.wte.weight"] *= torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert_error(invoke(*command, "--judge", broken), f"nats by {broken} are not finite")
+    samples = read_entries(out / "cache.jsonl")
+    assert kept.items() <= samples.items() and sum(key.startswith("sample-") for key in samples) == 12
+    assert numbers(evaluate(*given)) == numbers(evaluate(*given[:-2]))
+    assert samples.items() <= read_entries(out / "cache.jsonl").items()
+
+
+def test_a_judge_with_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    judge = shutil.copytree(causal_folder(positions=256), tmp_path / "judge")
+    GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=256, n_embd=8, n_layer=1, n_head=1)).save_pretrained(judge)
+    assert_error(invoke(*words(trained(), *FEW), "--judge", judge), "tokenizer of 400 tokens, but its model knows 100")
 
 
 def test_texts_of_sample_are_read_back(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_a_model_is_measured_once_drawn_and_printed(tmp_path: Path) -> None:
     settings = found["settings"]["models"][0]
     assert settings["anchors"] == {"rule": "rare_in_sequence", "max_count": 5}
     assert len(settings["data"]["rows_hash"]) == 64 and found["provenance"]["versions"]["torch"]
-    assert {path.name for path in tmp_path.iterdir()} == {"anchors.json", "anchors.png", "cache.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "anchors.json", "anchors.png", "cache.jsonl"}
     assert pixels(tmp_path / "anchors.png").std() > 0.05
     before = (tmp_path / "cache.jsonl").read_bytes()
     result = invoke("eval", "anchors", *words)
@@ -427,7 +427,7 @@ def test_checkpoints_of_several_runs_are_compared(tmp_path: Path) -> None:
     looks = [(each["y"], each["among"], each["points"], each["independent"]) for each in found["correlations"]]
     among = (("all models", 9, 9), ("within runs", 9, 7), ("at equal steps", 9, 3))
     assert looks == [(y, *look) for y in ("nll", "gen_ppl", "entropy") for look in among]
-    assert {path.name for path in tmp_path.iterdir()} == {"anchors.json", "cache.jsonl", "correlation.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "anchors.json", "cache.jsonl", "correlation.png"}
     assert pixels(tmp_path / "correlation.png").std() > 0.03
     again = run_json(*runs, *words, "--batch", 3)  # the batch size is no other setting
     assert again["models"] == found["models"] and again["correlations"] == found["correlations"]

@@ -1,12 +1,28 @@
 """The cache: what is stored is there after a kill, for any number of processes, and known by its settings."""
 
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from adlm.evaluate.cache import Cache, hash_settings, open_cache, read_entries
+from adlm.data.shards import file_lock
+from adlm.evaluate.cache import LOCKED_FOLDERS, Cache, hash_settings, lock_output, open_cache, read_entries
 from adlm.training.distributed import DistributedContext
+
+
+@contextmanager
+def max_file_size(size: int) -> Iterator[None]:
+    """Context manager: the kernel refuses to write files of more bytes, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def reopen(folder: Path) -> Cache:
@@ -41,6 +57,46 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "cache.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"line 1 of .* is not a cache entry"):
         read_entries(tmp_path / "cache.jsonl")
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.put("a", 1)
+    cache.flush()
+    path = tmp_path / "cache.0.jsonl"
+    before = path.read_bytes()
+    cache.put("b", "x" * 5000)
+    with max_file_size(1000):
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"cache\.0\.jsonl") as caught:
+                cache.flush()
+            assert caught.value.errno == errno.EFBIG and path.read_bytes() == before
+    cache.flush()
+    assert reopen(tmp_path).entries == {"a": 1, "b": "x" * 5000}
+    cache = reopen(tmp_path)
+    cache.put("c", 3)
+    cache.flush()
+    with max_file_size(1000), pytest.raises(OSError, match="File too large"):
+        reopen(tmp_path)  # there is no space for the merged file
+    assert reopen(tmp_path).entries == {"a": 1, "b": "x" * 5000, "c": 3}
+
+
+def test_two_processes_do_not_evaluate_into_one_folder(tmp_path: Path) -> None:
+    @lock_output
+    def inner(*, out: Path | None = None) -> int:
+        return 1
+
+    @lock_output
+    def outer(*, out: Path | None = tmp_path / "out") -> int:
+        return inner(out=out)  # as in a report
+
+    assert inner() == outer() == outer(out=tmp_path) == inner(out=tmp_path) == 1
+    with (
+        file_lock(tmp_path / ".lock", "free"),
+        pytest.raises(ValueError, match=r"another process evaluates into .*: wait"),
+    ):
+        outer(out=tmp_path)
+    assert outer(out=tmp_path) == 1 and not LOCKED_FOLDERS
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_three_models_in_one_run(tmp_path: Path) -> None:
     assert points[-1]["nfe"] == 12 and any(point["is_pareto"] for point in points)
     assert found["reference"]["texts"] == 3 and found["settings"]["batch"] == 2 and found["provenance"]["threads"]
     assert [each["method"] for each in found["settings"]["models"]] == ["adlm", "mdlm", "ar"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache.jsonl", "frontier.json", "frontier.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "cache.jsonl", "frontier.json", "frontier.png"]
     assert json.loads((tmp_path / "frontier.json").read_text("utf-8"))["points"] == points
     assert pixels(tmp_path / "frontier.png").std() > 0.05
     assert run_json(*words)["points"] == points  # times too: nothing was measured twice
@@ -204,4 +204,4 @@ def test_errors_come_before_anything_is_computed(tmp_path: Path, monkeypatch: py
     assert_error(invoke(*words, "--judge", causal_folder(), "--window", 10**6), "window=1000000", "give 2 to")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert_error(invoke(*words), "frontier runs in one process", "without torchrun")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
