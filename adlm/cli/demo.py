@@ -1,50 +1,56 @@
-"""`adlm demo`: the bundled model generates, infills and scores; a small model is trained; a page plays the samples."""
+"""`adlm demo`: the bundled model infills, generates and scores, and is fine-tuned next to a training from scratch."""
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from adlm.cli import options
 from adlm.cli.errors import report_errors
-from adlm.cli.output import check_output_files, draw_curve, json_stdout, print_json
+from adlm.cli.output import check_output_folder, draw_curve, json_stdout, make_folder, print_json
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
-    from adlm.text.lm import LM
+    from adlm.training.loop import Run
 
 PROMPT, TEMPLATE = "The old man ", "The ___ sat by the window, and ___{4} the rain."
 LENGTH, STEPS, TOP_P = 64, 128, 0.8
 PAUSE = 0.04  # seconds between frames on a terminal
 SENTENCE = "She opened the door and looked into the dark room."
-VOCAB_SIZE, ROW_LENGTH, RECIPE = 1024, 64, "cpu-nano"
-SETTINGS: dict[str, Any] = {"ema": 0.95, "device": "cpu", "valid.draws": 4, "log.every": 1}
+PAGE, FOLDERS = "demo.html", ("data", "data-init", "from-scratch", "fine-tuned")  # in the output folder
+SETTINGS: dict[str, Any] = {"device": "cpu", "log.every": 1}
 SETTINGS |= {"checkpoint.every": 10**9, "valid.every": 10**9}  # saved and validated only at the end
+# From scratch: a small vocabulary and short rows. Fine-tuned: the vocabulary and rows of the bundled model.
+SCRATCH: dict[str, Any] = {"ema": 0.95, "valid.draws": 4}
+FINE_TUNE: dict[str, Any] = {"batch": 4, "ema": 0.9, "valid.draws": 2, "valid.rows": 32, "optimizer.warmup": 5}
+FINE_TUNE_SHARE = 20  # steps from scratch for one step of fine-tuning
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(min=1, help="Training time; sets the number of steps.")] = 45,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps. [default: by --seconds]")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps from scratch, 20 for each of fine-tuning.")] = 600,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order, noise and samples.")] = 1,
-    out: Annotated[Path, typer.Option(help="Output page.")] = Path("adlm-demo.html"),
+    out: Annotated[Path, typer.Option(help="Output folder for the page and both runs.")] = Path("adlm-demo"),
     is_json: options.Json = False,
 ) -> dict[str, Any]:
-    """Watch the bundled model generate and infill, train a small model, and write a page of it. Runs on the CPU."""
+    """Watch the bundled model infill and generate, train and fine-tune on a novel, and keep the runs. Uses the CPU."""
     with report_errors():
-        check_output_files({"--out": out})
+        check_output_folder("--out", out)
+        if out.is_dir() and any(out.iterdir()) and not (out / PAGE).is_file():
+            raise ValueError(f"--out {out} holds other files: give a new folder, or one of an earlier demo")
         with json_stdout(is_json):
-            result = run_demo(seconds=seconds, steps=steps, seed=seed, out=out)
+            result = run_demo(steps=steps, seed=seed, out=out)
         if is_json:
             print_json(result)
         return result
 
 
-def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> dict[str, Any]:
-    """Run the demo and return its results; with `steps`, the training is the same on every machine of a kind."""
+def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
+    """Run the demo and return its results."""
     from adlm.text.lm import load
     from adlm.view.player import write_player
     from adlm.view.terminal import draw_frame, watch
@@ -53,9 +59,15 @@ def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> dict
     lm = load(device="cpu")
     parameters = sum(p.numel() for p in lm.model.parameters())
     console.print(
-        f"[bold]1 · Generate.[/] {lm.name}, an anchored diffusion model with {parameters / 1e6:.1f}M parameters, "
-        "denoises all tokens of a text together, on the CPU:"
+        f"[bold]1 · Infill.[/] {lm.name}, an anchored diffusion model with {parameters / 1e6:.1f}M parameters, fills "
+        "holes from both sides, on the CPU. Given text stays the same; the length of a hole is given or inferred:"
     )
+    console.print("   " + TEMPLATE, style="dim", markup=False)
+    *_, filled = lm.stream(template=TEMPLATE, n=3, seed=seed)
+    for row in range(3):
+        console.print("  ", draw_frame(filled.trajectory_frame(row), show_guesses=False), soft_wrap=True)
+
+    console.print("\n[bold]2 · Generate.[/] All tokens of a text are denoised together:")
     settings: dict[str, Any] = {"length": LENGTH, "seed": seed, "steps": STEPS, "top_p": TOP_P}
     request, sampling_began = lm.build_request(PROMPT, **settings), time.perf_counter()
     frames = (step.trajectory_frame() for step in lm.stream_request(request, guesses=3))
@@ -63,57 +75,61 @@ def run_demo(*, seconds: float, steps: int | None, seed: int, out: Path) -> dict
     (seen,) = watch([frames], [title], console, steps=[request.steps], pause=pause)
     trajectories = [lm.build_trajectory(seen, request, title=title, seconds=time.perf_counter() - sampling_began)]
 
-    console.print("\n[bold]2 · Infill.[/] Given text stays the same; the length of a hole is given or inferred:")
-    console.print("   " + TEMPLATE, style="dim", markup=False)
-    *_, filled = lm.stream(template=TEMPLATE, n=3, seed=seed)
-    for row in range(3):
-        console.print("  ", draw_frame(filled.trajectory_frame(row), show_guesses=False), soft_wrap=True)
-
     console.print("\n[bold]3 · Score.[/] Bits per byte (upper bounds) of a sentence and of its words in reverse order:")
     reverse = " ".join(reversed(SENTENCE.rstrip(".").split())) + "."
     for text, score in zip((SENTENCE, reverse), lm.score([SENTENCE, reverse]), strict=True):
         console.print(f"  {score.bits_per_byte:.2f}  {text}", markup=False)
 
-    with TemporaryDirectory(ignore_cleanup_errors=True) as name:  # Windows keeps files that are still mapped
-        losses, valid, small = train_small_model(Path(name), console, seconds, steps, seed)
-        console.print(draw_curve(losses), style="blue")
-        console.print(
-            f"held-out perplexity ≤ {valid['val/ppl']:.1f} "
-            f"(nll {valid['val/nll']:.3f} ± {valid['val/stderr']:.3f}); unigram model: {valid['unigram/ppl']:.1f}. "
-            "A sample of it:"
-        )
-        console.print(str(small.generate(length=40, seed=seed, steps=40)), style="italic", markup=False, soft_wrap=True)
-
+    make_folder(out)
     trajectories.append(lm.record(PROMPT, title=f"{lm.name} · ancestral", sampler="ancestral", **settings))
-    page = write_player(trajectories, out, title="Two samplers on one seed")
+    page = write_player(trajectories, out / PAGE, title="Two samplers on one seed")
+    runs = train_models(out, console, steps, seed)
     console.print("\n[bold]5 · Play.[/] Two samplers with the same seed; play, step, and point at tokens:")
     console.print(f"   open {page.resolve().as_uri()}", style="bold", markup=False, soft_wrap=True)
-    console.print(f"Done in {time.perf_counter() - began:.0f} s. Next: adlm sample, adlm infill, adlm train --help")
-    return {"text": trajectories[0].text, "filled": filled.texts, "losses": losses, "valid": valid, "page": page}
+    seconds = time.perf_counter() - began
+    console.print(f"\nDone in {seconds:.0f} s. Both runs are in {out}. Sample from one:", markup=False, soft_wrap=True)
+    command = f'adlm sample {shlex.quote(str(out / "fine-tuned"))} --prompt "{PROMPT}"'
+    console.print(f"   {command}", style="bold", markup=False, soft_wrap=True)
+    valid = {name: run.valid for name, run in runs.items()}
+    return {"text": trajectories[0].text, "filled": filled.texts, "valid": valid, "page": page, "command": command}
 
 
-def train_small_model(
-    folder: Path, console: SafeConsole, seconds: float, steps: int | None, seed: int
-) -> tuple[list[float], dict[str, float], LM]:
-    """Train on the opening of a novel, with its last twentieth held out; return losses, validation and model."""
+def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict[str, Run]:
+    """Train a small model on the opening of a novel and fine-tune the bundled one on it; return both runs."""
+    from adlm.bundled import DEFAULT
     from adlm.data.prepare import prepare
     from adlm.data.sources import load_excerpt
     from adlm.text.lm import load
     from adlm.training.logging import read_metrics
     from adlm.training.loop import train
 
-    (folder / "novel.txt").write_text(load_excerpt(), "utf-8")
-    prepare(folder / "novel.txt", folder / "data", train_tokenizer=VOCAB_SIZE, length=ROW_LENGTH, valid_share=0.05)
-    settings = SETTINGS | {"data.path": folder / "data", "seed": seed}
-    if steps is None:  # measured on a trial run, whose first two steps warm up
-        train(RECIPE, **settings | {"log.show": False}, folder=folder / "trial", steps=8)
-        records = [record for record in read_metrics(folder / "trial" / "metrics.jsonl") if "lr" in record]
-        step_seconds = (records[-1]["time"]["seconds"] - records[1]["time"]["seconds"]) / 6
-        steps = max(1, int(seconds / step_seconds))
+    for folder in (out / name for name in FOLDERS):  # of an earlier demo
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    novel, fine_tune_steps = out / "novel.txt", max(1, steps // FINE_TUNE_SHARE)
+    novel.write_text(load_excerpt(), "utf-8")
     console.print(
-        f"\n[bold]4 · Train.[/] A tiny model of your own, on the opening of a Dickens novel: {steps} steps "
-        f"(repeat with --steps {steps})"
+        f"\n[bold]4 · Train.[/] On the opening of a Dickens novel: a tiny model from scratch, {steps} steps, then "
+        f"{DEFAULT}, fine-tuned for {fine_tune_steps}. A twentieth of the text is held out."
     )
-    run = train(RECIPE, **settings, folder=folder / "run", steps=steps)
-    losses = [record["train/nll"] for record in read_metrics(run.folder / "metrics.jsonl") if "train/nll" in record]
-    return losses, run.valid, load(run.folder, device="cpu")
+    prepare(novel, out / "data", train_tokenizer=1024, length=64, valid_share=0.05)
+    prepared: dict[str, Any] = {"tokenizer": DEFAULT, "length": 256, "rows": "documents", "documents": "line"}
+    prepare(novel, out / "data-init", valid_share=0.05, **prepared)
+    shared, runs = SETTINGS | {"seed": seed}, {}
+    for name, recipe, own in (
+        ("from-scratch", "cpu-nano", {"data.path": out / "data", "steps": steps, **SCRATCH}),
+        ("fine-tuned", "fine-tune", {"data.path": out / "data-init", "steps": fine_tune_steps, **FINE_TUNE}),
+    ):
+        run = runs[name] = train(recipe, **shared, **own, folder=out / name)
+        if name == "from-scratch":
+            records = read_metrics(run.folder / "metrics.jsonl")
+            console.print(draw_curve([each["train/nll"] for each in records if "train/nll" in each]), style="blue")
+        console.print(
+            f"{name}: held-out perplexity ≤ {run.valid['val/ppl']:.1f}, of a unigram model of the same tokens "
+            f"{run.valid['unigram/ppl']:.1f}. A sample:",
+            style="bold",
+            markup=False,
+        )
+        text = load(run.folder, device="cpu").generate(PROMPT, length=40, seed=seed, steps=40, top_p=TOP_P)
+        console.print(str(text), style="italic", markup=False, soft_wrap=True)
+    return runs
