@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from adlm.checkpoint import PARTIAL, list_checkpoints, verify_checkpoint
+from tests.attacks.commands import count_cases
 from tests.training.runs import assert_same, get_exit_code, in_process, run, wait_until
 
 # A checkpoint at every step, at other steps than those that are logged and validated.
@@ -32,10 +33,13 @@ def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment
     return code == -9
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(3, 24), pytest.param(20, 120, marks=pytest.mark.slow)])
-def test_kills_change_nothing(tmp_path: Path, kills: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "kills"),
+    [(0, 3), pytest.param(0, 20, marks=pytest.mark.slow), pytest.param(2, count_cases(3), marks=pytest.mark.slow)],
+)
+def test_kills_change_nothing(tmp_path: Path, workers: int, kills: int) -> None:
     straight, torn = tmp_path / "straight", tmp_path / "torn"
-    changes = (*OFTEN, f"steps={steps}")
+    changes = (*OFTEN, f"steps={6 * kills + 6}", f"data.workers={workers}")
     run(straight, *changes)
     rng, left = random.Random(kills), 0
     for number in range(kills):
