@@ -192,7 +192,8 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if old is not None and not any(split["shards"] for split in old["splits"].values()):
         old = None  # nothing is lost by starting over
     if old is not None and old["settings_sha256"] != job.sha256:
-        listed = "\n".join(list_differences(old["settings"], job.settings))
+        lines = list_differences(old["settings"], job.settings)
+        listed = "\n".join([*lines[:9], *([f"  and {len(lines) - 9:,} more"] if len(lines) > 9 else [])])
         content = "prepared data" if is_finished else "an unfinished preparation"
         raise ValueError(
             f"{job.folder} holds {content} with other settings:\n{listed}\nChoose another --out, or --overwrite it."
@@ -402,6 +403,8 @@ def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
     lines = []
     for key in sorted({*old, *new}):
         before, now = old.get(key), new.get(key)
+        if isinstance(before, list) and isinstance(now, list):
+            before, now = dict(enumerate(before)), dict(enumerate(now))
         if isinstance(before, dict) and isinstance(now, dict):
             lines += list_differences(before, now, f"{prefix}{key}.")
         elif before != now:

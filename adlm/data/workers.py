@@ -152,15 +152,16 @@ def cut_documents(
 
     The parts depend on the document alone, not on the parts in which it arrives.
     """
-    held = ""
+    held, searched = "", 0
     for text, consumed, is_last in parts:
         held, start = held + text if held else text, 0
         while cut is not None and len(held) - start > characters:
-            if (place := cut.search(held, start + characters)) is None:
+            if (place := cut.search(held, max(start + characters, searched))) is None:
                 break
             yield held[start : place.start()], consumed, False
             start = place.start()
         held = held[start:] if start else held
+        searched = max(0, len(held) - 2)  # a cut looks at two characters behind it
         if len(held) > MAX_UNCUT:
             problem = f"a document has {len(held):,} characters in which this tokenizer has no end of a word"
             if cut is None:
@@ -168,7 +169,7 @@ def cut_documents(
             raise ValueError(f"{problem} ({held[:40]!r}…): divide the text, or choose --tokenizer bytes")
         if is_last:
             yield held, consumed, True
-            held = ""
+            held, searched = "", 0
 
 
 def choose_cut(description: dict[str, Any]) -> re.Pattern[str] | None:

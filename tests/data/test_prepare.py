@@ -356,7 +356,7 @@ def test_a_source_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkey
         prepare(path, out, **SMALL)
     assert list(known.values()) == [hashlib.sha256(text.encode()).hexdigest()]
     path.write_text(text[:10_000] + "X" + text[10_001:])  # in the middle
-    with pytest.raises(ValueError, match=r"(?s)with other settings:.*source\.files"):
+    with pytest.raises(ValueError, match=r"(?s)with other settings:.*source\.files\.0\.sha256: '\w{64}' there"):
         prepare(path, out, **SMALL)
 
 
