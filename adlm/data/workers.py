@@ -30,7 +30,7 @@ WORD_CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z]|\n)|(?<=[A-Za-z])(?=[,.;:!?\"])")
 PART_CUT = re.compile(r"(?<=\S)(?=\n| \S)|(?<=[\u3041-\u30fa\u4e00-\u9fff])(?=[、。，！？])")
 ANYWHERE = re.compile(r"(?<=[\s\S])")
 PART_CHARACTERS = 2**20  # a longer document is cut into parts
-MAX_UNCUT = 2**24  # characters without a place to cut
+MAX_UNCUT, MAX_WHOLE = 2**24, 2**26  # characters without a place to cut; of a document that may not be cut
 MAX_CACHED_WORDS = 2**18  # about 50 MB
 MAX_CACHED_LENGTH = 40  # characters: text without Latin letters is hardly cut, and paragraphs do not repeat
 CHUNKS_PER_PROCESS = 3  # in flight: one in work, one waiting, one on its way back
@@ -162,11 +162,14 @@ def cut_documents(
             start = place.start()
         held = held[start:] if start else held
         searched = max(0, len(held) - 2)  # a cut looks at two characters behind it
-        if len(held) > MAX_UNCUT:
-            problem = f"a document has {len(held):,} characters in which this tokenizer has no end of a word"
+        if len(held) > (MAX_WHOLE if cut is None else MAX_UNCUT):
+            problem, remedy = (
+                "in which this tokenizer sees no end of a word",
+                "leave it out, or use --tokenizer bytes",
+            )
             if cut is None:
-                problem = f"a document has {len(held):,} characters, and this tokenizer reads it as a whole"
-            raise ValueError(f"{problem} ({held[:40]!r}…): divide the text, or choose --tokenizer bytes")
+                problem, remedy = "and this tokenizer reads it as a whole", "divide the text, as with --documents blank"
+            raise ValueError(f"a document has {len(held):,} characters, {problem} ({held[:40]!r}…): {remedy}")
         if is_last:
             yield held, consumed, True
             held, searched = "", 0

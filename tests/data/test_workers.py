@@ -144,7 +144,8 @@ def test_a_book_is_cut_and_what_cannot_be_cut_is_refused(monkeypatch: pytest.Mon
         parts = [part for part, _, _ in cut_documents([(text, 0, True)], cut, 1000)]
         assert 40 < len(parts) <= 50 and max(map(len, parts)) < 1100, name
     monkeypatch.setattr("adlm.data.workers.MAX_UNCUT", 2000)
-    with pytest.raises(ValueError, match=r"2,001 characters in which .* no end of a word \('xxx.*bytes"):
+    monkeypatch.setattr("adlm.data.workers.MAX_WHOLE", 4000)
+    with pytest.raises(ValueError, match=r"2,001 characters, in which .* no end of a word \('xxx.*bytes"):
         list(cut_documents([("x" * 2001, 0, True)], CUTS["gpt2"], 1000))
     plain = choose_cut(json.loads(FAST["gpt2"].json) | {"normalizer": {"type": "NFC"}})
     with pytest.raises(ValueError, match="50,000 characters, and this tokenizer reads it as a whole"):
