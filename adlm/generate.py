@@ -22,11 +22,13 @@ ALIGN = 64  # half-precision products on a GPU are fastest when rows start on th
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device of a name; `auto` is this process's GPU if there is one, else the CPU."""
+    """Return the device of a name; `auto` is this process's CUDA GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):  # others, such as mps, are not supported
-        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N, mps")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device {name!r}: this torch sees no Apple GPU; use device=cpu, or auto")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():

@@ -76,7 +76,7 @@ class NllEstimate:
 
 def summarize_rows(row_nats: Tensor, row_tokens: Tensor, documents: Tensor | None = None) -> NllEstimate:
     """The estimate from each row's nats and tokens (n,), with a standard error over documents or rows."""
-    row_nats, row_tokens = row_nats.double().cpu(), row_tokens.double().cpu()
+    row_nats, row_tokens = row_nats.cpu().double(), row_tokens.cpu().double()
     infinite = (~torch.isfinite(row_nats)).nonzero()[:, 0].tolist()
     if infinite:
         raise FloatingPointError(
@@ -262,7 +262,7 @@ def estimate_nll(
                 noisy = corrupt(each.x0, process, rng, draw, index=at, total=count, **masks)
             noisy = noisy.to(device)
             loss = loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
-            nats.append(loss.row_nll.double().cpu() * has_counted)
+            nats.append(loss.row_nll.cpu().double() * has_counted)
         return torch.stack(nats, dim=1)
 
     model.eval()
@@ -367,7 +367,7 @@ def estimate_token_nats(
                 each[places[i]] = sets[len(places[i])].is_hidden[number]
             xt = x0.masked_fill(is_hidden, config.mask_id)
             noisy = collect_batch(x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored)
-        values[part] = training_loss(model, noisy.to(device), score_entropy=score_entropy).row_nll.double().cpu()
+        values[part] = training_loss(model, noisy.to(device), score_entropy=score_entropy).row_nll.cpu().double()
     nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
     for number, (each, n) in enumerate(zip(values.split(counts.tolist()), asked.tolist(), strict=True)):
         if n in sets:
@@ -422,6 +422,8 @@ def estimate_order_nll(
         if order.score is None:
             raise ValueError(f"order {order.name!r} is random: give the name {RANDOM!r}")
         scored = order
+    if scored is not None and model.embed.weight.device.type == "mps":
+        raise ValueError(f"order {scored.name!r} is scored in float64, which mps does not have: use device=cpu")
     folded = model.fold() if scored is None else model.fold().double()
     draws = draws if is_random else 1
 
@@ -467,7 +469,7 @@ def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_p
         targets = rows.x0[mine].to(features.device)
         selection = Selection(index.to(features.device), torch.ones(len(index), device=features.device))
         losses = selected_loss(features, model.head, targets, selection, without=model.config.mask_id).each
-        nats.index_add_(0, mine[index // place.shape[1]], losses.double().cpu())
+        nats.index_add_(0, mine[index // place.shape[1]], losses.cpu().double())
     return nats
 
 

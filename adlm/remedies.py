@@ -1,4 +1,4 @@
-"""Parts of error messages: the closest known name, the command that installs an extra, what Windows lacks."""
+"""Parts of error messages: the closest known name, and the command that installs an extra."""
 
 import difflib
 import re
@@ -41,9 +41,3 @@ def list_requirements() -> dict[str, list[str]]:
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", line)
         requirements.setdefault(extra[1] if extra else "", []).append(line.partition(";")[0].strip())
     return requirements
-
-
-def require_posix(action: str) -> None:
-    """Refuse an action that needs file locks and signals where there are none."""
-    if find_spec("fcntl") is None:
-        raise OSError(f"{action} needs the file locks and signals of Linux or macOS: on Windows, run adlm under WSL")

@@ -1,4 +1,4 @@
-"""Parts of error messages: names that are suggested, commands that can be run, what Windows lacks."""
+"""Parts of error messages: names that are suggested, and commands that can be run."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adlm.remedies import CHECKOUT, describe_unknown, install_command, list_requirements, require_posix, suggest_names
+from adlm.remedies import CHECKOUT, describe_unknown, install_command, list_requirements, suggest_names
 
 needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not installed")
 
@@ -39,10 +39,3 @@ def test_the_closest_names_are_suggested() -> None:
     assert suggest_names("nonsense", ["ancestral"]) == ""
     expected = "unknown sampler 'ancestrall' (did you mean ancestral?): expected one of ancestral, margin"
     assert describe_unknown("sampler", "ancestrall", ["ancestral", "margin"]) == expected
-
-
-def test_without_locks_the_refusal_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_posix("training")
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    with pytest.raises(OSError, match=r"training needs the file locks .* on Windows, run adlm under WSL"):
-        require_posix("training")

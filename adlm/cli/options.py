@@ -45,7 +45,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 MODEL_HELP = f"Name of a bundled model, or folder of a run, a checkpoint or a model. [default: {DEFAULT}]"
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)]
 ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
-Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
+Device = Annotated[str, typer.Option(help="Device: auto (CUDA or the CPU), cpu, cuda, cuda:N or mps.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 

@@ -61,6 +61,10 @@ class DrawnTokens(NamedTuple):
 
 def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
     """Draw a token from each row of logits (N, V) by inverting its distribution function at u (N,) in float64."""
+    if logits.device.type == "mps":  # has no float64: tokens are drawn on the host
+        drawn = draw(logits.cpu(), u, params)
+        return DrawnTokens(drawn.tokens.to(logits.device), drawn.probs)
+    u = u.to(logits.device)
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         return DrawnTokens(tokens, torch.ones_like(tokens, dtype=torch.float64))

@@ -23,7 +23,7 @@ LogitsAt = Callable[[Tensor], Tensor]
 # tokens (B, n) that follow those read so far -> features of the last of them (B, dim)
 PredictNext = Callable[[Tensor], Tensor]
 
-MAX_LOGIT_ROWS = {"cuda": 4096, "cpu": 256}  # rows of logits that exist at a time
+MAX_LOGIT_ROWS = {"cuda": 4096, "cpu": 256, "mps": 256}  # rows of logits that exist at a time
 MAX_RANDOM_NUMBERS = 65536  # made in one go
 MAX_BLOCK_STEPS = 1 << 20  # the clocks of two blocks are this far apart
 IDLE_STEPS = 8  # compared with their noise at once after a step that changed nothing, then twice as many, and so on
@@ -126,8 +126,10 @@ class SamplerState:
         return (numbers < change_prob) & self.is_free
 
     def send(self, x: Tensor) -> Tensor:
-        """Copy to the device without waiting for it."""
-        return x.pin_memory().to(self.xt.device, non_blocking=True) if self.xt.is_cuda else x
+        """Copy to the device, a GPU without waiting for it; float64 stays on the host where the device has none."""
+        if self.xt.is_cuda:
+            return x.pin_memory().to(self.xt.device, non_blocking=True)
+        return x if x.dtype == torch.float64 else x.to(self.xt.device)
 
 
 def reverse_step(
@@ -294,7 +296,7 @@ def continue_tokens(
         with torch.no_grad():
             features = predict_next(xt[:, read:position])
         read = position
-        u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0].to(xt.device)
+        u = rng.pairs(position, 1, 1, Purpose.SAMPLE)[1][0, :, 0]
         logits = logits_at(features)
         if limits is not None:
             logits = limits.apply(logits, torch.arange(batch) * length + position)

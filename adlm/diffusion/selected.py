@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from adlm.diffusion.masking import Selection
 
-MAX_LOGIT_ROWS = {"cuda": 24576, "cpu": 256}  # rows of logits that exist at a time
+MAX_LOGIT_ROWS = {"cuda": 24576, "cpu": 256, "mps": 256}  # rows of logits that exist at a time
 ALIGN = 64  # rows of a GPU's half-precision product start on a boundary, or it runs at half speed
 
 

@@ -253,7 +253,7 @@ def guess_tokens(features: Tensor, head: nn.Linear, x0: Tensor, index: Tensor, b
         logs = logits.log_softmax(-1)
         best, token = logs.max(-1)
         nll = -logs.gather(1, tokens[:, None])[:, 0]
-        parts.append(torch.stack([best.double().exp(), (token == tokens).double(), nll.double()]).cpu())
+        parts.append(torch.stack([best.cpu().double().exp(), (token == tokens).cpu().double(), nll.cpu().double()]))
     return torch.cat(parts, 1).numpy()
 
 

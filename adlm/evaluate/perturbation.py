@@ -119,7 +119,7 @@ def measure_losses(
         for draw in range(draws):
             noisy = NoisyRows(folded, rows, torch.from_numpy(index), draw, draws, seed)
             for place, each in enumerate(perturbations):
-                nats[place, index] += noisy.loss(each).double().cpu().numpy() / draws
+                nats[place, index] += noisy.loss(each).cpu().double().numpy() / draws
             on_batch(noisy)
         on_progress(start + len(index), len(rows))
     losses = []

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import resource
 import signal
 import struct
 import subprocess
@@ -323,6 +322,8 @@ def decode(value: Any) -> Any:
 
 def set_limits(cpu: int, memory: int) -> None:
     """Set resource limits that cannot be raised again; no process and no thread can be started."""
+    import resource  # Windows has none, and imports this file
+
     sys.set_int_max_str_digits(0)
     limits = {resource.RLIMIT_CPU: cpu, resource.RLIMIT_AS: memory, resource.RLIMIT_FSIZE: MAX_FILE_SIZE}
     limits |= {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64, resource.RLIMIT_NPROC: 0}

@@ -16,7 +16,8 @@ from adlm.checkpoint import write_json
 from adlm.data.batches import Batch
 
 # 75 is EX_TEMPFAIL: the run is saved, start the same command again.
-EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
+EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGINT: 130}
+EXIT_CODES |= {signal.SIGUSR1: 75} if hasattr(signal, "SIGUSR1") else {}  # Windows lacks it
 
 
 class Diverged(RuntimeError):

@@ -67,7 +67,7 @@ class MetricWindow:
         """Wait for the device, average over ranks, and raise Diverged if the loss or the gradient did."""
         if not self.unread:
             return
-        values = torch.stack([metrics.values for metrics in self.unread]).double().cpu()
+        values = torch.stack([metrics.values for metrics in self.unread]).cpu().double()
         values = self.context.all_reduce_sum(values) / self.context.world_size
         for metrics, row in zip(self.unread, values.tolist(), strict=True):
             self.guard.check(row[1], row[3], metrics.step, metrics.batch)
