@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from adlm.data.batches import is_valid
+from adlm.evaluate import ppl
 from adlm.evaluate.data import EvalDataset, count_row_bytes, load_eval_data
 from adlm.evaluate.ppl import group_warnings, perplexity, warn_few_units
 from adlm.evaluate.results import EvalResult
@@ -86,7 +87,7 @@ def test_models_of_one_tokenizer_share_the_rows(texts: dict[str, Path], monkeypa
 
     models, stages = [small(), small("mdlm", "one stage"), small(name="of words", words="gpt2")], []
     with monkeypatch.context() as patch:
-        patch.setitem(perplexity.__globals__, "load_eval_data", count)
+        patch.setattr(ppl, "load_eval_data", count)
         found = measure(models, texts, "first", "second", on_progress=lambda stage, *_: stages.append(stage))
     assert reads == ["first bytes", "first gpt2", "second bytes", "second gpt2"]
     assert [(each["data"], each["model"]) for each in found["models"]] == [
@@ -165,7 +166,7 @@ def test_stored_estimates_are_not_computed_again(
         calls.append(1)
         return estimate_nll(*args, **options)
 
-    monkeypatch.setitem(perplexity.__globals__, "estimate_nll", count)
+    monkeypatch.setattr(ppl, "estimate_nll", count)
     first = measure([small(), small("ar", "causal")], texts, "first", out=str(tmp_path))
     assert len(calls) == 2
     moved = tmp_path / "moved.txt"
