@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from adlm.cli.output import make_folder
 from adlm.evaluate.plots import new_figure
 from adlm.evaluate.results import Column, Estimate, Table, shorten_names
 from adlm.training.logging import read_metrics
@@ -84,6 +85,7 @@ def plot_runs(runs: Sequence[RunCurves], out: Path, *, x: str = "step") -> Path:
     if out.suffix.lower() not in FORMATS:
         raise ValueError(f"{out.name} has no suffix of a plot: give a name that ends in one of {', '.join(FORMATS)}")
     with new_figure(out, 7.2, 5.4) as figure:
+        make_folder(out.parent)
         from matplotlib.ticker import EngFormatter, PercentFormatter
 
         grid = figure.add_gridspec(2, 2, height_ratios=[2.2, 1], wspace=0.08)

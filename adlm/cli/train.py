@@ -11,7 +11,6 @@ from adlm.cli.errors import report_errors
 from adlm.cli.output import (
     check_output_files,
     json_stdout,
-    make_folder,
     print_json,
     print_path,
     print_table,
@@ -66,9 +65,7 @@ def plot(
         check_output_files({"--out": out})
         with json_stdout(is_json):
             curves = [read_run(folder) for folder in runs]
-            path = out or runs[0] / "plots" / "run.png"
-            make_folder(path.parent)
-            plot_runs(curves, path, x=x)
+            path = plot_runs(curves, out or runs[0] / "plots" / "run.png", x=x)
         if is_json:
             print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
         else:
