@@ -250,7 +250,9 @@ def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
         if not configured:
             names = [token for token in WELL_KNOWN[role] if token in added]
         token = next(iter(names), None)
-        token = token["content"] if isinstance(token, dict) else token
+        token = token.get("content", token) if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise ValueError(f"{name} names {token!r:.80} as {role}: expected a token or its content; fetch it again")
         ids.append(None if token is None else bpe.token_to_id(token))
     bos, eos, pad, mask = ids
     return Tokenizer(bpe, bos, eos, pad, mask, name, text)

@@ -362,9 +362,9 @@ def score_texts(
     on_progress("scoring", done, total)
     try:
         for request, numbers in zip(requests, missing, strict=True):
-            numbers.sort(key=lambda number: -len(request.texts[number]))
+            longest_first = sorted(range(len(request.texts)), key=lambda number: -len(request.texts[number]))
             # Every world_size-th from the longest on: equal work, and texts of similar length together.
-            for scores in compute_scores(request, numbers[rank::world_size], batch):
+            for scores in compute_scores(request, longest_first[rank::world_size], set(numbers), batch):
                 for number, score in scores.items():
                     cache.put(request.keys[number], score)
                 done += world_size * len(scores)  # the other ranks are assumed to be as fast
@@ -382,21 +382,31 @@ def score_texts(
 
 
 @torch.no_grad()
-def compute_scores(request: ScoringRequest, numbers: Sequence[int], batch: int) -> Iterator[dict[int, dict[str, Any]]]:
-    """Score the texts with these numbers; after every batch, yield the texts that it completes."""
+def compute_scores(
+    request: ScoringRequest, numbers: Sequence[int], missing: set[int], batch: int
+) -> Iterator[dict[int, dict[str, Any]]]:
+    """Score the missing texts among these numbers; after every batch, yield the texts that it completes.
+
+    Batches are those of all numbers, and are skipped or computed as a whole: a resumed run rounds like any other.
+    """
     scorer, texts = request.scorer, request.texts
     before, after = scorer.special_ids
-    nats = {number: np.full(len(texts[number]), np.nan, np.float32) for number in numbers}
-    windows = [window for window in request.windows() if window.text in nats]
+    own, missing = set(numbers), missing.intersection(numbers)
+    nats = {number: np.full(len(texts[number]), np.nan, np.float32) for number in missing}
+    windows = [window for window in request.windows() if window.text in own]
     unread = Counter(window.text for window in windows)
-    sums: dict[int, Any] = dict.fromkeys(numbers, 0.0)
-    counts = dict.fromkeys(numbers, 0)
+    sums: dict[int, Any] = dict.fromkeys(missing, 0.0)
+    counts = dict.fromkeys(missing, 0)
     max_tokens = MAX_BATCH_TOKENS[scorer.model.device.type]
     for group in batch_windows(windows, batch, len(before) + len(after), max_tokens):
+        if not any(window.text in missing for window in group):
+            continue
         rows = [[*before, *texts[window.text].ids[window.start : window.end], *after] for window in group]
         row_nats, states = run_scorer(scorer, rows, request.with_nats, request.with_features)
         finished: dict[int, dict[str, Any]] = {}
         for row, (text, start, end, first_scored) in enumerate(group):
+            if text not in missing:
+                continue
             skipped, length = first_scored - start, len(rows[row])
             if request.with_nats:
                 first = max(skipped, 1 - len(before))  # row_nats[i] is of token i + 1 of the row

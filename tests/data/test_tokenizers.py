@@ -136,6 +136,9 @@ def test_tokenizers_with_errors(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             load_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, ["<go>"], {"bos_token": {"x": 1}}, "tokenizer_config.json")
+    with pytest.raises(ValueError, match=r"names \{'x': 1\} as bos: expected a token"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,16 @@ def test_scores_before_an_error_are_kept(tmp_path: Path) -> None:
     assert_equal(resumed[0], score_texts([whole])[0], abs=1e-5)
 
 
+def test_a_resumed_run_rounds_like_any_other(tmp_path: Path) -> None:
+    straight, torn = Cache(), open_cache(tmp_path)
+    score_texts([request()], cache=straight, batch=4)
+    torn.entries = dict(list(straight.entries.items())[1::3])
+    score_texts([request()], cache=torn, batch=4)
+    for key, entry in straight.entries.items():
+        for name, values in entry.items():
+            np.testing.assert_array_equal(torn.get(key)[name], values)
+
+
 def test_the_key_covers_everything_a_score_follows_from() -> None:
     first = request()
     others = [replace(first, **changes) for changes in ({"window": 16}, {"with_nats": False}, {"with_features": False})]
