@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from hypothesis import Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import adlm.evaluate.ppl  # noqa: F401 (so that the server has it imported)
@@ -59,7 +59,10 @@ def draw_from(strategy: st.SearchStrategy[T], count: int, name: str) -> list[T]:
     number = zlib.crc32(name.encode())
 
     @seed(number)
-    @settings(max_examples=8 * count + 8, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=8 * count + 8, database=None, phases=[Phase.generate], deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
     @given(strategy)
     def collect(example: T) -> None:
         if example not in examples:

@@ -1,6 +1,7 @@
 """Wrong command lines end with one line and an exit code: no traceback, no hang, no gigabytes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.main import get_command
 
 from adlm.cli.main import app
 from adlm.config import Config, _flatten
-from tests.attacks.commands import attack, count_cases, draw_examples, run_command
+from tests.attacks.commands import Outcome, attack, count_cases, draw_examples, run_command
 
 # A cheap call of each command, from which the wrong ones are made; those of demo and zeroshot fail early.
 CALLS = {
@@ -117,6 +118,22 @@ def command_lines(draw: Callable[..., Any], name: str) -> tuple[str, ...]:
 
 def test_every_command_is_attacked() -> None:
     assert set(CALLS) == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"code": 1, "stderr": "Traceback (most recent call last)"}, "traceback"),
+        ({"code": -11}, "exit code -11"),
+        ({"stderr": "no such file"}, "0 error lines"),
+        ({"seconds": 10.1}, "10.1 s"),
+        ({"peak": 3 * 2**30}, "3.0 GB"),
+        ({"stderr": "error: \x1b[31m"}, "control characters"),
+    ],
+)
+def test_an_outcome_has_its_problem(changes: dict[str, Any], problem: str) -> None:
+    refusal = Outcome((), 2, "", "error: no such file\n", 1.0, 2**29)
+    assert refusal.problems == [] and replace(refusal, **changes).problems == [problem]
 
 
 def name_command(words: tuple[str, ...]) -> str:
