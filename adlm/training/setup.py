@@ -175,7 +175,7 @@ def build_model_config(config: Config, data: PreparedData, init: InitModel | Non
     expected, given = asdict(init.shape), changes if shape is None else asdict(shape)
     if wrong := [key for key in given if given[key] != expected[key] and key != "dropout"]:
         listed = "; ".join(f"model.{key} is {given[key]} in the recipe, {expected[key]} in init" for key in wrong)
-        raise ValueError(f"init={config.init} has another architecture: {listed}. Use a recipe without model.*: fine-tune")
+        raise ValueError(f"init={config.init} has another model: {listed}. Use a recipe without model.*: fine-tune")
     return replace(init.shape, dropout=given.get("dropout", init.shape.dropout))
 
 
