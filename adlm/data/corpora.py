@@ -1,4 +1,4 @@
-"""Named datasets, those of the MDLM lineage and a bundled one: their place on the Hugging Face Hub and how their text becomes documents."""
+"""Named datasets: the corpora and zero-shot sets of the lineage, read from the Hub or from local files, and held-out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
