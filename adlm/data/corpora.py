@@ -1,4 +1,4 @@
-"""Named datasets: the corpora and zero-shot sets of the lineage, read from the Hub or from local files, and held-out."""
+"""Named datasets, those of the MDLM lineage and a bundled one: where they are on the Hub, and their documents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
