@@ -33,7 +33,7 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 demo: setup
-	$(BIN)/adlm demo
+	$(BIN)/adlm demo --overwrite
 
 check: setup
 	$(BIN)/ruff check $(LINT)

@@ -35,6 +35,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps from scratch, 20 for each of fine-tuning.")] = 600,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order, noise and samples.")] = 1,
     out: Annotated[Path, typer.Option(help="Output folder for the page and both runs.")] = Path("adlm-demo"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the runs of an earlier demo.")] = False,
     is_json: options.Json = False,
 ) -> dict[str, Any]:
     """Watch the bundled model infill and generate, train and fine-tune on a novel, and keep the runs. Uses the CPU."""
@@ -42,6 +43,11 @@ def demo(
         check_output_folder("--out", out)
         if out.is_dir() and any(out.iterdir()) and not (out / PAGE).is_file():
             raise ValueError(f"--out {out} holds other files: give a new folder, or one of an earlier demo")
+        earlier = [out / name for name in FOLDERS if (out / name).exists()]
+        if earlier and not overwrite:
+            raise ValueError(f"--out {out} has runs of an earlier demo: give a new folder, or --overwrite")
+        for folder in earlier:
+            shutil.rmtree(folder)
         with json_stdout(is_json):
             result = run_demo(steps=steps, seed=seed, out=out)
         if is_json:
@@ -103,9 +109,6 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
     from adlm.training.logging import read_metrics
     from adlm.training.loop import train
 
-    for folder in (out / name for name in FOLDERS):  # of an earlier demo
-        if folder.is_dir():
-            shutil.rmtree(folder)
     novel, fine_tune_steps = out / "novel.txt", max(1, steps // FINE_TUNE_SHARE)
     novel.write_text(load_excerpt(), "utf-8")
     console.print(

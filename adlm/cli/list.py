@@ -1,6 +1,7 @@
 """`adlm models` and `adlm recipes`: what ships with the package, and what each needs."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,9 @@ import typer
 from adlm.cli import options
 from adlm.cli.errors import report_errors
 from adlm.cli.output import json_stdout, print_json, print_table
+from adlm.view.console import SafeConsole
 
+MAX_CARD = 10_000  # characters of a model card that are searched for its first sentence
 RecipeArgument = Annotated[
     str | None,
     typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]", autocompletion=options.complete_recipe),
@@ -33,7 +36,7 @@ def models(name: ShownModel = None, is_json: options.Json = False) -> list[dict[
             described = [describe_model(each) for each in ((name,) if name else MODELS)]
         print_entries("models", described, name, is_json)
         if name and not is_json:
-            print(f"\nadlm sample {name}")
+            print_lines("", f"adlm sample {shlex.quote(name)}")
         return described
 
 
@@ -46,7 +49,8 @@ def describe_model(name: str) -> dict[str, Any]:
     folder = find_model(name)
     content, config = read_config_json(folder)
     card = folder / "README.md"
-    text = re.sub(r"\A---\n.*?\n---\n", "", card.read_text("utf-8"), flags=re.DOTALL) if card.is_file() else ""
+    text = card.read_text("utf-8", "replace")[:MAX_CARD] if card.is_file() else ""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
     opening = next((part for part in text.split("\n\n") if not part.startswith("#")), "")
     return {
         "model": name,
@@ -74,7 +78,7 @@ def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> list[
         with json_stdout(is_json):
             described = [describe_recipe(known[each]) for each in ([name] if name else known)]
         if name and not is_json:
-            print(f"# {known[name]}\n{known[name].read_text('utf-8')}", end="")
+            print_lines(f"# {known[name]}", known[name].read_text("utf-8").rstrip("\n"))
         else:
             print_entries("recipes", described, None, is_json)
         return described
@@ -105,16 +109,22 @@ def describe_recipe(path: Path) -> dict[str, Any]:
 
 
 def print_entries(kind: str, entries: list[dict[str, Any]], name: str | None, is_json: bool) -> None:
-    """Print entries as JSON or a table; one that was asked for by name, as lines."""
+    """Print entries as JSON or a table; the entry of a name, as lines."""
     if is_json:
         print_json({kind: entries})
     elif name:
         for key, value in entries[0].items():
-            print(f"{key:<10}  {value:,}" if isinstance(value, int) else f"{key:<10}  {value}")
+            print_lines(f"{key:<10}  {value:,}" if isinstance(value, int) else f"{key:<10}  {value}")
     else:
         from adlm.evaluate.results import Column, Table
 
         shown = list(entries[0])[: list(entries[0]).index("about") + 1]
         columns = [Column(key, is_text=isinstance(entries[0][key], str), is_optional=key == "data") for key in shown]
         print_table(Table(columns, [[entry[key] for key in shown] for entry in entries]))
-        print(f"adlm {kind} NAME shows one")
+        print_lines(f"adlm {kind} NAME shows one")
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines to stdout; control characters, which a model card may hold, are shown instead of obeyed."""
+    for line in lines:
+        SafeConsole(soft_wrap=True).print(line, markup=False)

@@ -54,6 +54,7 @@ def score(
             print_json({"scores": rows, "seconds": seconds, "settings": settings | {"device": str(lm.device)}})
             return
         from adlm.evaluate.results import Cell, Column, Estimate, Table
+        from adlm.likelihood import MAX_ENUMERATED
 
         table_rows: list[list[Cell]] = []
         for text, each in zip(inputs, scores, strict=True):
@@ -64,5 +65,6 @@ def score(
         columns = [Column("text", is_text=True), Column("tokens", is_optional=True)]
         columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
         print_table(Table(columns, table_rows))
-        kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text of more than 6 tokens"
+        which = "" if lm.model.config.time_conditioning else f" of more than {MAX_ENUMERATED} tokens"
+        kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text{which}"
         status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)

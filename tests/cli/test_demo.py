@@ -29,7 +29,7 @@ def test_the_demo_infills_learns_and_keeps_its_runs(tmp_path: Path) -> None:
     out = tmp_path / "new" / "demo"
     (out / "fine-tuned").mkdir(parents=True)  # of an earlier demo: replaced
     (out / "demo.html").touch()
-    result = CliRunner().invoke(app, ["demo", "--steps", "40", "--out", str(out)], standalone_mode=False)
+    result = CliRunner().invoke(app, ["demo", "--steps", "40", "--out", str(out), "--overwrite"], standalone_mode=False)
     assert result.exit_code == 0, result.output
     found: Any = result.return_value
     shown = " ".join(result.output.split())
@@ -70,6 +70,11 @@ def test_the_output_folder_is_checked_before_any_work(tmp_path: Path, monkeypatc
     monkeypatch.setattr(demo, "run_demo", lambda **_: pytest.fail("it ran"))
     (tmp_path / "file").touch()
     assert_error(invoke("demo", "--out", tmp_path), f"--out {tmp_path} holds other files: give a new folder")
+    earlier = tmp_path / "earlier"
+    (earlier / "fine-tuned").mkdir(parents=True)
+    (earlier / "demo.html").touch()
+    assert_error(invoke("demo", "--out", earlier), f"--out {earlier} has runs of an earlier demo: give a new folder")
+    assert (earlier / "fine-tuned").is_dir()
     assert_error(invoke("demo", "--out", tmp_path / "file"), f"--out {tmp_path / 'file'} is a file")
     assert_error(invoke("demo", "--out", "/proc/demo"), "--out /proc/demo/x cannot be written")
 

@@ -1,6 +1,7 @@
 """The command itself: versions, help, completion, and that asking for them is cheap."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adlm import __version__
-from adlm.bundled import DEFAULT, MODELS
+from adlm.bundled import DEFAULT, MODELS, find_bundled_model
 from adlm.cli.options import complete_compare, complete_model, complete_recipe, complete_sampler
 from adlm.config import list_recipes
 from adlm.methods import SAMPLERS
@@ -40,13 +41,18 @@ def test_defaults_survive_the_help() -> None:
     assert "___{2,8}" in holes
 
 
-def test_the_bundled_models_are_listed_with_what_they_need() -> None:
+def test_the_bundled_models_are_listed_with_what_they_need(tmp_path: Path) -> None:
     listed = answer_json("models")["models"]
     assert [each["model"] for each in listed] == list(MODELS)
     assert listed[0]["method"] == "adlm" and listed[0]["memory"] == "61 MB" and "English prose" in listed[0]["about"]
     shown = invoke("models", DEFAULT).stdout
     assert "parameters  15,208,512" in shown and shown.endswith(f"adlm sample {DEFAULT}\n")
     assert all(name in invoke("models").stdout for name in MODELS)
+    (tmp_path / "card").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(find_bundled_model(DEFAULT) / name, tmp_path / "card")
+    (tmp_path / "card" / "README.md").write_text("An \x1b[31mevil\x07 card.\n", "utf-8")
+    assert "An ␛[31mevil␇ card" in invoke("models", tmp_path / "card").stdout
     assert_error(invoke("models", "adlm-pros"), "did you mean adlm-prose or mdlm-prose?")
 
 
