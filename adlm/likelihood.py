@@ -339,12 +339,14 @@ def estimate_token_nats(
     """
     config, device, process = model.config, model.embed.weight.device, ForwardProcess(model.config.mask_id)
     places = [torch.tensor(each).nonzero()[:, 0] for each in is_scored]
-    scored = torch.tensor([len(each) for each in places], dtype=torch.int64)
+    token_counts = torch.tensor([len(each) for each in places], dtype=torch.int64)
     sets = dict[int, HiddenSets]()
     if not config.is_causal and not config.time_conditioning:
-        sets = {n: choose_hidden_sets(n, draws, seed) for n in set(scored.tolist()) - {0}}
+        sets = {n: choose_hidden_sets(n, draws, seed) for n in set(token_counts.tolist()) - {0}}
     one = 1 if config.is_causal else draws
-    counts = scored.new_tensor([len(sets[n].weight) if n in sets else one * (n > 0) for n in asked.tolist()])
+    counts = token_counts.new_tensor(
+        [len(sets[n].weight) if n in sets else one * (n > 0) for n in token_counts.tolist()]
+    )
     row = torch.repeat_interleave(torch.arange(len(rows)), counts)
     state = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     values = torch.zeros(len(row), dtype=torch.float64)
@@ -369,14 +371,14 @@ def estimate_token_nats(
             noisy = collect_batch(x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored)
         values[part] = training_loss(model, noisy.to(device), score_entropy=score_entropy).row_nll.cpu().double()
     nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
-    for number, (each, n) in enumerate(zip(values.split(counts.tolist()), scored.tolist(), strict=True)):
+    for number, (each, n) in enumerate(zip(values.split(counts.tolist()), token_counts.tolist(), strict=True)):
         if n in sets:
             nats[number] = (each * sets[n].weight).sum()
             errors[number] = 0.0 if sets[n].is_complete else stratified_stderr(each * sets[n].weight)
         elif n > 0:
             nats[number] = each.mean()
             errors[number] = 0.0 if config.is_causal else each.std() / math.sqrt(draws)
-    is_one = (scored <= 1) & (not config.time_conditioning and not score_entropy)
+    is_one = (token_counts <= 1) & (not config.time_conditioning and not score_entropy)
     return TokenNats(nats, errors, is_one | config.is_causal)
 
 
