@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,13 +191,28 @@ def test_rows_are_scored_without_float64_on_the_device(mps: None, method: str) -
             estimate_order_nll(model, rows, "confidence")
 
 
+def import_anew(name: str) -> Any:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_signals_that_windows_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(signal, "SIGUSR1")
-    spec = importlib.util.find_spec("adlm.training.guard")
-    assert spec is not None and spec.loader is not None
-    guard = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(guard)
+    guard = import_anew("adlm.training.guard")
     assert guard.EXIT_CODES == {signal.SIGTERM: 75, signal.SIGINT: 130}
+
+
+def test_the_command_line_starts_without_the_signals_that_windows_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[int] = []
+    monkeypatch.setattr(sys, "argv", ["adlm", "train"])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(number))
+    monkeypatch.delattr(signal, "SIGUSR1")
+    monkeypatch.delattr(os, "EX_TEMPFAIL")
+    import_anew("adlm.cli")
+    assert handled == [signal.SIGTERM]
 
 
 def test_where_files_cannot_be_locked_the_error_says_what_to_use(
