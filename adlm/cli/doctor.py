@@ -28,10 +28,12 @@ def doctor(is_json: options.Json = False) -> None:
     Exit codes: 0 everything required works; 1 something required is broken.
     """
     with json_stdout(is_json), status_console().status("checking …"):
-        gpus = attempt("reinstall torch and the GPU's driver", describe_gpus)
         reinstall = "install adlm again from its wheel or, in a checkout, git checkout adlm/weights"
         models = {name: attempt(reinstall, check_model, name) for name in MODELS}
-        devices = {"cpu": f"{os.cpu_count()} cores", "cuda": gpus}
+        devices = {"cpu": f"{os.cpu_count()} cores"}
+        for name, describe in {"cuda": describe_gpus, "mps": describe_mps}.items():
+            if text := attempt("reinstall torch and the GPU's driver", describe):
+                devices[name] = text
         packages = check_packages()
         extras = sorted({text.removeprefix(MISSING) for text in packages.values() if text.startswith(MISSING)})
         sections: dict[str, Section] = {"packages": packages, "devices": devices, "models": models}
@@ -86,6 +88,13 @@ def describe_gpus() -> str:
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     names = [f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in devices]
     return ", ".join(names) or "missing: no device, no driver, or torch is built without CUDA"
+
+
+def describe_mps() -> str:
+    """Describe Apple's GPU; empty where there is none."""
+    import torch
+
+    return "Apple GPU, for sampling and scoring" if torch.backends.mps.is_available() else ""
 
 
 def check_model(name: str) -> str:

@@ -39,7 +39,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 IRRELEVANT_CONFIG = ("_name_or_path", "transformers_version")  # they do not change what a model computes
 FORMAT = 1  # of a cached score: raise it where the arithmetic changes
 BATCH = 32  # rows in a forward pass
-MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # padding included: bounds the memory of the logits
+MAX_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384, "mps": 4096}  # padding included: bounds the memory of the logits
 UNLIMITED = 10**9  # transformers writes an unknown limit of a tokenizer as a very large number
 
 

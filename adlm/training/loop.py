@@ -125,6 +125,8 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
     `train("recipes/cpu-nano.yaml", "data.path=DATA", folder="RUN", steps=1000)`; arguments as for `load_config`.
     """
     config = load_config(recipe, *changes, **settings)
+    if config.device == "mps":
+        raise ValueError("device 'mps' does not train: expected auto, cpu, cuda or cuda:N; use device=cpu")
     folder = Path(config.folder)
     latest = folder / "checkpoints" / checkpoint.LATEST
     with init_distributed(config.device) as context, catch_stop_signals() as signals, ExitStack() as exit_stack:

@@ -59,3 +59,11 @@ def test_a_damaged_model_and_a_failing_driver_are_problems(tmp_path: Path, monke
     report = json.loads(invoke("doctor", "--json").stdout)
     assert report["problems"] == ["cuda", *doctor.MODELS] and report["ok"] is False
     assert report["devices"]["cuda"].startswith("broken: RuntimeError: no driver → ")
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_an_apple_gpu_is_listed_where_there_is_one(monkeypatch: pytest.MonkeyPatch, is_available: bool) -> None:
+    monkeypatch.setattr(doctor, "MODELS", ())
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_available)
+    report = json.loads(invoke("doctor", "--json").stdout)
+    assert ("mps" in report["devices"]) == is_available and report["problems"] == []

@@ -248,6 +248,23 @@ def test_an_encoder_counts_every_token_of_a_long_text_once() -> None:
     assert found is not None and found[0] == pytest.approx(total / count, abs=1e-5)
 
 
+def test_an_apple_gpu_scores_the_batches_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[tuple[str, list[int]]] = []
+
+    def run(scorer: ScoringModel, rows: list[list[int]], *args: bool) -> tuple[np.ndarray, np.ndarray]:
+        batches.append((scorer.model.device.type, [len(row) for row in rows]))
+        width = max(map(len, rows))
+        return np.zeros((len(rows), width - 1)), np.zeros((len(rows), width, 2))
+
+    monkeypatch.setattr(scorers, "run_scorer", run)
+    given = request()
+    for name in ("cpu", "mps"):
+        monkeypatch.setattr(type(given.scorer.model), "device", torch.device(name))
+        score_texts([given], batch=2)
+    half = len(batches) // 2
+    assert half and batches[half:] == [("mps", lengths) for _, lengths in batches[:half]]
+
+
 def test_errors_name_value_and_remedy() -> None:
     scorer = causal()
     long = scorer.encode([documents()[0][:500]])

@@ -28,6 +28,12 @@ def test_processes_of_another_launcher_are_refused(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "run").exists()
 
 
+def test_an_apple_gpu_does_not_train(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'mps' does not train: .*use device=cpu"):
+        run(tmp_path / "run", "device=mps")
+    assert not (tmp_path / "run").exists()
+
+
 def test_data_without_held_out_rows(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, "utf-8")
     prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=300, length=32, valid_share=0, workers=1)
