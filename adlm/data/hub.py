@@ -6,7 +6,7 @@ import sys
 import threading
 from contextlib import suppress
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
 TIMEOUT = 2.0  # seconds
 
@@ -15,12 +15,11 @@ def check_hub() -> bool:
     """Return whether the Hub can be reached; if not, its libraries search their caches alone in this process."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
-    url = urlsplit(getproxies().get("https") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     reached = threading.Event()
 
     def connect() -> None:
-        with suppress(OSError):
-            socket.create_connection((url.hostname, url.port or 443), timeout=TIMEOUT).close()
+        with suppress(OSError, ValueError):  # ValueError: not a URL, or not a host's name
+            socket.create_connection(find_address(), timeout=TIMEOUT).close()
             reached.set()
 
     thread = threading.Thread(target=connect, daemon=True)  # looking a name up has no time limit of its own
@@ -28,6 +27,16 @@ def check_hub() -> bool:
     thread.join(TIMEOUT)
     if not reached.is_set():
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
-        if constants := sys.modules.get("huggingface_hub.constants"):
-            constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+        for name in ("huggingface_hub.constants", "datasets.config"):
+            if module := sys.modules.get(name):
+                module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return reached.is_set()
+
+
+def find_address() -> tuple[str | None, int]:
+    """Return the host and port of the Hub, or of the proxy that leads to it."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    proxy = getproxies().get(url.scheme)
+    if proxy and not proxy_bypass(url.netloc):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return url.hostname, url.port or (80 if url.scheme == "http" else 443)

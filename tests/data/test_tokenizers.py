@@ -2,8 +2,10 @@
 
 import json
 import pickle
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, pre_tokenizers
 
+from adlm.data.hub import check_hub, find_address
 from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
 
@@ -204,10 +207,47 @@ def test_without_a_connection_a_name_of_the_hub_fails_at_once(monkeypatch: pytes
     monkeypatch.setattr("socket.create_connection", refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setitem(sys.modules, "datasets.config", datasets := SimpleNamespace(HF_HUB_OFFLINE=False))
     began = time.monotonic()
     with pytest.raises(ValueError, match="the Hub cannot be reached, and its cache has none"):
         load_tokenizer("someone/something")
-    assert time.monotonic() - began < 3 and huggingface_hub.constants.HF_HUB_OFFLINE
+    assert time.monotonic() - began < 3 and huggingface_hub.constants.HF_HUB_OFFLINE and datasets.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        ({}, ("huggingface.co", 443)),
+        ({"https_proxy": "proxy.corp:3128"}, ("proxy.corp", 3128)),
+        ({"https_proxy": "http://proxy.corp"}, ("proxy.corp", 80)),
+        ({"https_proxy": "proxy.corp:3128", "no_proxy": "huggingface.co"}, ("huggingface.co", 443)),
+        ({"https_proxy": "proxy.corp:3128", "HF_ENDPOINT": "http://mirror"}, ("mirror", 80)),
+    ],
+)
+def test_the_hub_is_reached_through_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], address: tuple[str, int]
+) -> None:
+    set_variables(monkeypatch, variables)
+    assert find_address() == address
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://proxy:99999", "http://" + "a" * 64])
+def test_a_wrong_url_is_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    set_variables(monkeypatch, {"https_proxy": url, "HF_HUB_OFFLINE": "0"})
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setitem(sys.modules, "datasets.config", SimpleNamespace(HF_HUB_OFFLINE=False))
+    errors: list[object] = []
+    monkeypatch.setattr("threading.excepthook", errors.append)
+    assert not check_hub() and not errors
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in ("http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def test_hostile_files_are_refused(tmp_path: Path) -> None:
