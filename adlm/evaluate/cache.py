@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ Result = TypeVar("Result")
 
 MERGED, PER_RANK, LOCK = "cache.jsonl", "cache.{rank}.jsonl", ".lock"
 FLUSH_SECONDS = 1.0  # at most this much work is lost in a kill
-LOCKED_FOLDERS: set[Path] = set()  # by this process: `report` calls other evaluations in its folder
+LOCKED_FOLDERS: dict[Path, int] = {}  # by which thread: `report` calls other evaluations in its folder
 
 
 class Cache:
@@ -112,7 +113,7 @@ def open_cache(
 
 
 def lock_output(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorate an evaluation: while it runs, no other process can evaluate into its folder `out`."""
+    """Decorate an evaluation: while it runs, no other process or thread can evaluate into its folder `out`."""
     parameters = inspect.signature(function).parameters
 
     @wraps(function)
@@ -120,7 +121,8 @@ def lock_output(function: Callable[P, Result]) -> Callable[P, Result]:
         out: Any = kwargs.get("out", parameters["out"].default)
         context: Any = kwargs.get("context")
         with ExitStack() as stack:
-            if out is not None and (folder := Path(out).resolve()) not in LOCKED_FOLDERS:
+            thread = threading.get_ident()
+            if out is not None and LOCKED_FOLDERS.get(folder := Path(out).resolve()) != thread:
 
                 def lock() -> None:
                     folder.mkdir(parents=True, exist_ok=True)
@@ -128,8 +130,8 @@ def lock_output(function: Callable[P, Result]) -> Callable[P, Result]:
                     stack.enter_context(file_lock(folder / LOCK, message))
 
                 lock() if context is None else context.run_on_rank0(lock)
-                LOCKED_FOLDERS.add(folder)
-                stack.callback(LOCKED_FOLDERS.discard, folder)
+                LOCKED_FOLDERS[folder] = thread
+                stack.callback(LOCKED_FOLDERS.pop, folder)
             return function(*args, **kwargs)
 
     return run

@@ -3,6 +3,7 @@
 import errno
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,6 +98,21 @@ def test_two_processes_do_not_evaluate_into_one_folder(tmp_path: Path) -> None:
     ):
         outer(out=tmp_path)
     assert outer(out=tmp_path) == 1 and not LOCKED_FOLDERS
+
+
+def test_two_threads_do_not_evaluate_into_one_folder(tmp_path: Path) -> None:
+    @lock_output
+    def inner(*, out: Path) -> int:
+        return 1
+
+    @lock_output
+    def outer(*, out: Path) -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(inner, out=out).result()
+
+    with pytest.raises(ValueError, match=r"another process evaluates into .*: wait"):
+        outer(out=tmp_path)
+    assert not LOCKED_FOLDERS and inner(out=tmp_path) == 1
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
