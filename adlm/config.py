@@ -8,16 +8,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
 
 from adlm.data.shards import write_atomically
 from adlm.remedies import suggest_names
 
 PACKAGE = Path(__file__).resolve().parent
 RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel, in a checkout
-MAX_BRACKETS = 500  # of a recipe; deeper nesting overflows the stack of the YAML parser
+MAX_DEPTH = 20  # of the lists and mappings of a recipe; deep nesting overflows the stack of the YAML loader
+TOO_DEEP = f"more than {MAX_DEPTH} levels deep: a recipe has `key: value` lines"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf
 PATH_KEYS = ("folder", "init", "resume", "data.path", "data.stream")
 DEFAULTS = {"method": "adlm", "model.preset": "small"}  # without init, whose own they are otherwise
 INTERPOLATION = re.compile(r"\$\{[^}]*\}*")
@@ -237,8 +240,8 @@ def load_config(
             if key in ("folder", "init", "data.path") and text != "null":  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:
-                _refuse_nesting(key, text.encode("utf-8", "replace"))
                 try:
+                    _refuse_nesting(key, text)
                     merged.merge_with_dotlist([source])
                 except YAMLError as error:
                     raise ValueError(f"config: {key}={text!r:.80} is no YAML value: put quotes around it") from error
@@ -254,6 +257,8 @@ def load_config(
             if value := OmegaConf.select(merged, key):
                 OmegaConf.update(merged, key, os.path.expanduser(value))
         return cast(Config, OmegaConf.to_object(merged))
+    except RecursionError as error:  # by YAML aliases, or by a mapping of the caller
+        raise ValueError(f"{source} is nested {TOO_DEEP}") from error
     except OmegaConfBaseException as error:
         key, problem = getattr(error, "full_key", None) or source, str(error).splitlines()[0]
         if "not in" not in problem and "Key" not in problem:
@@ -295,8 +300,8 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
             hint = suggest_names(name, recipes)
             raise ValueError(f"unknown recipe {str(recipe)!r}{hint}: expected a file or one of {', '.join(recipes)}")
         path = recipes[name]
-    _refuse_nesting(path, path.read_bytes())
     try:
+        _refuse_nesting(path, path.read_bytes())
         loaded = OmegaConf.load(path)
     except YAMLError as error:
         raise ValueError(f"{path} is not YAML ({' '.join(str(error).split())}): correct this line") from error
@@ -305,10 +310,13 @@ def _read_recipe(recipe: Config | Mapping[str, Any] | str | Path | None) -> Any:
     return loaded
 
 
-def _refuse_nesting(source: str | Path, content: bytes) -> None:
-    """Refuse YAML with so many brackets that parsing it could overflow the stack, which ends the process."""
-    if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
-        raise ValueError(f"{source} has more than {MAX_BRACKETS} brackets: a recipe has `key: value` lines")
+def _refuse_nesting(source: str | Path, content: str | bytes) -> None:
+    """Refuse YAML that is nested so deeply that loading it could overflow the stack, which ends the process."""
+    depth = 0
+    for event in yaml.parse(content, LOADER):  # which does not recurse
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{source} is nested {TOO_DEEP}")
 
 
 def _refuse_interpolation(source: str, value: Any) -> Any:

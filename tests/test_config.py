@@ -29,7 +29,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
         ("=3", "write key=value"),
         ("method=]", "method=']' is no YAML value: put quotes around it"),
         ("model.bridge==", "model.bridge='=' is no YAML value"),
-        (f"objective.ids={'[' * 90_000}", "objective.ids has more than 500 brackets"),
+        (f"objective.ids={'[' * 90_000}", "objective.ids is nested more than 20 levels deep"),
+        (f"objective.ids={'[' * 200}{']' * 200}", "objective.ids is nested more than 20 levels deep"),
+        (f"objective.ids={'- ' * 50_000}", "objective.ids is nested more than 20 levels deep"),
+        (f"objective.ids={'{a: ' * 21}", "objective.ids is nested more than 20 levels deep"),
         ("steps=0", "steps must be above 0, got 0"),
         ("ema=1.0", "ema must be in [0, 1)"),
         ("seed=-1", "seed must be between"),
@@ -46,6 +49,21 @@ def test_a_wrong_change_is_named(change: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="write key=value"):
         load_config(GIVEN, [change])  # type: ignore[arg-type]
+
+
+ALIASES = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 100))])
+
+
+@pytest.mark.parametrize(
+    "content", ["ids:\n" + "- " * 50_000, "- " * 50_000, "? " * 50_000, "a: " + "[" * 200, ALIASES]
+)
+def test_a_deeply_nested_recipe_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content, "utf-8")
+    with pytest.raises(ValueError, match=r"config\.yaml is nested more than 20 levels deep"):
+        load_config(path)
+    path.write_text("objective: {ids: [1, 2]}", "utf-8")
+    assert load_config(path, **GIVEN).objective.ids == [1, 2]
 
 
 def test_missing_settings_are_named() -> None:
