@@ -23,15 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from adlm.data.shards import fsync_path, hash_file
-from adlm.data.tokenizers import Tokenizer, read_json
+from adlm.data.tokenizers import CONFIG_FILES, Tokenizer, read_json
 from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta, is_whole
 
 LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 MODEL_FORMAT = 1  # of config.json and model.safetensors
 RUN_FORMAT = 2  # of state.json and training/
 WRAPPED, DOCUMENTS = "wrapped", "documents"
-MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")  # that are loaded
-STORED_DTYPES = ("F32", "F16", "BF16", "I8")
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", *CONFIG_FILES)  # that are loaded
+FLOAT_DTYPES = ("F32", "F16", "BF16")  # of stored tensors; matrices may also be int8
 SCALE = ".scale"  # of an int8 matrix
 INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
@@ -220,7 +220,7 @@ def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
     except (ValueError, OSError) as error:
         return f"checksums.json cannot be read ({error})"
     listed = set(expected) if isinstance(expected, dict) else set()
-    required = set(MODEL_FILES[:2])
+    required = {*MODEL_FILES[:2], *(name for name in MODEL_FILES if (folder / name).exists())}
     if not is_loaded:
         required |= {"state.json", *(str(path.relative_to(folder)) for path in (folder / "training").glob("*"))}
     if missing := sorted(required - listed):
@@ -257,9 +257,14 @@ def restore_links(folder: Path) -> None:
     for path in (folder / LATEST, folder / BEST):
         if path.is_dir() and not path.is_symlink():
             named = folder / name_checkpoint(read_config_json(path)[0]["step"])
-            if named.exists():
+            problem = find_damage(named) if named.exists() else ""
+            if problem and find_damage(path):
+                remedy = f"{COPY_AGAIN}, or delete both to resume from the checkpoint before"
+                raise ValueError(f"the checkpoint {named} and its copy {path.name} are damaged: {problem}: {remedy}")
+            if named.exists() and not problem:
                 remove_checkpoint(path)
             else:
+                remove_checkpoint(named)
                 os.rename(path, named)
             replace_link(path, named.name)
 
@@ -342,7 +347,13 @@ def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
     model.to_empty(device="cpu")
     if config.tied:
         model.head.weight = model.embed.weight
-    model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
+    try:
+        model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{folder / 'model.safetensors'} does not fit config.json ({problem}): {COPY_AGAIN}"
+        ) from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content["rows"])
 
@@ -369,7 +380,7 @@ def read_config_json(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
-    """Raise ValueError unless the header of model.safetensors has the model's tensors, in float or in int8."""
+    """Raise ValueError unless the header of model.safetensors has the model's tensors, in float (matrices: or int8)."""
     path = folder / "model.safetensors"
     try:
         with safe_open(path, "pt") as file:
@@ -381,13 +392,14 @@ def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if model.config.tied and "head.weight" not in stored:
         del expected["head.weight"]
-    expected |= {name + SCALE: expected[name][:1] for name in expected if dtypes.get(name) == "I8"}
+    quantized = {name for name, shape in expected.items() if len(shape) == 2 and dtypes.get(name) == "I8"}
+    expected |= {name + SCALE: expected[name][:1] for name in sorted(quantized)}
     for name in [*expected, *(name for name in stored if name not in expected)]:
         is_stored, is_expected = name in stored, name in expected
-        if stored.get(name) != expected.get(name) or dtypes[name] not in STORED_DTYPES:
-            found = f"{dtypes[name]} {stored[name]}" if is_stored else "missing"
-            wanted = f"float {expected[name]}" if is_expected else "no such tensor"
-            problem = f"config.json does not fit model.safetensors: {name:.80} is {found}, expected {wanted}"
+        if stored.get(name) != expected.get(name) or (name not in quantized and dtypes[name] not in FLOAT_DTYPES):
+            actual = f"{dtypes[name]} {stored[name]}" if is_stored else "missing"
+            expectation = f"float {expected[name]}" if is_expected else "no such tensor"
+            problem = f"config.json does not fit model.safetensors: {name:.80} is {actual}, expected {expectation}"
             raise ValueError(f"{folder}/{problem}: {COPY_AGAIN}, or update adlm")
 
 
@@ -426,8 +438,8 @@ def export_model(loaded: LoadedModel, folder: Path, *, is_quantized: bool = True
     write_json(folder / "config.json", build_config_json(model.config, loaded.method, loaded.step, loaded.rows))
     if loaded.tokenizer is not None:
         loaded.tokenizer.save(folder)
-    names = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")  # not a README in it
-    write_json(folder / "checksums.json", {key: sha for key, sha in compute_checksums(folder).items() if key in names})
+    checksums = {name: sha for name, sha in compute_checksums(folder).items() if name in MODEL_FILES}  # not a README
+    write_json(folder / "checksums.json", checksums)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     return folder
 

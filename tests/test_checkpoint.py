@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from adlm import checkpoint
 from adlm.checkpoint import CheckpointWriter, Snapshot, list_checkpoints, load_model, name_checkpoint, verify_checkpoint
@@ -356,3 +356,58 @@ def test_checksums_of_files_outside_the_folder_are_refused(trained: Path) -> Non
     checkpoint.write_json(latest / "checksums.json", {"../../config.yaml": "0" * 64} | expected)
     with pytest.raises(ValueError, match=r"config\.yaml', which is outside the folder"):
         verify_checkpoint(latest)
+
+
+def test_a_file_that_is_loaded_must_be_in_the_checksums(exported: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(exported, tmp_path / "model")
+    (folder / "special_tokens_map.json").write_text("{}", "utf-8")
+    with pytest.raises(ValueError, match=r"does not list special_tokens_map\.json"):
+        load_model(folder)
+    checkpoint.export_model(load_model(folder, verify=False), folder)
+    assert load_model(folder, verify=True).step == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("head.bias", torch.int8, r"head\.bias is I8 \(300,\), expected float \(300,\)"),
+        ("embed.weight.scale", torch.int8, r"embed\.weight\.scale is I8 \(300,\), expected float"),
+        ("embed.weight", torch.int32, r"embed\.weight is I32 \(300, 16\), expected float"),
+    ],
+)
+def test_only_matrices_may_be_int8(model_folder: Path, name: str, dtype: torch.dtype, message: str) -> None:
+    weights = load_file(model_folder / "model.safetensors")
+    weights[name] = weights[name].to(dtype)
+    if dtype == torch.int8:
+        weights[name + ".scale"] = torch.ones(len(weights[name]))
+    save_file(weights, model_folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_model(model_folder)
+
+
+def test_weights_that_do_not_fit_are_an_error_with_a_remedy(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "dequantize", lambda stored: {"embed.weight": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit config\.json .*copy or download"):
+        load_model(model_folder)
+
+
+@pytest.mark.parametrize("damaged", [(), ("step",), ("latest",), ("step", "latest")])
+def test_the_sound_copy_of_a_checkpoint_is_kept(tmp_path: Path, damaged: tuple[str, ...]) -> None:
+    writer(tmp_path, background=False).save(snapshot(1))
+    named, latest = tmp_path / name_checkpoint(1), tmp_path / "latest"
+    latest.unlink()
+    shutil.copytree(named, latest)
+    before = tree(named)
+    for folder in (named, latest):
+        if folder.name[:4] in {name[:4] for name in damaged}:
+            (folder / "model.safetensors").write_bytes(b"")
+    if len(damaged) == 2:
+        both = tree(tmp_path)
+        with pytest.raises(ValueError, match=r"step-00000001 and its copy latest are damaged: model.*delete both"):
+            checkpoint.restore_links(tmp_path)
+        assert tree(tmp_path) == both
+    else:
+        checkpoint.restore_links(tmp_path)
+        assert os.readlink(latest) == named.name and tree(named) == before
