@@ -23,8 +23,9 @@ SEPARATOR_LINE = rb"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
 BLANK_LINES = re.compile(r"(?:[ \t]*\n)*")
 CHUNK_BYTES = 1 << 20
 PART_BYTES = 1 << 20  # a document of plain text that is longer comes in parts
-MAX_LINE_BYTES = 1 << 27
-MAX_WHOLE_BYTES = 1 << 28  # of a file that is read as a whole
+MAX_LINE_BYTES = 1 << 26  # of a table
+MAX_ARRAY_BYTES = 1 << 26  # of JSON
+MAX_WHOLE_BYTES = 1 << 28  # of a compressed Parquet file, or of a document that is not read in parts
 TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
 SURROGATE = re.compile("[\ud800-\udfff]")
 REMEDY = "leave such rows out, or choose another --column"
@@ -72,12 +73,12 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         yield b"".join(parts), position
 
 
-def read_whole(path: Path, remedy: str) -> bytes:
+def read_whole(path: Path, limit: int, remedy: str) -> bytes:
     """Return the bytes of a file that cannot be read piece by piece, decompressed."""
     content = bytearray()
     for chunk, _ in read_chunks(path):
         content += chunk
-        check_size(len(content), MAX_WHOLE_BYTES, str(path), remedy)
+        check_size(len(content), limit, str(path), remedy)
     return bytes(content)
 
 
@@ -104,14 +105,17 @@ def decode_bytes(data: bytes | bytearray, path: Path, offset: int) -> str:
     return text.removeprefix("\ufeff") if offset == 0 else text
 
 
-def join_parts(parts: Parts) -> Documents:
-    """Yield whole documents."""
+def join_parts(parts: Parts, name: str) -> Documents:
+    """Yield whole documents of the source with this name."""
     held: list[str] = []
+    size = 0  # in characters, which are no more than the bytes
     for text, position, is_last in parts:
         held.append(text)
+        size += len(text)
+        check_size(size, MAX_WHOLE_BYTES, f"a document of {name}", "divide it with lines that are <|endoftext|>")
         if is_last:
             yield "".join(held), position
-            held = []
+            held, size = [], 0
 
 
 # Plain text: a rule says where one document ends and the next begins.
@@ -233,7 +237,7 @@ def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:
     if next(filter(None, starts), b"") != b"[":
         yield from _read_json_lines(path, names)
         return
-    content = read_whole(path, f"write one value per line: jq -c '.[]' FILE > {path.stem}.jsonl")
+    content = read_whole(path, MAX_ARRAY_BYTES, f"write one value per line: jq -c '.[]' FILE > {path.stem}.jsonl")
     rows = _parse_json(decode_bytes(content, path, 0), f"{path} is not a JSON array")
     for number, row in enumerate(rows, 1):
         yield _name_text(row), path.stat().st_size, f"{path}, item {number}"
@@ -296,7 +300,9 @@ def open_parquet(path: Path) -> Any:
     except ImportError as error:
         raise ImportError(f"{path} is Parquet, which needs pyarrow: {install_command('data')}") from error
     # Parquet is read from its end, so a compressed file is decompressed as a whole.
-    file = pyarrow.py_buffer(read_whole(path, "decompress it with gunzip")) if path.suffix == ".gz" else path
+    file: Any = path
+    if path.suffix == ".gz":
+        file = pyarrow.py_buffer(read_whole(path, MAX_WHOLE_BYTES, "decompress it with gunzip"))
     try:
         return pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:

@@ -23,16 +23,15 @@ from adlm.data.formats import Parts
 from adlm.data.packing import Framing, PackedRows, Packer
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
-from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
+from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, train_bpe
 from adlm.data.workers import PART_CUT, TokenizerPool, choose_cut, chunk_documents, cut_documents
 
 TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
-MAX_TRAINED_VOCAB = 2**24
 SHARD_TOKENS = 2**25
 ROW_LAYOUTS = ("wrapped", "documents")
 COPY_ROWS = 4096  # rows that are moved to the valid split at a time
 TEMPORARY = (".part", ".ends", PROGRESS)  # what only an unfinished preparation needs
-HASHES = "hashes.json"  # of the source's files, by size, modification time and inode
+HASHES = "hashes.json"  # of the source's files, by what `describe_version` returns
 FILE_NAMES = re.compile(
     r"((train|valid)-\d{5,}\.(bin|len|ends)|counts\.npy|tokenizer(_config)?\.json|(progress|manifest|hashes)\.json)"
     r"(\.part)?"
@@ -87,13 +86,13 @@ def prepare(
         raise ValueError(f"valid_share is {valid_share}: expected at least 0 and below 1")
     if shard_tokens < length:
         raise ValueError(f"shard_tokens is {shard_tokens}: expected at least a row's {length}")
-    if train_tokenizer is not None and not 258 <= train_tokenizer <= MAX_TRAINED_VOCAB:
-        expected = f"expected at least 258 tokens (bytes, end, mask) and at most {MAX_TRAINED_VOCAB:,}"
+    if train_tokenizer is not None and not 258 <= train_tokenizer <= MAX_VOCAB_SIZE:
+        expected = f"expected at least 258 tokens (bytes, end, mask) and at most {MAX_VOCAB_SIZE:,}"
         raise ValueError(f"train_tokenizer is {train_tokenizer}: {expected}")
     if train_tokenizer is not None and given_tokenizer is not None:
         raise ValueError(f"tokenizer {str(given_tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
-    if (hashes := Path(out) / HASHES).is_file():
-        KNOWN_HASHES.update(shards.read_json(hashes, "remove it: the source is then hashed again"))
+    hashes = Path(out) / HASHES
+    KNOWN_HASHES.update(read_hashes(hashes))
     reading: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer, "glob": glob}
     sources = {"train": source if isinstance(source, Source) else open_source(source, split=split, **reading)}
     if valid is not None:
@@ -124,14 +123,28 @@ def prepare(
     if job.folder.exists() and not job.folder.is_dir():
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
+    is_finished = not overwrite and (job.folder / MANIFEST).is_file()
+    if is_finished and not os.access(job.folder, os.W_OK):  # a read-only folder cannot be locked
+        manifest = shards.open_data(job.folder).manifest
+        if manifest["settings_sha256"] == job.sha256:
+            return manifest
     with shards.file_lock(job.folder / ".lock", f"another process prepares {job.folder}: wait for it, or change --out"):
         if overwrite and any((job.folder / name).is_file() for name in (PROGRESS, MANIFEST)):
             remove_files(job.folder)
-        manifest = begin_or_resume(job)
-        content = json.dumps({key: value for each in sources.values() for key, value in each.hashes.items()}, indent=1)
-        if content != "{}" and not (hashes.is_file() and hashes.read_text("utf-8") == content):
-            shards.write_atomically(hashes, content.encode("utf-8"))
-        return run_preparation(job, sources, loaded) if manifest is None else manifest
+        finished = begin_or_resume(job)
+        content = {key: value for each in sources.values() for key, value in each.hashes.items()}
+        if content and content != read_hashes(hashes):
+            shards.write_atomically(hashes, json.dumps(content, indent=1).encode("utf-8"))
+        return run_preparation(job, sources, loaded) if finished is None else finished
+
+
+def read_hashes(path: Path) -> dict[str, str]:
+    """Return the hashes of an earlier run; a missing or damaged file has none, and the source is hashed again."""
+    try:
+        content = shards.read_json(path) if path.is_file() else {}
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) and all(map(shards.is_hash, content.values())) else {}
 
 
 def count_cores() -> int:

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import re
+import tokenize
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,11 @@ LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 OnShard = Callable[[dict[str, Any], list[int]], None]  # gets a shard's record and where it ends in the source
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
+# What numpy raises for a damaged file, whose header is a Python literal.
+UNREADABLE_ARRAY = (
+    *(ValueError, OSError, SyntaxError, EOFError, MemoryError, RecursionError, tokenize.TokenError),
+    *(TypeError, IndexError, OverflowError, zipfile.BadZipFile),
+)
 OPEN_LOCKS: set[IO[bytes]] = set()  # of this process
 
 
@@ -119,7 +126,7 @@ class PreparedData:
         """Return the occurrences of every token in the train split, (vocab_size,)."""
         try:
             counts = np.load(self.folder / COUNTS, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # numpy evaluates the header, which may be any Python
+        except UNREADABLE_ARRAY as error:
             raise ValueError(f"{self.folder / COUNTS} cannot be read ({error}): {PREPARE_AGAIN}") from error
         if counts.shape != (self.vocab_size,) or counts.dtype != np.int64:
             found = f"{counts.dtype} {counts.shape}, expected int64 ({self.vocab_size},)"

@@ -44,7 +44,7 @@ class Source:
     total_bytes: int | None  # bytes on the disk that will be read; None where unknown
     read: Callable[[], Documents]  # each document with the bytes read so far; 0 where unknown
     folder: Path | None = None  # the folder whose files are read, if it is one
-    hashes: dict[str, str] = field(default_factory=dict)  # to believe as KNOWN_HASHES when it is opened again
+    hashes: dict[str, str] = field(default_factory=dict)  # to reuse as KNOWN_HASHES when it is opened again
     read_parts: Callable[[], Parts] | None = None  # the same with long documents in parts, where they need not be whole
 
     def parts(self) -> Parts:
@@ -167,7 +167,7 @@ class SourceRequest:
         """Apply the detokenizer, to whole documents; no document at all is an error."""
         if self.detokenizer:
             clean = DETOKENIZERS[self.detokenizer]
-            parts = ((clean(text), position, True) for text, position in join_parts(parts))
+            parts = ((clean(text), position, True) for text, position in join_parts(parts, self.name))
         is_empty = True
         for part in parts:
             is_empty = False
@@ -224,7 +224,8 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
             for text, position, is_last in parts:
                 yield text, before + position, is_last
             before += path.stat().st_size
-            if describe_version(path) != versions[path]:
+            # Another mode or link changes the device or the change time, not the content.
+            if describe_version(path).split()[:3] != versions[path].split()[:3]:
                 raise ValueError(f"{path} changed while it was read: run the same command again, with --overwrite")
 
     def count() -> int:
@@ -235,7 +236,7 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     def read_parts() -> Parts:
         parts = slice_documents(read_all(), *split.resolve_bounds(count))
         if characters:
-            parts = _cut_characters(join_parts(parts), *characters, request.name)
+            parts = _cut_characters(join_parts(parts, request.name), *characters, request.name)
         return request.clean_documents(parts, split)
 
     versions = {path: describe_version(path) for _, path in files}
@@ -257,7 +258,11 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
         identity["stand_in"] = label
     folder = root if root.is_dir() else None
     hashes = {version: KNOWN_HASHES[version] for version in versions.values() if version in KNOWN_HASHES}
-    return Source(request.name, identity, total, lambda: join_parts(read_parts()), folder, hashes, read_parts)
+
+    def read() -> Documents:
+        return join_parts(read_parts(), request.name)
+
+    return Source(request.name, identity, total, read, folder, hashes, read_parts)
 
 
 def _sort_naturally(name: str) -> tuple[Any, ...]:
@@ -323,14 +328,14 @@ def select_split_files(files: list[tuple[str, Path]], split: str, root: Path) ->
 
 
 def describe_version(path: Path) -> str:
-    """Return the size, the modification time and the inode of a file: if these are equal, so is the content."""
+    """Return a file's size, modification time, inode, device and change time: a hash is reused if these are equal."""
     stat = path.stat()
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino} {stat.st_dev} {stat.st_ctime_ns}"
 
 
 def _fingerprint(name: str, path: Path, version: str) -> dict[str, Any]:
     """Return name, size and hash of a file, which may be known."""
-    size, time_ns, _ = map(int, version.split())
+    size, time_ns, *_ = map(int, version.split())
     if (sha256 := KNOWN_HASHES.get(version)) is None:
         sha256 = hash_file(path)
         if size >= MIN_KNOWN_BYTES and time.time_ns() - time_ns > SETTLED_NS:
@@ -446,6 +451,6 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
     }
 
     def read() -> Documents:
-        return join_parts(request.clean_documents(read_rows(), split))
+        return join_parts(request.clean_documents(read_rows(), split), request.name)
 
     return Source(request.name, identity, None, read)

@@ -355,9 +355,26 @@ def test_a_source_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkey
     with mock.patch("adlm.data.sources.hash_file", side_effect=AssertionError("hashed again")):
         prepare(path, out, **SMALL)
     assert list(known.values()) == [hashlib.sha256(text.encode()).hexdigest()]
+    hashes = (out / "hashes.json").read_bytes()
+    for damage in (b"[1]", b'{"a": 1}', b'{"a": "0"}', b"7", b"{", b"\xff"):
+        known.clear()
+        (out / "hashes.json").write_bytes(damage)
+        prepare(path, out, **SMALL)
+        assert (out / "hashes.json").read_bytes() == hashes
     path.write_text(text[:10_000] + "X" + text[10_001:])  # in the middle
     with pytest.raises(ValueError, match=r"(?s)with other settings:.*source\.files\.0\.sha256: '\w{64}' there"):
         prepare(path, out, **SMALL)
+
+
+def test_a_finished_folder_on_a_read_only_disk_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = prepare(make_source(TEXTS), tmp_path, **SMALL)
+    before = contents(tmp_path)
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(module.shards, "file_lock", mock.Mock(side_effect=OSError(errno.EROFS, "read-only")))
+    assert prepare(make_source(TEXTS), tmp_path, **SMALL) == manifest and contents(tmp_path) == before
+    for changed in ({"length": 32}, {"overwrite": True}):
+        with pytest.raises(OSError, match="read-only"):
+            prepare(make_source(TEXTS), tmp_path, **SMALL | changed)
 
 
 def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None:

@@ -181,9 +181,24 @@ def test_a_damaged_folder_is_refused(folder: Path, file: str, damage: Callable[[
         open_data(folder)
 
 
-def test_counts_with_a_strange_header_are_refused(folder: Path) -> None:
-    path = folder / "counts.npy"
-    path.write_bytes(path.read_bytes()[:12] + bytes(50) + path.read_bytes()[12:])
+def make_array(header: str) -> bytes:
+    return b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode()
+
+
+HEADERS = [
+    "{" + "\0" * 50,
+    "{",
+    "  x\n y",
+    "{'a': 1, 1: 2}",
+    "{'descr': ',i8', 'fortran_order': False, 'shape': (9,)}",
+    "{'descr': ('<i8',), 'fortran_order': False, 'shape': (9,)}",
+    f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({10**30},)}}",
+]
+
+
+@pytest.mark.parametrize("content", [*(make_array(header) for header in HEADERS), b"", b"PK\3\4"])
+def test_counts_with_a_strange_header_are_refused(folder: Path, content: bytes) -> None:
+    (folder / "counts.npy").write_bytes(content)
     with pytest.raises(ValueError, match=r"counts\.npy cannot be read .*--overwrite"):
         open_data(folder).counts()
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from adlm.data import formats, sources
-from adlm.data.sources import Source, load_excerpt, open_source
+from adlm.data.shards import hash_file
+from adlm.data.sources import Source, describe_version, load_excerpt, open_source
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TEXTS = ["One, two.\nThree", "A \"word\" with 'marks', a tab\tand ümläute", "x" * 200_000, "last"]
@@ -141,14 +142,16 @@ def test_a_gzip_bomb_is_read_in_little_memory(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "' + b"x" * 5000, "a line of .*a.jsonl has more than 1,000 bytes"),
         ("a.csv", b"text\n" + b"x" * 5000, "a line of .*a.csv has more than 1,000 bytes"),
         ("a.csv", b'text\n"' + b"x\n" * 5000, "field larger than field limit"),
-        ("a.json", b'["' + b"x" * 5000, "a.json has more than 2,000 bytes, .*jq"),
+        ("a.json", b'["' + b"x" * 5000, "a.json has more than 1,500 bytes, .*jq"),
+        ("a.txt", b"x" * 5000, "a document of .*a.txt has more than 2,000 bytes, .*divide it"),
         ("a.txt", b" " * 5000, "white space in .*a.txt has more than 1,600 bytes"),
     ],
 )
 def test_what_must_fit_into_memory_is_bounded(
     tmp_path: Path, name: str, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = {"MAX_LINE_BYTES": 1000, "MAX_WHOLE_BYTES": 2000, "CHUNK_BYTES": 100, "PART_BYTES": 100}
+    limits = {"MAX_LINE_BYTES": 1000, "MAX_ARRAY_BYTES": 1500, "MAX_WHOLE_BYTES": 2000}
+    limits |= {"CHUNK_BYTES": 100, "PART_BYTES": 100}
     for constant, value in limits.items():
         monkeypatch.setattr(formats, constant, value)
     (tmp_path / name).write_bytes(content)
@@ -263,7 +266,13 @@ def test_the_identity_is_that_of_the_content(tmp_path: Path, monkeypatch: pytest
     assert before != open_source(here).identity
 
 
-def test_a_hash_is_believed_for_an_equal_size_time_and_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_document_is_not_one_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "MAX_WHOLE_BYTES", 9)
+    (tmp_path / "a.txt").write_text("eight...\n" * 5)
+    assert texts(open_source(tmp_path / "a.txt", documents="line")) == ["eight..."] * 5
+
+
+def test_a_hash_is_reused_for_an_unchanged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MIN_KNOWN_BYTES", 8)
     path = tmp_path / "a.txt"
 
@@ -273,9 +282,14 @@ def test_a_hash_is_believed_for_an_equal_size_time_and_inode(tmp_path: Path, mon
         return open_source(path).identity["files"][0]["sha256"]
 
     first = identify("abcd......efgh", 1000)
-    assert first == identify("abcd!!!!!!efgh", 1000)  # not read again
+    monkeypatch.setattr(sources, "hash_file", lambda path: pytest.fail(f"{path} is hashed again"))
+    assert open_source(path).identity["files"][0]["sha256"] == first
+    monkeypatch.setattr(sources, "hash_file", hash_file)
+    time.sleep(0.02)  # a tick of the file system's clock
+    assert first != identify("abcd!!!!!!efgh", 1000)  # with another change time only
+    assert describe_version(path).split()[3:] == [str(path.stat().st_dev), str(path.stat().st_ctime_ns)]
     assert len({first, identify("abcd!!!!!!efgh", 2000), identify("abcd......efgh.", 1000)}) == 3
-    assert len({identify(text, time.time()) for text in ("now......", "now!!!!!!")}) == 2  # too recent to be believed
+    assert len({identify(text, time.time()) for text in ("now......", "now!!!!!!")}) == 2  # too recent to be reused
     known = open_source(path).hashes
     os.utime(path, (3000, 3000))
     assert known == {} and list(open_source(path).hashes.values()) == [open_source(path).identity["files"][0]["sha256"]]
@@ -283,6 +297,10 @@ def test_a_hash_is_believed_for_an_equal_size_time_and_inode(tmp_path: Path, mon
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
+    documents = open_source(tmp_path, documents="line").read()
+    assert next(documents)[0] == "one"
+    (tmp_path / "a.txt").chmod(0o600)  # the content is the same
+    assert [text for text, _ in documents] == ["two"]
     documents = open_source(tmp_path, documents="line").read()
     assert next(documents)[0] == "one"
     (tmp_path / "a.txt").write_text("one\nten\nmore\n")
