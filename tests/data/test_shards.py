@@ -191,6 +191,7 @@ HEADERS = [
     "  x\n y",
     "{'a': 1, 1: 2}",
     "{'descr': ',i8', 'fortran_order': False, 'shape': (9,)}",
+    "{'descr': '|V0', 'fortran_order': False, 'shape': (9,)}",
     "{'descr': ('<i8',), 'fortran_order': False, 'shape': (9,)}",
     f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({10**30},)}}",
 ]
@@ -199,7 +200,7 @@ HEADERS = [
 @pytest.mark.parametrize("content", [*(make_array(header) for header in HEADERS), b"", b"PK\3\4"])
 def test_counts_with_a_strange_header_are_refused(folder: Path, content: bytes) -> None:
     (folder / "counts.npy").write_bytes(content)
-    with pytest.raises(ValueError, match=r"counts\.npy cannot be read .*--overwrite"):
+    with pytest.raises(ValueError, match=r"counts\.npy (cannot be read|is) .*--overwrite"):
         open_data(folder).counts()
 
 
