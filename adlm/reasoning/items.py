@@ -1,0 +1,36 @@
+"""Reasoning problems as token ids: what every task makes and every arm reads."""
+
+from typing import NamedTuple
+
+# The markers of REASONING's layouts, the first ids of a whole-word vocabulary: question, reasoning, answer, end,
+# begin and end of the slots, a slot.
+MARKERS = ("<q>", "<r>", "<a>", "<e>", "<b>", "<x>", "<p>")
+
+
+class Item(NamedTuple):
+    """A problem with its reasoning, in token ids.
+
+    On the edges 3→5, 0→3, 5→7, 4→6, "from 0: 6 or 7?": question `<q> 3 5 | 0 3 | 5 7 | 4 6 ? 0 6 7`, steps
+    `0 3 ;`, `3 5 ;`, `5 7 ;`, anchors `3 5 7`, answer `7`, off_path `4 6`.
+    """
+
+    question: list[int]  # with <q> where the vocabulary has it, without any other marker
+    steps: list[list[int]]  # in order, each with its separator
+    anchors: list[int]  # the important tokens of the steps, in order: the labels of the slots
+    answer: list[int]
+    off_path: list[int]  # tokens of the question like the anchors but not on the path, for the control
+
+
+class Markers(NamedTuple):
+    """The ids of the markers in a vocabulary."""
+
+    question: int | None  # None: the question starts without a marker
+    reasoning: int
+    answer: int
+    end: int
+    begin_slots: int
+    end_slots: int
+    slot: int
+
+
+WORD_MARKERS = Markers(*range(len(MARKERS)))
