@@ -1,11 +1,20 @@
-"""Converts GPT-2 weights of transformers to the causal LanguageModel."""
+"""Converts GPT-2 weights of transformers to the causal LanguageModel: a folder (`load`), or a state dict."""
 
+import pickle
 import re
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import tokenizers
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, read_json
+from adlm.models.language_model import LanguageModel, ModelConfig, is_whole
 
 # Names in transformers -> ours. Conv1D stores the linear maps of a layer transposed.
 NAMES = {"wte.weight": "embed.weight", "wpe.weight": "positions.weight"}
@@ -13,6 +22,117 @@ NAMES |= {"ln_f.weight": "denoiser.norm.weight", "ln_f.bias": "denoiser.norm.bia
 LAYER_NAMES = {"ln_1": "norm1", "attn.c_attn": "qkv", "attn.c_proj": "out"}
 LAYER_NAMES |= {"ln_2": "norm2", "mlp.c_fc": "up", "mlp.c_proj": "down"}
 IGNORED = ("attn.bias", "attn.masked_bias")  # constants of older versions: the causal mask
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there; sharded: <name>.index.json
+# Settings of config.json that change the function, with the supported value, which is also transformers' default.
+SUPPORTED: dict[str, Any] = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+SIZES = {"vocab_size": "vocab_size", "n_embd": "dim", "n_layer": "denoiser_layers", "n_positions": "length"}
+FETCH_AGAIN = "download or save the folder again"
+
+
+def load(folder: str | Path) -> LanguageModel:
+    """Load a GPT-2 folder as transformers saves it: the causal model with exactly the file's vocabulary, no mask.
+
+    Dropout is `resid_pdrop`, on the two outputs of a layer; embeddings and attention weights have none here.
+    """
+    folder = Path(folder)
+    settings = read_settings(folder)
+    try:
+        model = from_state_dict(
+            read_state_dict(folder), heads=settings["n_head"], dropout=settings.get("resid_pdrop", 0.1)
+        )
+    except (RuntimeError, ValueError) as error:  # RuntimeError: a tensor is missing or has another shape
+        raise ValueError(f"{folder}: {' '.join(str(error).split())[:300]}") from error
+    for name, ours in SIZES.items():
+        if settings.get(name, getattr(model.config, ours)) != (stored := getattr(model.config, ours)):
+            raise ValueError(
+                f"{folder}: {name} is {settings[name]!r:.80}, but the weights have {stored}: {FETCH_AGAIN}"
+            )
+    return model
+
+
+def load_gpt2_tokenizer(folder: str | Path) -> Tokenizer:
+    """Load the tokenizer of a GPT-2 folder: tokenizer.json, or vocab.json and merges.txt."""
+    folder = Path(folder)
+    if (folder / "tokenizer.json").is_file():
+        return load_tokenizer(folder)
+    files = [folder / "vocab.json", folder / "merges.txt"]
+    if not all(path.is_file() for path in files):
+        remedy = "copy them there, or use load_tokenizer('gpt2') for the published vocabulary"
+        raise FileNotFoundError(f"{folder} has neither tokenizer.json nor vocab.json and merges.txt: {remedy}")
+    read_json(files[0], FETCH_AGAIN)  # its own error is one line
+    try:
+        bpe = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
+    except Exception as error:  # the library raises no narrower one
+        raise ValueError(f"{folder}: vocab.json and merges.txt do not fit ({error}): {FETCH_AGAIN}") from error
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    end_id = bpe.token_to_id(END_OF_TEXT)
+    return Tokenizer(bpe, bos_id=end_id, eos_id=end_id, name=folder.name)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read config.json of a GPT-2 folder, and raise ValueError for a setting that the model here does not have."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: give a GPT-2 folder as transformers' save_pretrained writes it")
+    settings = read_json(path, FETCH_AGAIN)
+    if not isinstance(settings, dict) or settings.get("model_type") != "gpt2":
+        found = settings.get("model_type") if isinstance(settings, dict) else settings
+        raise ValueError(f"{path}: model_type is {found!r:.80}: supported is 'gpt2'; give the folder of a GPT-2")
+    if not is_whole(heads := settings.get("n_head")) or heads < 1:
+        raise ValueError(f"{path}: n_head is {heads!r:.80}: expected a whole number, at least 1; {FETCH_AGAIN}")
+    supported = dict(SUPPORTED)
+    if settings.get("n_inner") is not None:
+        supported["n_inner"] = 4 * settings["n_embd"] if is_whole(settings.get("n_embd")) else None
+    for name, value in supported.items():
+        if (found := settings.get(name, value)) != value:
+            raise ValueError(f"{path}: {name} is {found!r:.80}: supported is {value!r}; give a GPT-2 with that")
+    return settings
+
+
+def read_state_dict(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a folder, whole or sharded: safetensors, or a .bin with `weights_only`."""
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        files = [name] if (folder / name).is_file() else []
+        if not files and index.is_file():
+            content = read_json(index, FETCH_AGAIN)
+            weight_map = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(weight_map, dict) or not all(is_file_name(part) for part in weight_map.values()):
+                raise ValueError(f"{index.name} has no weight_map to files of its folder: {FETCH_AGAIN}")
+            files = sorted(set(weight_map.values()))
+        if files:
+            return {key: value for part in files for key, value in read_tensors(folder / part).items()}
+    expected = " or ".join(f"{name}(.index.json)" for name in WEIGHT_FILES)
+    raise ValueError(f"no weights: expected {expected}; {FETCH_AGAIN}")
+
+
+def is_file_name(name: object) -> bool:
+    """Return whether a value names a file of the same folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read one file of weights; what a .bin holds besides tensors and plain containers is refused, not loaded."""
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        problem = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path.name} cannot be read ({problem}): {FETCH_AGAIN}, as safetensors") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{path.name} holds no state dict: {FETCH_AGAIN}, as safetensors")
+    return content
 
 
 def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1) -> LanguageModel:

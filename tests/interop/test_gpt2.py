@@ -1,13 +1,17 @@
 """GPT-2: transformers' weights, our model, their numbers."""
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adlm.interop.gpt2 import from_state_dict
+from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
+from adlm.interop.gpt2 import from_state_dict, load, load_gpt2_tokenizer
 
 if os.environ.get("ADLM_ALL") == "1":
     import transformers
@@ -62,3 +66,131 @@ def test_what_does_not_fit_is_refused() -> None:
         from_state_dict(state | {"lm_head.weight": torch.zeros(61, 16)}, heads=2)
     with pytest.raises(ValueError, match="must be a multiple of heads 3"):
         from_state_dict(state, heads=3)
+
+
+def write_bin(model: Any, folder: Path) -> None:
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+FORMS = {
+    "safetensors": lambda model, folder: model.save_pretrained(folder),
+    "sharded": lambda model, folder: model.save_pretrained(folder, max_shard_size="10KB"),
+    "bin": write_bin,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_says_what_theirs_says(form: str, tmp_path: Path) -> None:
+    theirs = gpt2(n_head=4)
+    FORMS[form](theirs, tmp_path)
+    if form == "sharded":
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    ours = load(tmp_path)
+    assert (ours.config.vocab_size, ours.config.mask_id, ours.config.heads, ours.config.tied) == (61, None, 4, True)
+    with torch.no_grad():
+        expected = theirs(tokens()).logits.log_softmax(-1)
+    torch.testing.assert_close(ours.log_probs(tokens())[1], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "supported"),
+    [
+        ("model_type", "gptj", "supported is 'gpt2'"),
+        ("n_head", None, "expected a whole number, at least 1"),
+        ("n_head", 3, "must be a multiple of heads 3"),
+        ("activation_function", "relu", "supported is 'gelu_new'"),
+        ("layer_norm_epsilon", 1e-6, "supported is 1e-05"),
+        ("scale_attn_weights", False, "supported is True"),
+        ("scale_attn_by_inverse_layer_idx", True, "supported is False"),
+        ("reorder_and_upcast_attn", True, "supported is False"),
+        ("add_cross_attention", True, "supported is False"),
+        ("tie_word_embeddings", False, "supported is True"),
+        ("n_inner", 32, "supported is 64"),
+        ("n_layer", 2, "the weights have 3"),
+        ("vocab_size", 60, "the weights have 61"),
+        ("resid_pdrop", 1.5, r"must be a number in \[0, 1\)"),
+    ],
+)
+def test_another_setting_is_refused_in_one_line(setting: str, value: Any, supported: str, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {setting: value}), "utf-8")
+    with pytest.raises(ValueError, match=supported) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message and str(tmp_path) in message and str(value) in message.removeprefix(str(tmp_path))
+
+
+def test_a_config_with_the_defaults_left_out(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_head": 2, "n_embd": 16, "n_inner": 64}', "utf-8")
+    assert load(tmp_path).config.heads == 2
+
+
+def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config.json is missing: give a GPT-2 folder"):
+        load(tmp_path)
+    gpt2().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    state = load_file(weights)
+
+    def check(problem: str) -> None:
+        with pytest.raises(ValueError, match=problem) as caught:
+            load(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    save_file({name: value for name, value in state.items() if "ln_f.bias" not in name}, weights)
+    check(r"Missing key.*denoiser\.norm\.bias")
+    weights.write_bytes(b"not weights")
+    check("model.safetensors cannot be read")
+    weights.unlink()
+    check("no weights: expected model.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for name in ("../model.safetensors", "", 3):
+        index.write_text(json.dumps({"weight_map": {"wte.weight": name}}), "utf-8")
+        check("no weight_map to files of its folder")
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}}), "utf-8")
+    check("model-1.safetensors cannot be read")
+
+
+class Touch:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_bin_is_not_unpickled(tmp_path: Path) -> None:
+    gpt2().config.save_pretrained(tmp_path)
+    torch.save({"wte.weight": Touch(tmp_path / "touched")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin cannot be read .*as safetensors"):
+        load(tmp_path)
+    assert not (tmp_path / "touched").exists()
+    torch.save([torch.zeros(1)], tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        load(tmp_path)
+
+
+def test_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
+    text = "How many eggs does she sell? 16 - 3 - 4 = 9, she says; café."
+    expected = load_tokenizer("gpt2")
+    with pytest.raises(FileNotFoundError, match=r"neither tokenizer.json nor vocab.json"):
+        load_gpt2_tokenizer(tmp_path)
+    expected.bpe.model.save(str(tmp_path))  # vocab.json and merges.txt, as GPT-2 was published
+    ours = load_gpt2_tokenizer(tmp_path)
+    theirs = transformers.GPT2TokenizerFast.from_pretrained(str(tmp_path))
+    assert ours.encode(text) == expected.encode(text) == theirs(text)["input_ids"]
+    assert ours.decode(ours.encode(text)) == text
+    assert ours.bpe.token_to_id(END_OF_TEXT) == ours.eos_id == ours.bos_id == 50256 and ours.max_id == 50256
+    assert END_OF_TEXT not in [ours.bpe.id_to_token(token) for token in ours.encode(END_OF_TEXT)]
+    small = train_bpe(["eggs " * 9], 300, end_token=END_OF_TEXT)
+    small.save(tmp_path)
+    assert load_gpt2_tokenizer(tmp_path).encode(text) == small.encode(text)  # tokenizer.json comes first
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "merges.txt").write_text("q# z#\n", "utf-8")
+    with pytest.raises(ValueError, match=r"vocab.json and merges.txt do not fit"):
+        load_gpt2_tokenizer(tmp_path)
