@@ -49,6 +49,24 @@ def is_valid(lengths: Tensor, length: int) -> Tensor:
     return torch.arange(length) < lengths[:, None]
 
 
+class TrainingBatch(Protocol):
+    """What the training loop reads of a batch; its rows are known to the objective."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def lengths(self) -> Tensor | None: ...
+    @property
+    def number(self) -> Tensor: ...
+    @property
+    def place(self) -> Tensor: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
+    def split(self, rows: int) -> Sequence[TrainingBatch]: ...
+
+
 @dataclass(frozen=True)
 class Batch:
     """The rows of a global batch that belong to this process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class NoisyBatch:
             is_pinned = value.is_cpu and torch.device(device).type == "cuda"
             return (value.pin_memory() if is_pinned else value).to(device, non_blocking=True)
 
-        return NoisyBatch(**{f.name: copy(getattr(self, f.name)) for f in fields(self)})
+        return replace(self, **{f.name: copy(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,12 @@ TIMEOUT = timedelta(minutes=30)  # of a collective
 class LossModule(nn.Module):
     """A model and its loss as one module, so that DDP and FSDP wrap a forward that includes the loss."""
 
-    def __init__(self, model: LanguageModel, *, score_entropy: bool = False) -> None:
+    def __init__(self, model: LanguageModel, loss_fn: Callable[..., Loss] = training_loss, **options: Any) -> None:
         super().__init__()
-        self.model, self.score_entropy = model, score_entropy
+        self.model, self.loss_fn = model, partial(loss_fn, check=False, **options)
 
     def forward(self, batch: NoisyBatch, anchor_weight: Tensor | None) -> Loss:
-        return training_loss(
-            self.model, batch, anchor_weight=anchor_weight, score_entropy=self.score_entropy, check=False
-        )
+        return self.loss_fn(self.model, batch, anchor_weight=anchor_weight)
 
 
 @dataclass(frozen=True)

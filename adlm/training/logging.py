@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from adlm.config import Config
-from adlm.data.batches import Batch
+from adlm.data.batches import TrainingBatch
 from adlm.data.shards import PreparedData, fsync_path, write_atomically
 from adlm.methods import look_up
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
@@ -45,7 +45,7 @@ class StepMetrics:
     values: Tensor  # (4,) on the device, in the order of STEP_METRICS: this rank's share of the losses, the norm
     lr_multiplier: float  # of the peak learning rates
     anchor_weight: float
-    batch: Batch
+    batch: TrainingBatch
     stall: float  # seconds spent waiting for the dataloader
 
 
@@ -195,11 +195,17 @@ class RunLogger:
     """
 
     def __init__(
-        self, config: Config, shape: ModelConfig, context: DistributedContext, exit_stack: ExitStack, state: Record
+        self,
+        config: Config,
+        shape: ModelConfig,
+        length: int,  # tokens of a row
+        context: DistributedContext,
+        exit_stack: ExitStack,
+        state: Record,
     ) -> None:
         self.config, self.context, self.seconds_before, step = config, context, state["seconds"], state["step"]
-        self.tokens_per_step = config.batch * shape.length
-        self.flops_per_token = flops_per_token(shape, length=shape.length)
+        self.tokens_per_step = config.batch * length
+        self.flops_per_token = flops_per_token(shape, length=length)
         self.peak_flops = peak_flops(get_device_name(context.device))
         self.start = self.last_log = time.perf_counter()
         self.first_step = self.last_step = step  # the last logged step
@@ -277,19 +283,26 @@ class RunLogger:
 
 
 def describe_run(
-    config: Config, shape: ModelConfig, data: PreparedData, context: DistributedContext, kind: str, source: Path | None
+    config: Config, shape: ModelConfig, data: str, context: DistributedContext, kind: str, source: Path | None
 ) -> str:
     """Describe the model, the device, the data and the checkpoint that a run starts from."""
+    processes = "" if context.world_size == 1 else f" × {context.world_size} processes ({kind})"
+    return (
+        f"{config.method}, {count_parameters(shape) / 1e6:.1f}M parameters, on "
+        f"{get_device_name(context.device)}{processes}\n{data}"
+        + (f"\nresuming from {source}" if source else f"\nweights from {config.init}" if config.init else "")
+    )
+
+
+def describe_data(config: Config, shape: ModelConfig, data: PreparedData) -> str:
+    """Describe the rows of text that a run trains on."""
     rows, epochs = f"{config.data.stream}, streamed, rows", ""
     if not config.data.stream:
         count = len(data.rows("train"))
         rows, epochs = f"{count:,} rows", f" = {config.steps * config.batch / count:.3g} epochs"
-    processes = "" if context.world_size == 1 else f" × {context.world_size} processes ({kind})"
     return (
-        f"{config.method}, {count_parameters(shape) / 1e6:.1f}M parameters, on "
-        f"{get_device_name(context.device)}{processes}\n{rows} of {shape.length} tokens, vocabulary "
-        f"{shape.vocab_size:,}; {config.steps:,} steps of {config.batch} rows{epochs}"
-        + (f"\nresuming from {source}" if source else f"\nweights from {config.init}" if config.init else "")
+        f"{rows} of {shape.length} tokens, vocabulary {shape.vocab_size:,}; {config.steps:,} steps of {config.batch} "
+        f"rows{epochs}"
     )
 
 

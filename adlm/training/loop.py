@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch.optim import Optimizer
 
 from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
-from adlm.data.batches import Batch
+from adlm.data.batches import TrainingBatch
 from adlm.diffusion.masking import NoisyBatch
-from adlm.likelihood import estimate_nll
-from adlm.methods import METHODS, build_sampler
 from adlm.models.language_model import LanguageModel
 from adlm.training import setup
-from adlm.training.distributed import DistributedContext, LossModule, ParallelModel, init_distributed, parallelize
+from adlm.training.distributed import DistributedContext, ParallelModel, init_distributed, parallelize
 from adlm.training.ema import EMA
 from adlm.training.guard import (
     EXIT_CODES,
@@ -31,15 +28,15 @@ from adlm.training.guard import (
     save_failed_batch,
     suggest_remedy,
 )
-from adlm.training.logging import MetricWindow, RunLogger, StepMetrics, describe_run, format_validation
-from adlm.training.objective import Objective
+from adlm.training.logging import MetricWindow, RunLogger, StepMetrics, describe_run
+from adlm.training.objective import TrainingObjective
 from adlm.training.optim import build_optimizers, get_lr_multiplier, get_training_tensors, set_lr, step_optimizers
 
 
 def train_steps(
     parallel: ParallelModel,
-    objective: Objective,
-    batches: Iterator[Batch],
+    objective: TrainingObjective,
+    batches: Iterator[TrainingBatch],
     optimizers: Sequence[Optimizer],
     *,
     steps: int,
@@ -61,17 +58,17 @@ def train_steps(
     device, on_gpu = context.device, context.device.type == "cuda"
     parallel.model.train()
 
-    def prepare(step: int) -> tuple[Batch, list[Batch], list[NoisyBatch], float]:
+    def prepare(step: int) -> tuple[TrainingBatch, Sequence[TrainingBatch], list[NoisyBatch], float]:
         """Corrupt a step's batch on the CPU, while the device computes the step before."""
         start = time.perf_counter()
         batch = next(batches)
         stall = time.perf_counter() - start
-        tokens = objective.count_tokens(batch)
+        rows = batch.split(micro_batch or batch.total)
+        noisy = [objective.corrupt(part, seed, step) for part in rows]
+        tokens = torch.stack([part.tokens for part in noisy]).sum()  # what the mean is over
         if batch.lengths is not None:  # otherwise every rank has as many
-            tokens = context.all_reduce_sum(tokens.clone()) / context.world_size
-        rows = batch.split(micro_batch or len(batch.tokens))
-        noisy = [objective.corrupt(part, seed, step, tokens) for part in rows]
-        return batch, rows, [part.to(device) for part in noisy], stall
+            tokens = context.all_reduce_sum(tokens) / context.world_size
+        return batch, rows, [replace(part, tokens=tokens).to(device) for part in noisy], stall
 
     upcoming = prepare(first_step) if first_step <= steps else None
     for step in range(first_step, steps + 1):
@@ -124,7 +121,11 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
 
     `train("recipes/cpu-nano.yaml", "data.path=DATA", folder="RUN", steps=1000)`; arguments as for `load_config`.
     """
-    config = load_config(recipe, *changes, **settings)
+    return run_training(load_config(recipe, *changes, **settings), setup.open_text_task)
+
+
+def run_training(config: Config, open_task: Callable[[Config, DistributedContext], setup.TrainingTask]) -> Run:
+    """Train on a task: text, or the problems of adlm.reasoning."""
     if config.device == "mps":
         raise ValueError("device 'mps' does not train: expected auto, cpu, cuda or cuda:N; use device=cpu")
     folder = Path(config.folder)
@@ -140,27 +141,18 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         micro_batch = min(config.micro_batch or config.batch, config.batch // context.world_size)
 
         # What we train: the data, the model and its objective.
-        data, stream = setup.open_data_on_all_ranks(config, context), setup.open_stream(config)
-        data_hash, valid_rows = setup.hash_data(data, stream), data.rows("valid")
-        init = setup.load_init(config, data)
-        shape = setup.build_model_config(config, data, init)
-        method = init.method if init is not None else str(config.method)
-        config = replace(config, method=method)
-        objective = setup.build_objective(config, shape, data, on_gpu=on_gpu)
-        sampler = None if shape.is_causal else build_sampler(config.samples.sampler, steps=config.samples.steps)
-        setup.check_memory(config, shape, context, micro_batch, precision)
+        task = open_task(config, context)
+        config, shape, init, batches = task.config, task.shape, task.init, task.batches
+        setup.check_memory(config, shape, context, micro_batch, task.length, precision)
         context.run_on_rank0(lambda: setup.lock_run_folder(folder, exit_stack))
-        source = context.run_on_rank0(lambda: setup.find_resume_checkpoint(config, data_hash))
+        source = context.run_on_rank0(lambda: setup.find_resume_checkpoint(config, task.data_hash))
         model = LanguageModel(shape, seed=config.seed)
         if init is not None and init.weights is not None:
             model.load_state_dict(init.weights)
         model = model.to(device)
         if on_gpu if config.compile is None else config.compile:
             model.compile_layers()
-        loss_module = LossModule(model, score_entropy=METHODS[method].score_entropy)
-        parallel = parallelize(loss_module, context, config.parallel)
-        batches = setup.build_dataloader(config, data, stream, context)
-        unigram_ppl = setup.compute_unigram_ppl(data, valid_rows, config.valid.rows)
+        parallel = parallelize(task.build_loss(model), context, config.parallel)
 
         # How: optimizers, the average of the weights, and a guard against divergence.
         optimizers = build_optimizers(model, config.optimizer)
@@ -176,7 +168,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
             state = checkpoint.read_state(source)
             if ema is not None:
                 ema.load(checkpoint.read_weights(source), state["ema_updates"])
-            restored = setup.restore_data_state(state["batches"], context, is_stream=stream is not None)
+            restored = setup.restore_data_state(state["batches"], context, is_stream=config.data.stream is not None)
             try:
                 batches.load_state_dict(restored)
             except (TypeError, KeyError, AttributeError) as error:
@@ -184,7 +176,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
                 raise ValueError(f"{problem}: {checkpoint.COPY_AGAIN}") from error
             window.values = state["window"]
             window.guard.recent.extend(state["recent"])
-        state["data"] = data_hash
+        state["data"] = task.data_hash
 
         # What it writes: config.yaml, checkpoints, metrics.
         if context.is_main:
@@ -192,53 +184,40 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         writer = checkpoint.CheckpointWriter(
             folder / "checkpoints",
             shape,
-            method,
-            data.tokenizer,
-            rows=data.manifest["rows"],
+            str(config.method),
+            task.tokenizer,
+            rows=task.rows,
             keep=config.checkpoint.keep,
             background=config.checkpoint.background,
             group=context.checkpoint_group,
         )
         exit_stack.callback(writer.wait)  # after an error too, a checkpoint that was started is finished
-        logger = RunLogger(config, shape, context, exit_stack, state)
-        logger.print(describe_run(config, shape, data, context, parallel.kind, source))
+        logger = RunLogger(config, shape, task.length, context, exit_stack, state)
+        logger.print(describe_run(config, shape, task.description, context, parallel.kind, source))
 
         def validate(metrics: StepMetrics) -> None:
             start, step = time.perf_counter(), metrics.step
             averaged = ema.swap_in(model) if ema is not None else nullcontext()
             try:
                 with averaged, torch.autocast(device.type, precision, enabled=is_bfloat16):
-                    estimate = estimate_nll(
-                        model,
-                        valid_rows,
-                        batch=config.valid.batch or micro_batch,
-                        draws=config.valid.draws,
-                        schedule=objective.process.schedule,
-                        steps=objective.process.steps,
-                        attend_padding=objective.process.attend_padding,
-                        max_rows=config.valid.rows,
-                        loss_fn=parallel.eval_loss,
-                        ranks=context,
-                    )
+                    valid = task.validate(parallel, config.valid.batch or micro_batch)
             except FloatingPointError as error:
                 raise Diverged(f"after step {step} {error}", step, metrics.batch) from error
-            valid = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
-            valid["unigram/ppl"] = unigram_ppl
             state["valid"] = valid | {"step": step}
             logger.log({"step": step, **valid, "time": {"seconds": time.perf_counter() - start}})
-            logger.print(f"step {step:,}: {format_validation(valid, is_causal=shape.is_causal)}")
+            logger.print(f"step {step:,}: {task.format_metrics(valid)}")
 
         def write_samples(step: int) -> None:
             gathered = checkpoint.gather_weights(weights, is_main=context.is_main)
-            sample = partial(setup.write_samples, config, shape, gathered, data.tokenizer, sampler, step, device)
-            logger.print(context.run_on_rank0(sample))
+            logger.print(context.run_on_rank0(lambda: task.write_samples(gathered, step, device)))
 
         def save(metrics: StepMetrics) -> None:
             window.read()  # raises Diverged before anything is saved
             step, valid = metrics.step, state["valid"]
-            is_best = valid.get("step") == step and valid["val/nll"] < (state["best"] or torch.inf)
+            best = torch.inf if state["best"] is None else state["best"]
+            is_best = valid.get("step") == step and valid[task.best_metric] < best
             if is_best:
-                state["best"] = valid["val/nll"]
+                state["best"] = valid[task.best_metric]
             state.update(step=step, batches=context.all_gather(metrics.batch.state), seconds=logger.seconds)
             state.update(ema_updates=ema.updates if ema else 0)
             state.update(window=list(window.values), recent=list(window.guard.recent))
@@ -252,7 +231,7 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         # The loop.
         training = train_steps(
             parallel,
-            objective,
+            task.objective,
             iter(batches),
             optimizers,
             steps=config.steps,
@@ -296,5 +275,5 @@ def train(recipe: Config | Mapping[str, Any] | str | Path | None = None, *change
         logger.print(f"step {state['step']:,} of {config.steps:,} is in {latest}")
         valid = {name: value for name, value in state["valid"].items() if name != "step"}
         if valid:  # empty if the run was already past these steps
-            logger.print(f"{folder}: {format_validation(valid, is_causal=shape.is_causal)}")
+            logger.print(f"{folder}: {task.format_metrics(valid)}")
         return Run(folder, latest, state["step"], valid)

@@ -1,14 +1,19 @@
 """The training objective of a model: how a batch is corrupted, and how much anchors weigh."""
 
-from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from adlm.data.batches import Batch
 from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt, shift_tokens
 from adlm.diffusion.rng import CounterRng
+
+
+class TrainingObjective(Protocol):
+    """How the batches of a run become the network's inputs and targets."""
+
+    def corrupt(self, batch: Any, seed: int, step: int) -> NoisyBatch: ...
+    def anchor_weight(self, step: int, steps: int) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -20,22 +25,13 @@ class Objective:
     peak_anchor_weight: float = 3e-3
     anchor_ramp: bool = True
 
-    def corrupt(self, batch: Batch, seed: int, step: int, tokens: Tensor | None = None) -> NoisyBatch:
-        """Corrupt the batch of a step. `tokens` is what the mean is over, by default this batch's number of tokens."""
+    def corrupt(self, batch: Batch, seed: int, step: int) -> NoisyBatch:
+        """Corrupt the batch of a step."""
         process, valid = self.process, batch.valid()
         if self.is_causal:
-            noisy = shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
-        else:
-            rng = CounterRng.from_seed(seed, batch.number)
-            noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
-        return noisy if tokens is None else replace(noisy, tokens=tokens)
-
-    def count_tokens(self, batch: Batch) -> Tensor:
-        """Count the tokens of a batch that the loss is over."""
-        rows, length = batch.tokens.shape
-        if batch.lengths is None:
-            return torch.tensor(float(rows * (length - self.is_causal)))
-        return (batch.lengths - int(self.is_causal)).sum().float()
+            return shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
+        rng = CounterRng.from_seed(seed, batch.number)
+        return corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma at a step; None where there are no anchors."""

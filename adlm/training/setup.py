@@ -5,8 +5,10 @@ import inspect
 import json
 import math
 import shlex
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,88 @@ from adlm.diffusion.masking import ForwardProcess
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.generate import compile_for_sampling, generate_texts
-from adlm.likelihood import unigram_nll
+from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.training.distributed import DistributedContext
-from adlm.training.objective import Objective
+from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
+from adlm.training.logging import describe_data, format_validation
+from adlm.training.objective import Objective, TrainingObjective
+
+
+@dataclass(frozen=True)
+class InitModel:
+    """The model of `init`: its architecture and, for a run that does not resume, its weights and their hash."""
+
+    method: str
+    shape: ModelConfig
+    weights: dict[str, Tensor] | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """What a run trains: its model, its data, its objective and how it is validated."""
+
+    config: Config  # with the method of `init`
+    shape: ModelConfig
+    init: InitModel | None
+    objective: TrainingObjective
+    batches: Any  # an endless iterable of batches, with load_state_dict
+    build_loss: Callable[[LanguageModel], LossModule]
+    validate: Callable[[ParallelModel, int], dict[str, float]]  # of a model, in batches of so many rows
+    format_metrics: Callable[[Mapping[str, float]], str]
+    write_samples: Callable[[dict[str, Tensor], int, torch.device], str]  # of weights at a step
+    data_hash: str
+    description: str
+    length: int  # tokens of a row
+    tokenizer: Tokenizer | None
+    rows: str = checkpoint.WRAPPED
+    best_metric: str = "val/nll"  # the lowest value is the best checkpoint
+
+
+def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
+    """Open the text that a recipe trains on, with the method's model and objective."""
+    data, stream = open_data_on_all_ranks(config, context), open_stream(config)
+    valid_rows = data.rows("valid")
+    init = load_init(config, data)
+    shape = build_model_config(config, data, init)
+    config = replace(config, method=init.method if init is not None else str(config.method))
+    objective = build_objective(config, shape, data, on_gpu=context.device.type == "cuda")
+    sampler = None if shape.is_causal else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
+    unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
+
+    def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
+        estimate = estimate_nll(
+            parallel.model,
+            valid_rows,
+            batch=batch,
+            draws=config.valid.draws,
+            schedule=objective.process.schedule,
+            steps=objective.process.steps,
+            attend_padding=objective.process.attend_padding,
+            max_rows=config.valid.rows,
+            loss_fn=parallel.eval_loss,
+            ranks=context,
+        )
+        metrics = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
+        return metrics | {"unigram/ppl": unigram_ppl}
+
+    return TrainingTask(
+        config,
+        shape,
+        init,
+        objective,
+        build_dataloader(config, data, stream, context),
+        build_loss=partial(LossModule, score_entropy=methods.METHODS[str(config.method)].score_entropy),
+        validate=validate,
+        format_metrics=partial(format_validation, is_causal=shape.is_causal),
+        write_samples=partial(write_samples, config, shape, data.tokenizer, sampler),
+        data_hash=hash_data(data, stream),
+        description=describe_data(config, shape, data),
+        length=shape.length,
+        tokenizer=data.tokenizer,
+        rows=data.manifest["rows"],
+    )
 
 
 def open_data_on_all_ranks(config: Config, context: DistributedContext) -> PreparedData:
@@ -99,16 +178,6 @@ def restore_data_state(states: list[dict[str, Any]], context: DistributedContext
         problem = f"{context.world_size} processes cannot resume a streamed run of {len(states)}"
         raise ValueError(f"{problem}: start {len(states)} processes")
     return states[context.rank if is_stream else 0]
-
-
-@dataclass(frozen=True)
-class InitModel:
-    """The model of `init`: its architecture and, for a run that does not resume, its weights and their hash."""
-
-    method: str
-    shape: ModelConfig
-    weights: dict[str, Tensor] | None = None
-    sha256: str | None = None
 
 
 def load_init(config: Config, data: PreparedData) -> InitModel | None:
@@ -218,9 +287,9 @@ def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, An
 def write_samples(
     config: Config,
     shape: ModelConfig,
-    weights: dict[str, Tensor],
     tokenizer: Tokenizer,
     sampler: Plan | Order | None,
+    weights: dict[str, Tensor],
     step: int,
     device: torch.device,
 ) -> str:
@@ -237,7 +306,7 @@ def write_samples(
 
 
 def check_memory(
-    config: Config, model: ModelConfig, context: DistributedContext, rows: int, precision: torch.dtype
+    config: Config, model: ModelConfig, context: DistributedContext, rows: int, length: int, precision: torch.dtype
 ) -> None:
     """Raise MemoryError if a step is estimated not to fit, before anything is built."""
     kind, is_cuda = config.parallel.kind, context.device.type == "cuda"
@@ -245,7 +314,7 @@ def check_memory(
     needed = estimate_memory(
         model,
         rows=rows,
-        length=model.length,
+        length=length,
         bytes_per_activation=2 if precision == torch.bfloat16 else 4,
         ema=config.ema is not None,
         optimizer=config.optimizer.name,
@@ -258,7 +327,7 @@ def check_memory(
     available = get_available_memory(context.device)
     if config.memory_check and total > available:
         raise MemoryError(
-            f"a step of {rows} × {model.length} tokens takes about {format_bytes(total)} (activations "
+            f"a step of {rows} × {length} tokens takes about {format_bytes(total)} (activations "
             f"{format_bytes(activations)}), and {format_bytes(int(available))} are free on {context.device}. Reduce "
             f"micro_batch (now {rows}), set parallel.checkpoint_activations=true, shard the weights with "
             "parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this estimate"
