@@ -1,0 +1,129 @@
+"""Sudoku: boards from files, the split by hash, whole-word items and the score."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adlm.data.formats import MAX_WHOLE_BYTES, read_whole
+from adlm.reasoning.datasets import find_file
+from adlm.reasoning.items import MARKERS, Item
+from adlm.remedies import describe_unknown
+
+Boards = NDArray[np.uint8]  # (N, 81): row by row, 0 is an empty cell
+
+LEVELS = ("kids", "easy", "medium", "expert", "evil")
+SPLITS = ("train", "test")
+WORDS = (".", *"123456789")  # the word of a cell is at its digit; an empty cell is a dot
+TEST_EVERY = 5  # a puzzle is for testing if this divides its hash: one in five
+CELLS = np.arange(81).reshape(9, 9)
+UNITS = np.concatenate([CELLS, CELLS.T, CELLS.reshape(3, 3, 3, 3).swapaxes(1, 2).reshape(9, 9)])  # rows, columns, boxes
+
+
+class SudokuBoards(NamedTuple):
+    """Puzzles with their solutions."""
+
+    puzzles: Boards
+    solutions: Boards
+    level: NDArray[np.uint8]  # (N,): the index in `LEVELS`
+
+
+class SudokuScore(NamedTuple):
+    """Shares of the boards that equal their solution, and of the puzzles' empty cells that do."""
+
+    solved: float
+    cells: float
+
+
+def read_boards(path: Path) -> Boards:
+    """Read boards, 81 digits to a line; the last line may lack its end."""
+    lines = read_whole(path, MAX_WHOLE_BYTES, "divide it").splitlines()
+    for number, line in enumerate(lines, 1):
+        if len(line) != 81 or not line.isdigit():
+            raise ValueError(
+                f"{path}, line {number} is {line.decode('utf-8', 'replace')!r:.90} ({len(line)} bytes): expected 81 "
+                "digits, 0 for an empty cell; correct it or leave it out, with its line in the other file"
+            )
+    if not lines:
+        raise ValueError(f"{path} holds no board: expected 81 digits to a line; make or fetch it again")
+    return np.frombuffer(b"".join(lines), dtype=np.uint8).reshape(-1, 81) - ord("0")
+
+
+def is_complete(boards: Boards) -> NDArray[np.bool_]:
+    """Whether each row, column and box of a board has the digits 1 to 9."""
+    return (np.sort(boards[:, UNITS], axis=-1) == np.arange(1, 10)).all(axis=(1, 2))
+
+
+def is_for_testing(puzzles: Boards) -> NDArray[np.bool_]:
+    """Whether a puzzle is in the test split: `TEST_EVERY` divides the SHA-256 of its 81 digits, a big-endian integer.
+
+    The rule sees one puzzle only, so that neither their order nor other puzzles matter and equal ones stay together.
+    """
+    digests = (hashlib.sha256(puzzle.tobytes()).digest() for puzzle in puzzles + np.uint8(ord("0")))
+    return np.array([int.from_bytes(digest, "big") % TEST_EVERY == 0 for digest in digests], dtype=bool)
+
+
+def load_sudoku(folder: Path | str, levels: Iterable[str] = LEVELS, split: str | None = None) -> SudokuBoards:
+    """Load the boards of these levels, by default all of them, from <level>_puzzles.txt and <level>_solutions.txt.
+
+    A file may have the suffix .gz. `split` is train (about 8,000 of 10,000), test, or None for both.
+    """
+    folder = Path(folder).expanduser()
+    if split not in (*SPLITS, None):
+        raise ValueError(describe_unknown("split", str(split), SPLITS))
+    parts = [_load_level(folder, level) for level in dict.fromkeys(levels)]
+    if not parts:
+        raise ValueError(f"no level is given: expected at least one of {', '.join(LEVELS)}")
+    boards = SudokuBoards(*map(np.concatenate, zip(*parts)))
+    if split is None:
+        return boards
+    keep = is_for_testing(boards.puzzles) == (split == "test")
+    return SudokuBoards(*(each[keep] for each in boards))
+
+
+def _load_level(folder: Path, level: str) -> SudokuBoards:
+    if level not in LEVELS:
+        raise ValueError(describe_unknown("level", level, LEVELS))
+    paths = []
+    for kind in ("puzzles", "solutions"):
+        name = f"{level}_{kind}.txt"
+        if (path := find_file([folder], [name])) is None:
+            there = [each for each in LEVELS if find_file([folder], [f"{each}_{kind}.txt"])]
+            raise ValueError(f"no {name} (.gz) in {folder}: levels found: {', '.join(there) or 'none'}; add it")
+        paths.append(path)
+    puzzles, solutions = map(read_boards, paths)
+    if len(puzzles) != len(solutions):
+        raise ValueError(
+            f"{paths[0]} has {len(puzzles)} boards and {paths[1].name} {len(solutions)}: expected as many; fetch both "
+            "again"
+        )
+    checks = {
+        "does not have 1 to 9 in each row, column and box": ~is_complete(solutions),
+        "does not complete its puzzle": ((puzzles != 0) & (puzzles != solutions)).any(axis=1),
+    }
+    for problem, is_bad in checks.items():
+        if is_bad.any():
+            place = f"{paths[1]}, line {is_bad.argmax() + 1}"
+            raise ValueError(f"{place} {problem}: expected a solution; correct it or leave it out of both files")
+    return SudokuBoards(puzzles, solutions, np.full(len(puzzles), LEVELS.index(level), dtype=np.uint8))
+
+
+def make_items(puzzles: Boards, solutions: Boards) -> list[Item]:
+    """Make items without steps: the question is <q> and the puzzle's 81 cells, the answer the solution's."""
+    cells = (np.stack([puzzles, solutions]).astype(np.int64) + len(MARKERS)).tolist()
+    return [Item([MARKERS.index("<q>"), *question], [], [], answer, []) for question, answer in zip(*cells)]
+
+
+def score_boards(boards: NDArray[np.integer], solutions: Boards, puzzles: Boards) -> SudokuScore:
+    """Score boards against the solutions, of which a proper puzzle has one."""
+    is_empty = puzzles == 0
+    if not boards.shape == solutions.shape == puzzles.shape or not is_empty.any():
+        raise ValueError(
+            f"boards {boards.shape}, solutions {solutions.shape} and puzzles {puzzles.shape}: expected one shape "
+            "(N, 81), with at least one empty cell; pass the arrays of the same puzzles"
+        )
+    is_right = boards == solutions
+    return SudokuScore(float(is_right.all(axis=1).mean()), float(is_right[is_empty].mean()))

@@ -1,0 +1,141 @@
+"""Sudoku: laws of the boards, the split, the items and the score, on boards made from a canonical one."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adlm.reasoning import sudoku
+from adlm.reasoning.items import MARKERS
+from adlm.reasoning.sudoku import SudokuBoards, is_complete, is_for_testing, load_sudoku, make_items, score_boards
+
+VOCABULARY = MARKERS + sudoku.WORDS
+
+
+def make_boards(count: int, seed: int = 0) -> tuple[sudoku.Boards, sudoku.Boards]:
+    """Permute digits, and the rows and columns in their bands, of the canonical board; empty half of the cells."""
+    rng = np.random.default_rng(seed)
+    rows, columns = np.arange(9)[:, None], np.arange(9)
+    canonical = (rows * 3 + rows // 3 + columns) % 9 + 1
+
+    def draw_order() -> np.ndarray:
+        return np.concatenate([3 * band + rng.permutation(3) for band in rng.permutation(3)])
+
+    boards = [(rng.permutation(9) + 1)[canonical[draw_order()][:, draw_order()] - 1] for _ in range(count)]
+    solutions = np.array(boards, dtype=np.uint8).reshape(count, 81)
+    return np.where(rng.random(solutions.shape) < 0.5, solutions, 0).astype(np.uint8), solutions
+
+
+def write(folder: Path, level: str, puzzles: sudoku.Boards, solutions: sudoku.Boards) -> None:
+    for kind, boards in (("puzzles", puzzles), ("solutions", solutions)):
+        text = "\n".join("".join(map(str, board)) for board in boards)  # the last line without its end
+        (folder / f"{level}_{kind}.txt.gz").write_bytes(gzip.compress(text.encode()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed, level in enumerate(("easy", "evil")):
+        write(tmp_path, level, *make_boards(20, seed))
+    return tmp_path
+
+
+def test_files_are_read_as_they_were_written(folder: Path) -> None:
+    boards = load_sudoku(folder, ["evil", "easy"])
+    assert isinstance(boards, SudokuBoards) and {each.dtype for each in boards} == {np.dtype(np.uint8)}
+    for part, seed, level in ((slice(20), 1, 4), (slice(20, 40), 0, 1)):
+        puzzles, solutions = make_boards(20, seed)
+        assert (boards.puzzles[part] == puzzles).all() and (boards.solutions[part] == solutions).all()
+        assert (boards.level[part] == level).all()
+    (folder / "easy_puzzles.txt").write_bytes(gzip.decompress((folder / "easy_puzzles.txt.gz").read_bytes()) + b"\r\n")
+    (folder / "easy_puzzles.txt.gz").unlink()
+    assert (load_sudoku(folder, ["easy"]).puzzles == make_boards(20, 0)[0]).all()
+
+
+def test_units_are_the_rows_columns_and_boxes() -> None:
+    units = {frozenset(unit.tolist()) for unit in sudoku.UNITS}
+    assert len(units) == 27 and frozenset({60, 61, 62, 69, 70, 71, 78, 79, 80}) in units
+    for cell in range(81):
+        assert sum(cell in unit for unit in units) == 3
+    _, solutions = make_boards(50)
+    assert is_complete(solutions).all()
+    swapped = solutions.copy()
+    swapped[:, [0, 1]] = swapped[:, [1, 0]]  # the row and the box stay sound, two columns do not
+    assert not is_complete(swapped).any()
+    shifted = np.array([np.roll(np.arange(1, 10), row) for row in range(9)], dtype=np.uint8).reshape(1, 81)
+    assert not is_complete(shifted).any()  # rows and columns are sound, boxes are not
+
+
+def test_the_split_depends_on_the_puzzle_alone(folder: Path) -> None:
+    puzzles, _ = make_boards(4000)
+    in_test = is_for_testing(puzzles)
+    assert abs(in_test.mean() - 0.2) < 3 * (0.2 * 0.8 / 4000) ** 0.5
+    order = np.random.default_rng(1).permutation(4000)
+    assert (is_for_testing(puzzles[order]) == in_test[order]).all()
+    assert is_for_testing(puzzles[7:8])[0] == in_test[7]
+    # By sha256sum: the hashes of "5" * 81 and "9" * 81 are 0 and 2 modulo 5.
+    assert is_for_testing(np.array([[5] * 81, [9] * 81], dtype=np.uint8)).tolist() == [True, False]
+    whole = load_sudoku(folder, ["easy", "evil"])
+    parts = [load_sudoku(folder, ["easy", "evil"], split) for split in sudoku.SPLITS]
+    rows = [{puzzle.tobytes() for puzzle in each.puzzles} for each in (whole, *parts)]
+    assert rows[1] | rows[2] == rows[0] and not rows[1] & rows[2]
+    assert len(parts[0].level) + len(parts[1].level) == len(whole.level) == 40
+
+
+def test_items_spell_the_boards() -> None:
+    puzzles, solutions = make_boards(2)
+    for item, puzzle, solution in zip(make_items(puzzles, solutions), puzzles, solutions, strict=True):
+        marker, *cells = (VOCABULARY[token] for token in item.question)
+        assert marker == "<q>" and "".join(cells) == "".join(map(str, puzzle)).replace("0", ".")
+        assert "".join(VOCABULARY[token] for token in item.answer) == "".join(map(str, solution))
+        assert (item.steps, item.anchors, item.off_path) == ([], [], [])
+
+
+def test_scores_count_solved_boards_and_empty_cells() -> None:
+    puzzles, solutions = make_boards(4)
+    assert score_boards(solutions, solutions, puzzles) == (1.0, 1.0)
+    assert score_boards(puzzles, solutions, puzzles) == (0.0, 0.0)  # the givens do not count
+    boards, n_empty = solutions.copy(), int((puzzles == 0).sum())
+    boards[2, np.flatnonzero(puzzles[2] == 0)[:3]] = 0
+    assert score_boards(boards, solutions, puzzles) == (0.75, pytest.approx(1 - 3 / n_empty))
+    boards[1, np.flatnonzero(puzzles[1])[0]] = 0  # a given that was changed: not solved, no empty cell wrong
+    assert score_boards(boards, solutions, puzzles) == (0.5, pytest.approx(1 - 3 / n_empty))
+    for wrong in ((boards[:3], solutions, puzzles), (boards[:0],) * 3, (solutions,) * 3):
+        with pytest.raises(ValueError, match="expected one shape"):
+            score_boards(*wrong)
+
+
+ZEROS, NINES = b"0" * 81, b"9" * 81
+SOLUTION = "".join(map(str, make_boards(1)[1][0])).encode()
+
+
+@pytest.mark.parametrize(
+    ("puzzles", "solutions", "message"),
+    [
+        (ZEROS[1:], SOLUTION, r"easy_puzzles.txt, line 1 is '0+' \(80 bytes\): expected 81 digits, 0 for an empty"),
+        (ZEROS + b"\n" + b"." * 81, SOLUTION, r"easy_puzzles.txt, line 2 is '\.+' \(81 bytes\): expected 81 digits"),
+        (b"\xff" * 81, SOLUTION, r"easy_puzzles.txt, line 1 .*expected 81 digits"),
+        (b"", SOLUTION, r"easy_puzzles.txt holds no board"),
+        (ZEROS + b"\n" + ZEROS, SOLUTION, r"easy_puzzles.txt has 2 boards and easy_solutions.txt 1: expected as many"),
+        (ZEROS, NINES, r"easy_solutions.txt, line 1 does not have 1 to 9 in each row, column and box"),
+        (ZEROS, ZEROS, r"easy_solutions.txt, line 1 does not have 1 to 9 in each row, column and box"),
+        (SOLUTION[::-1], SOLUTION, r"easy_solutions.txt, line 1 does not complete its puzzle"),
+    ],
+)
+def test_bad_boards_get_one_line(puzzles: bytes, solutions: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "easy_puzzles.txt").write_bytes(puzzles)
+    (tmp_path / "easy_solutions.txt").write_bytes(solutions)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_sudoku(tmp_path, ["easy"])
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_levels_splits_and_missing_files_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"no kids_puzzles.txt \(.gz\) in .*: levels found: easy, evil; add it"):
+        load_sudoku(folder)
+    with pytest.raises(ValueError, match=r"unknown level 'devil' .*expected one of kids, easy"):
+        load_sudoku(folder, ["devil"])
+    with pytest.raises(ValueError, match=r"unknown split 'valid': expected one of train, test"):
+        load_sudoku(folder, ["easy"], "valid")
+    with pytest.raises(ValueError, match="no level is given"):
+        load_sudoku(folder, [])
