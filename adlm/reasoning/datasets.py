@@ -112,7 +112,7 @@ class TextTask(NamedTuple):
     """A task that is read from files."""
 
     readers: dict[str, Callable[[Path], Iterator[Problem]]]  # by suffix
-    find_words: Callable[[str], list[str]]  # the rule of the anchors, METHOD §5 "ACoT"
+    find_words: Callable[[str], list[str]]  # the rule of the anchors: words of a text, in order
     folder: str  # where the files of the splits lie, or in the folder above
     files: dict[str, tuple[str, ...]]  # by split, without .gz; the first that exists
 
