@@ -1,6 +1,9 @@
 """Reasoning problems as token ids: what every task makes and every arm reads."""
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 # The markers of REASONING's layouts, the first ids of a whole-word vocabulary: question, reasoning, answer, end,
 # begin and end of the slots, a slot.
@@ -34,3 +37,23 @@ class Markers(NamedTuple):
 
 
 WORD_MARKERS = Markers(*range(len(MARKERS)))
+
+
+def index_words(words: Sequence[str]) -> dict[str, int]:
+    """Return the ids of a whole-word vocabulary: the markers, then the task's words."""
+    return {word: index for index, word in enumerate((*MARKERS, *words))}
+
+
+def draw_hops(rng: np.random.Generator, count: int, min_hops: int, max_hops: int, limit: int) -> np.ndarray:
+    """Draw the number of hops of every item, uniform in min_hops..max_hops."""
+    if not 1 <= min_hops <= max_hops <= limit:
+        raise ValueError(f"hops {min_hops} to {max_hops} are out of range: give 1 <= min <= max <= {limit}")
+    return rng.integers(min_hops, max_hops, count, endpoint=True)
+
+
+def draw_symbols(rng: np.random.Generator, words: Iterable[str], symbols: Sequence[str]) -> dict[str, str]:
+    """Give every different word a symbol of its own, at random."""
+    unique = list(dict.fromkeys(words))
+    if len(unique) > len(symbols):
+        raise ValueError(f"{len(unique)} different words such as {unique[0]!r}: expected at most {len(symbols)}")
+    return dict(zip(unique, rng.permutation(np.array(symbols)).tolist()))

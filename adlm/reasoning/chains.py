@@ -1,0 +1,140 @@
+"""Generated task *chains*: an individual's class hierarchy, an attribute of every class, true or false.
+
+Two individuals `n0`, `n1` head one chain of classes each; a class has one attribute with a sign. The asked attribute is
+h is-a links away from the asked individual, with one sign, and equally far in the other chain with the other sign; both
+chains have one class more. Facts are `n0 c3 |`, `c3 c7 |` (is a) and `c7 p2 + |` (has; has not: `-`), shuffled, and the
+question ends with `? n0 p2 -`. Exchanging the chains keeps every count and reverses the answer, so only links tell it.
+
+Steps `n0 c3 ;`, `c3 c7 ;`, `c7 p2 + ;`; anchors: the classes of the path and the answer, `c3 c7 false`; off_path: the
+classes of the other chain.
+"""
+
+import re
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from adlm.reasoning.datasets import Problem, load_problems
+from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
+
+NAMES, CLASSES, ATTRIBUTES = (tuple(f"{kind}{i}" for i in range(n)) for kind, n in (("n", 2), ("c", 24), ("p", 24)))
+WORDS = (*NAMES, *CLASSES, *ATTRIBUTES, "+", "-", "true", "false", "|", "?", ";")
+MAX_HOPS = len(CLASSES) // 2 - 1
+_IDS = index_words(WORDS)
+
+
+def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: int) -> list[Item]:
+    """Draw items whose asked attribute is min_hops to max_hops is-a links away from the individual, uniformly."""
+    hops = draw_hops(rng, count, min_hops, max_hops, MAX_HOPS)
+    height, rows = max_hops + 1, np.arange(count)
+    # By item, chain (asked, other) and height: the name or class, its attribute and the attribute's sign.
+    names = rng.permuted(np.tile([[0], [1]], (count, 1, 1)), axis=1) + _IDS["n0"]
+    classes, attributes = (
+        rng.random((count, len(words))).argsort(axis=1)[:, : 2 * height].reshape(count, 2, height) + _IDS[words[0]]
+        for words in (CLASSES, ATTRIBUTES)
+    )
+    attributes = (
+        rng.random((count, len(ATTRIBUTES))).argsort(axis=1)[:, : 2 * height].reshape(count, 2, height) + _IDS["p0"]
+    )
+    signs = rng.integers(2, size=(count, 2, height))  # 0: +, 1: -
+    signs[rows, 1, hops - 1] = 1 - signs[rows, 0, hops - 1]
+    attributes[rows, 1, hops - 1] = attributes[rows, 0, hops - 1]
+    question_signs = rng.integers(2, size=count)
+    answers = _IDS["true"] + (question_signs != signs[rows, 0, hops - 1])
+
+    facts = np.zeros((count, 2, 2, height, 4), int)  # by kind: the link below a class, its attribute
+    links, properties = facts[:, :, 0], facts[:, :, 1]
+    links[..., 0] = np.concatenate([names, classes[..., :-1]], axis=2)
+    links[..., 1] = classes
+    links[..., 2] = _IDS["|"]
+    properties[..., 0] = classes
+    properties[..., 1] = attributes
+    properties[..., 2] = signs + _IDS["+"]
+    properties[..., 3] = _IDS["|"]
+    is_used = np.broadcast_to((np.arange(height) <= hops[:, None])[:, None, None], facts.shape[:-1]).reshape(count, -1)
+    order = np.where(is_used, rng.random(is_used.shape), 2).argsort(axis=1)
+    shuffled = np.take_along_axis(facts.reshape(count, -1, 4), order[..., None], axis=1)
+    shuffled[~np.take_along_axis(is_used, order, axis=1)] = 0
+    tokens = shuffled[shuffled > 0].tolist()  # no word of a fact has the id 0, the marker <q>
+    ends = np.cumsum(14 * (hops + 1)).tolist()
+
+    asked = np.stack([names[:, 0, 0], attributes[rows, 0, hops - 1], question_signs + _IDS["+"]], axis=1).tolist()
+    links[..., 2] = properties[..., 3] = _IDS[";"]
+    trace, last = links[:, 0, :, :3].tolist(), properties[rows, 0, hops - 1].tolist()
+    path, others = classes[:, 0].tolist(), classes[:, 1].tolist()
+    return [
+        Item(
+            question=[_IDS["<q>"], *tokens[end - 14 * (h + 1) : end - 1], _IDS["?"], *asked[i]],
+            steps=[*trace[i][:h], last[i]],
+            anchors=[*path[i][:h], answer],
+            answer=[answer],
+            off_path=others[i][: h + 1],
+        )
+        for i, (h, end, answer) in enumerate(zip(hops.tolist(), ends, answers.tolist()))
+    ]
+
+
+_FACT = re.compile(r"(?:(?:Each|Every) )?(?P<subject>\w+) (?:is|are) (?P<negation>not )?(?:an? )?(?P<value>\w+)\.")
+_PLURAL = re.compile("puses$")
+
+
+def _parse_fact(sentence: str) -> tuple[str, str, str]:
+    """Return a sentence's subject, its class or attribute, and the attribute's sign or nothing for a class."""
+    match = _FACT.fullmatch(sentence)
+    if not match:
+        expected = "'Each yumpus is a lorpus.', 'Lorpuses are not red.' or 'Max is a yumpus.'"
+        raise ValueError(f"unknown sentence {sentence!r}: expected one such as {expected}; correct it or leave it out")
+    subject, value = (_PLURAL.sub("pus", match[part]) for part in ("subject", "value"))
+    is_class = value.endswith("pus")
+    if is_class and match["negation"]:
+        raise ValueError(f"unknown sentence {sentence!r}: expected no negation of a class; correct it or leave it out")
+    sign = "" if is_class else "-" if match["negation"] else "+"
+    return subject.lower() if subject.endswith("pus") else subject, value, sign
+
+
+def recode_prontoqa(path: Path | str, seed: int = 0) -> list[Item]:
+    """Read published ProntoQA problems as items in this vocabulary, with symbols drawn anew for each."""
+    items = []
+    for index, problem in enumerate(load_problems("prontoqa", path)):
+        try:
+            items.append(_recode_problem(problem, np.random.default_rng((seed, index))))
+        except ValueError as error:
+            raise ValueError(f"{path}, problem {index}: {error}") from None
+    return items
+
+
+def _recode_problem(problem: Problem, rng: np.random.Generator) -> Item:
+    body, mark, query = problem.question.partition(" True or false: ")
+    if not mark:
+        raise ValueError(f"question {problem.question[-60:]!r} has no 'True or false:': correct it or leave it out")
+    facts, asked = [_parse_fact(each) for each in re.split(r"(?<=\.) ", body)], _parse_fact(query)
+    # A step is a conclusion and the next fact ("Max is a wumpus. Each wumpus is red."); the last has no fact.
+    trace = [_parse_fact(each) for step in problem.steps for each in re.split(r"(?<=\.) ", step)]
+    links = [trace[0], *trace[1::2]]
+    is_chain = all(after[0] == before[1] for before, after in pairwise(links))
+    if not (is_chain and links[-1][2] and set(links) <= set(facts) and asked[:2] == (links[0][0], links[-1][1])):
+        raise ValueError(f"steps {' '.join(problem.steps)!r:.80} do not lead to {query!r} by the facts: correct them")
+    answer = "true" if asked[2] == links[-1][2] else "false"
+    if problem.answer.lower() != answer:
+        raise ValueError(f"answer {problem.answer!r} contradicts the steps: expected {answer}; correct it")
+
+    words = [word for subject, value, _ in facts for word in (subject, value)]
+    values = {value for _, value, sign in facts if sign}
+    classes = [word for word in words if word.endswith("pus")]
+    symbols = draw_symbols(rng, classes, CLASSES) | draw_symbols(rng, (w for w in words if w in values), ATTRIBUTES)
+    symbols |= draw_symbols(rng, (word for word in words if word not in symbols), NAMES)
+
+    def encode(fact: tuple[str, str, str], end: str = "") -> list[int]:
+        subject, value, sign = fact
+        return [_IDS[word] for word in (symbols[subject], symbols[value], sign, end) if word]
+
+    body_ids = list(chain.from_iterable(encode(fact, "|") for fact in facts))
+    path = {value for _, value, _ in links}
+    return Item(
+        question=[_IDS["<q>"], *body_ids[:-1], _IDS["?"], *encode(asked)],
+        steps=[encode(link, ";") for link in links],
+        anchors=[_IDS[symbols[value]] for _, value, _ in links[:-1]] + [_IDS[answer]],
+        answer=[_IDS[answer]],
+        off_path=[_IDS[symbols[word]] for word in dict.fromkeys(classes) if word not in path],
+    )

@@ -1,0 +1,166 @@
+"""Generated task *graphs*: which of two nodes can be reached from the root?
+
+Question `<q> 3 5 | 1 4 | 0 3 | 6 8 | 5 7 | 4 6 ? 0 8 7` (edges, root, two options), steps `0 3 ;`, `3 5 ;`, `5 7 ;`,
+anchors `3 5 7`, answer `7`, off_path `4 6 8`: the nodes of the path from another root to the distractor, as many.
+
+A graph has two roots, each the start of a path of h edges: to the target and to the distractor. Branches leave a path
+and may return to it by a detour, sources have edges into everything, sinks from everything, and no edge leads from one
+root's part into the other's. The shortest path is unique. Both parts are drawn alike, and the ends of both paths have
+the same in-degree, the same out-degree and ancestor counts that differ by at most 1: no count tells the target.
+"""
+
+import re
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+
+from adlm.reasoning.datasets import Problem, load_problems
+from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
+
+SYMBOLS = tuple(map(str, range(40)))
+WORDS = (*SYMBOLS, "|", "?", ";")
+MIN_NODES, MAX_NODES = 16, 24
+MIN_EDGES, MEAN_EDGES, MAX_EDGES = 30, 36, 42
+MAX_HOPS = MAX_NODES // 2 - 4  # leaves six nodes off both paths
+_IDS = index_words(WORDS)
+_BITS = 1 << np.arange(MAX_NODES)
+_SOURCE, _SINK, _ABSENT = 2, 3, 4  # the part of a node; 0: the target's, 1: the distractor's
+_GROUP_PARTS = np.array([0, 1, 0, 1, _SOURCE, _SINK, _ABSENT])  # both paths, both branches, the shared nodes
+
+
+def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: int) -> list[Item]:
+    """Draw items whose target is min_hops to max_hops edges away from the root, uniformly."""
+    hops = draw_hops(rng, count, min_hops, max_hops, MAX_HOPS)
+    adjacency = np.zeros((count, MAX_NODES, MAX_NODES), bool)
+    pending = np.arange(count)
+    while len(pending):
+        candidates = np.repeat(pending, 1 + 32 // len(pending))  # a call for few graphs costs as much as for 32
+        graphs, is_valid = _draw_graphs(rng, hops[candidates])
+        adjacency[candidates[is_valid]] = graphs[is_valid]
+        pending = np.setdiff1d(pending, candidates[is_valid])
+
+    symbols = rng.random((count, len(SYMBOLS))).argsort(axis=1)[:, :MAX_NODES] + _IDS["0"]
+    row, source, target = adjacency.nonzero()
+    edges = np.stack([symbols[row, source], symbols[row, target], np.full(len(row), _IDS["|"])], axis=1)
+    tokens = edges[(row + rng.random(len(row))).argsort()].ravel().tolist()
+    ends = 3 * np.bincount(row, minlength=count).cumsum()
+    is_target_first = rng.random(count) < 0.5
+    items, start = [], 0
+    for h, end, nodes, is_first in zip(hops.tolist(), ends.tolist(), symbols.tolist(), is_target_first.tolist()):
+        path, other = nodes[: h + 1], nodes[h + 1 : 2 * h + 2]
+        options = [path[-1], other[-1]] if is_first else [other[-1], path[-1]]
+        question = [_IDS["<q>"], *tokens[start : end - 1], _IDS["?"], path[0], *options]
+        steps = [[*edge, _IDS[";"]] for edge in pairwise(path)]
+        items.append(Item(question, steps, anchors=path[1:], answer=path[-1:], off_path=other[1:]))
+        start = end
+    return items
+
+
+def _draw_graphs(rng: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a graph for each number of hops: adjacency [row, from, to], and whether it has the wanted counts.
+
+    Nodes 0..h are the path to the target, h+1..2h+1 that to the distractor. Ranks order the nodes, so there is no
+    cycle. A node is at least its level away from its root: an edge within a part leads at most one level up, and a node
+    of the path is entered from a lower level by its path alone.
+    """
+    rows, index = np.arange(len(hops)), np.arange(MAX_NODES)
+    extra = rng.integers(np.maximum(MIN_NODES, 2 * hops + 8), MAX_NODES, endpoint=True) - 2 * hops - 2
+    branch = extra // 3
+    sources = rng.integers(1, extra - 2 * branch)
+    bounds = np.cumsum([hops + 1, hops + 1, branch, branch, sources, extra - 2 * branch - sources], axis=0)
+    group = sum(index >= bound[:, None] for bound in bounds)
+    part, is_path, is_branch = _GROUP_PARTS[group].astype(np.int8), group < 2, (group == 2) | (group == 3)
+    noise = rng.random(part.shape, np.float32)
+    branch_level = 1 + (rng.random(part.shape, np.float32) * (hops[:, None] + 1)).astype(np.int8)
+    level = np.select([is_path, is_branch], [index % (hops[:, None] + 1), branch_level], 0).astype(np.int8)
+    ranks = [level, level - noise, -noise - 1, MAX_NODES + noise]
+    rank = np.select([is_path, is_branch, part == _SOURCE, part == _SINK], ranks, 2 * MAX_NODES)
+
+    here, there = np.s_[:, :, None], np.s_[:, None, :]  # the ends of an edge
+    is_same = (part[here] == part[there]) & ((level + is_path)[there] <= (level + 1)[here])
+    is_shared = ((part == _SOURCE)[here] & (part != _ABSENT)[there]) | (part == _SINK)[there]
+    allowed = (is_same | is_shared) & (rank[here] < rank[there])
+    targets = np.stack([hops, 2 * hops + 1])  # the ends of the paths: target, distractor
+
+    keys = rng.random(allowed.shape, np.float32)
+    priority = (keys + is_same) * allowed
+    priority[rows, targets] = priority[rows, :, targets] = 0
+    edges = np.zeros_like(allowed)
+    row, node = (is_branch | (part == _SINK)).nonzero()  # every branch and sink has an edge from, every source one to
+    edges[row, priority[row, :, node].argmax(axis=1), node] = True
+    row, node = (part == _SOURCE).nonzero()
+    edges[row, node, priority[row, node].argmax(axis=1)] = True
+    edges[:, index[:-1], index[1:]] |= is_path[:, 1:] & (index[1:] != hops[:, None] + 1)
+    allowed &= ~edges
+    share = (MEAN_EDGES - edges.sum(axis=(1, 2))) / allowed.sum(axis=(1, 2))
+    optional = allowed & (keys < share[:, None, None])
+    for view, key in ((optional, keys), (optional.swapaxes(1, 2), keys.swapaxes(1, 2))):  # equal out- and in-degrees
+        drawn = view[rows, targets]
+        kept = drawn.sum(axis=2).min(axis=0)
+        drawn_keys = np.where(drawn, key[rows, targets], 1)
+        view[rows, targets] = drawn_keys < np.sort(drawn_keys, axis=2)[:, rows, kept][..., None]
+    edges |= optional
+
+    count = edges.sum(axis=(1, 2))
+    ancestors = _count_ancestors(edges, targets)
+    is_valid = (abs(ancestors[0] - ancestors[1]) <= 1) & (count >= MIN_EDGES) & (count <= MAX_EDGES)
+    return edges, is_valid
+
+
+def _count_ancestors(edges: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """Count the nodes that reach the given ones [kind, row]; sets of nodes are bits of a number."""
+    children = (edges.astype(np.float32) @ _BITS.astype(np.float32)).astype(int)
+    reaching, before = _BITS[nodes], np.zeros_like(nodes)
+    while (reaching != before).any():
+        before = reaching
+        reaching = before | (((children & before[..., None]) != 0) @ _BITS)
+    return ((reaching[..., None] & _BITS) != 0).sum(axis=-1) - 1
+
+
+_EDGE = re.compile(r"(?:Every )?(\w+) is an? (\w+)\.")
+_QUERY = re.compile(r"Is (\w+) an? (\w+) or (\w+)\?")
+
+
+def recode_prosqa(path: Path | str, seed: int = 0) -> list[Item]:
+    """Read published ProsQA problems as items in this vocabulary, with symbols drawn anew for each.
+
+    The edges are in the order of the sentences, the path is the published one, off_path has all other nodes.
+    """
+    items = []
+    for index, problem in enumerate(load_problems("prosqa", path)):
+        try:
+            items.append(_recode_problem(problem, np.random.default_rng((seed, index))))
+        except ValueError as error:
+            raise ValueError(f"{path}, problem {index}: {error}") from None
+    return items
+
+
+def _parse_sentence(pattern: re.Pattern[str], sentence: str, example: str) -> tuple[str, ...]:
+    """Return the nodes that a sentence names."""
+    if match := pattern.fullmatch(sentence):
+        return match.groups()
+    raise ValueError(f"unknown sentence {sentence!r}: expected one such as {example!r}; correct it or leave it out")
+
+
+def _recode_problem(problem: Problem, rng: np.random.Generator) -> Item:
+    *facts, query = re.split(r"(?<=\.) ", problem.question.strip())
+    edges = [_parse_sentence(_EDGE, fact, "Every gerpus is a terpus.") for fact in facts]
+    root, *options = _parse_sentence(_QUERY, query, "Is Max a terpus or gerpus?")
+    steps = [_parse_sentence(_EDGE, step, "Every gerpus is a terpus.") for step in problem.steps]
+    nodes = [root, *(step[1] for step in steps)]
+    if list(pairwise(nodes)) != steps or not set(steps) <= set(edges) or nodes[-1] not in options:
+        raise ValueError(f"steps {' '.join(problem.steps)!r:.80} are no path of the facts to an option: correct them")
+    if problem.answer != f"{root} is a {nodes[-1]}.":
+        raise ValueError(f"answer {problem.answer!r} contradicts the steps, which end in {nodes[-1]}: correct it")
+
+    symbols = draw_symbols(rng, chain(*edges, [root], options), SYMBOLS)
+    ids = {node: _IDS[symbol] for node, symbol in symbols.items()}
+    tokens = [token for source, target in edges for token in (ids[source], ids[target], _IDS["|"])]
+    return Item(
+        question=[_IDS["<q>"], *tokens[:-1], _IDS["?"], ids[root], *(ids[option] for option in options)],
+        steps=[[ids[source], ids[target], _IDS[";"]] for source, target in steps],
+        anchors=[ids[node] for node in nodes[1:]],
+        answer=[ids[nodes[-1]]],
+        off_path=[ids[node] for node in ids if node not in nodes],
+    )
