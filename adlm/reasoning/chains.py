@@ -1,12 +1,13 @@
 """Generated task *chains*: an individual's class hierarchy, an attribute of every class, true or false.
 
 Two individuals `n0`, `n1` head one chain of classes each; a class has one attribute with a sign. The asked attribute is
-h is-a links away from the asked individual, with one sign, and equally far in the other chain with the other sign; both
-chains have one class more. Facts are `n0 c3 |`, `c3 c7 |` (is a) and `c7 p2 + |` (has; has not: `-`), shuffled, and the
-question ends with `? n0 p2 -`. Exchanging the chains keeps every count and reverses the answer, so only links tell it.
+h hops away from the asked individual: h - 1 is-a links and the attribute, with one sign, and equally far in the other
+chain with the other sign; both chains have one class more. Facts are `n0 c3 |`, `c3 c7 |` (is a) and `c7 p2 + |` (has;
+has not: `-`), shuffled, and the question ends with `? n0 p2 -`. At one hop the individuals have the attribute
+themselves. Exchanging the chains keeps every count and reverses the answer, so only the links tell it.
 
-Steps `n0 c3 ;`, `c3 c7 ;`, `c7 p2 + ;`; anchors: the classes of the path and the answer, `c3 c7 false`; off_path: the
-classes of the other chain.
+Steps, as many as hops: `n0 c3 ;`, `c3 c7 ;`, `c7 p2 + ;`; anchors: the classes of the path and the answer,
+`c3 c7 false`; off_path: the classes of the other chain, as many.
 """
 
 import re
@@ -20,59 +21,51 @@ from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
 
 NAMES, CLASSES, ATTRIBUTES = (tuple(f"{kind}{i}" for i in range(n)) for kind, n in (("n", 2), ("c", 24), ("p", 24)))
 WORDS = (*NAMES, *CLASSES, *ATTRIBUTES, "+", "-", "true", "false", "|", "?", ";")
-MAX_HOPS = len(CLASSES) // 2 - 1
+MAX_HOPS = len(ATTRIBUTES) // 2 - 1
 _IDS = index_words(WORDS)
 
 
 def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: int) -> list[Item]:
-    """Draw items whose asked attribute is min_hops to max_hops is-a links away from the individual, uniformly."""
+    """Draw items whose asked attribute is min_hops to max_hops hops away from the individual, uniformly."""
     hops = draw_hops(rng, count, min_hops, max_hops, MAX_HOPS)
-    height, rows = max_hops + 1, np.arange(count)
-    # By item, chain (asked, other) and height: the name or class, its attribute and the attribute's sign.
+    height, holder = np.arange(max_hops + 1), (np.arange(count), np.s_[:], hops - 1)
+    # By item, chain (asked, other) and height: the individual or class, its attribute and the attribute's sign.
     names = rng.permuted(np.tile([[0], [1]], (count, 1, 1)), axis=1) + _IDS["n0"]
     classes, attributes = (
-        rng.random((count, len(words))).argsort(axis=1)[:, : 2 * height].reshape(count, 2, height) + _IDS[words[0]]
-        for words in (CLASSES, ATTRIBUTES)
+        rng.random((count, len(words))).argsort(axis=1)[:, : 2 * size].reshape(count, 2, size) + _IDS[words[0]]
+        for words, size in ((CLASSES, max_hops), (ATTRIBUTES, max_hops + 1))
     )
-    attributes = (
-        rng.random((count, len(ATTRIBUTES))).argsort(axis=1)[:, : 2 * height].reshape(count, 2, height) + _IDS["p0"]
-    )
-    signs = rng.integers(2, size=(count, 2, height))  # 0: +, 1: -
-    signs[rows, 1, hops - 1] = 1 - signs[rows, 0, hops - 1]
-    attributes[rows, 1, hops - 1] = attributes[rows, 0, hops - 1]
-    question_signs = rng.integers(2, size=count)
-    answers = _IDS["true"] + (question_signs != signs[rows, 0, hops - 1])
+    nodes = np.concatenate([names, classes], axis=2)
+    signs = rng.integers(2, size=nodes.shape)  # 0: +, 1: -
+    signs[holder] = signs[holder][:, :1] ^ [0, 1]
+    attributes[holder] = attributes[holder][:, :1]
+    asked_signs = rng.integers(2, size=count)
+    answers = _IDS["true"] + (asked_signs != signs[holder][:, 0])
 
-    facts = np.zeros((count, 2, 2, height, 4), int)  # by kind: the link below a class, its attribute
-    links, properties = facts[:, :, 0], facts[:, :, 1]
-    links[..., 0] = np.concatenate([names, classes[..., :-1]], axis=2)
-    links[..., 1] = classes
-    links[..., 2] = _IDS["|"]
-    properties[..., 0] = classes
-    properties[..., 1] = attributes
-    properties[..., 2] = signs + _IDS["+"]
+    facts = np.zeros((count, 2, 2, max_hops + 1, 4), int)  # by kind: the link to a node, its attribute
+    links, properties = facts[:, :, 0, 1:], facts[:, :, 1]
+    links[..., 0], links[..., 1], links[..., 2] = nodes[..., :-1], nodes[..., 1:], _IDS["|"]
+    properties[..., 0], properties[..., 1], properties[..., 2] = nodes, attributes, signs + _IDS["+"]
     properties[..., 3] = _IDS["|"]
-    is_used = np.broadcast_to((np.arange(height) <= hops[:, None])[:, None, None], facts.shape[:-1]).reshape(count, -1)
-    order = np.where(is_used, rng.random(is_used.shape), 2).argsort(axis=1)
+    is_used = np.broadcast_to((height <= hops[:, None])[:, None, None], facts.shape[:-1]).copy()
+    is_used[..., 0] = np.stack([np.zeros(count, bool), hops == 1], axis=1)[:, None]  # nothing links to a name
+    facts[~is_used] = 0
+    order = rng.random((count, 4 * len(height))).argsort(axis=1)
     shuffled = np.take_along_axis(facts.reshape(count, -1, 4), order[..., None], axis=1)
-    shuffled[~np.take_along_axis(is_used, order, axis=1)] = 0
-    tokens = shuffled[shuffled > 0].tolist()  # no word of a fact has the id 0, the marker <q>
-    ends = np.cumsum(14 * (hops + 1)).tolist()
+    is_word = shuffled > 0  # 0 is <q>, which is in no fact
+    tokens, ends = shuffled[is_word].tolist(), is_word.sum(axis=(1, 2)).cumsum().tolist()
 
-    asked = np.stack([names[:, 0, 0], attributes[rows, 0, hops - 1], question_signs + _IDS["+"]], axis=1).tolist()
+    queries = np.stack([names[:, 0, 0], attributes[holder][:, 0], asked_signs + _IDS["+"]], axis=1).tolist()
     links[..., 2] = properties[..., 3] = _IDS[";"]
-    trace, last = links[:, 0, :, :3].tolist(), properties[rows, 0, hops - 1].tolist()
-    path, others = classes[:, 0].tolist(), classes[:, 1].tolist()
-    return [
-        Item(
-            question=[_IDS["<q>"], *tokens[end - 14 * (h + 1) : end - 1], _IDS["?"], *asked[i]],
-            steps=[*trace[i][:h], last[i]],
-            anchors=[*path[i][:h], answer],
-            answer=[answer],
-            off_path=others[i][: h + 1],
-        )
-        for i, (h, end, answer) in enumerate(zip(hops.tolist(), ends, answers.tolist()))
-    ]
+    traces, last_steps = links[:, 0, :, :3].tolist(), properties[holder][:, 0].tolist()
+    items, start = [], 0
+    rows = zip(hops.tolist(), ends, queries, traces, last_steps, classes.tolist(), answers.tolist())
+    for h, end, query, trace, last_step, (path, other), answer in rows:
+        question = [_IDS["<q>"], *tokens[start : end - 1], _IDS["?"], *query]
+        steps, anchors = [*trace[: h - 1], last_step], [*path[: h - 1], answer]
+        items.append(Item(question, steps, anchors, [answer], off_path=other[:h]))
+        start = end
+    return items
 
 
 _FACT = re.compile(r"(?:(?:Each|Every) )?(?P<subject>\w+) (?:is|are) (?P<negation>not )?(?:an? )?(?P<value>\w+)\.")
