@@ -105,7 +105,7 @@ def test_runs_are_measured_and_tabulated(
     )
     compare.main()
     measured = json.loads(out.read_text("utf-8"))
-    assert [(run["arm"], run["seed"]) for run in measured["runs"]] == [(arm, seed) for arm in ARMS[:2] for seed in (0, 1)]
+    assert [f"{run['arm']}-{run['seed']}" for run in measured["runs"]] == [Path(folder).name for folder in folders]
     assert all(len(run["row_nats"]) == len(measured["documents"]) for run in measured["runs"])
     assert [step for step, _ in measured["runs"][0]["valid"]] == [1, 2]
     monkeypatch.setattr(sys, "argv", ["x", "table", str(out), "--plot", str(tmp_path / "curves.svg")])
