@@ -21,20 +21,21 @@ RECIPE_FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")  # in a wheel
 MAX_DEPTH = 20  # of the lists and mappings of a recipe; deep nesting overflows the stack of the YAML loader
 TOO_DEEP = f"more than {MAX_DEPTH} levels deep: a recipe has `key: value` lines"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf
-PATH_KEYS = ("folder", "init", "resume", "data.path", "data.stream")
+PATH_KEYS = ("folder", "init", "resume", "data.path", "data.stream", "reasoning.path")
 DEFAULTS = {"method": "adlm", "model.preset": "small"}  # without init, whose own they are otherwise
 INTERPOLATION = re.compile(r"\$\{[^}]*\}*")
 # Keys and sections that a run may resume with other values of; all others change what it computes.
 RESUMABLE = """
 log checkpoint samples valid parallel guard folder steps device micro_batch compile memory_check resume
-data.path data.workers data.verify
+data.path data.workers data.verify reasoning.tests
 """
 POSITIVE_KEYS = """
 steps batch micro_batch log.every valid.every valid.batch valid.draws samples.every samples.rows samples.steps
 checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr optimizer.clip
 objective.discrete_steps guard.spike guard.window parallel.shard
+reasoning.hops reasoning.stages reasoning.stage_steps reasoning.slots_per_stage reasoning.tests
 """
-NON_NEGATIVE_KEYS = "objective.anchor_weight data.workers optimizer.warmup"
+NON_NEGATIVE_KEYS = "objective.anchor_weight data.workers optimizer.warmup reasoning.label_weight"
 CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.decay": ("constant", "cosine", "wsd"),
@@ -49,6 +50,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "valid.rows": (lambda value: value > 1, "at least 2 for a standard error"),
     "seed": (lambda value: 0 <= value < 2**63, "between 0 and 2**63 - 1"),
     "ema": (lambda value: 0 <= value < 1, "in [0, 1) or null"),
+    "reasoning.revisit": (lambda value: 0 <= value <= 1, "in [0, 1]"),
     "optimizer.floor": (lambda value: 0 <= value <= 1, "in [0, 1]"),
     "optimizer.decay_share": (lambda value: 0 < value <= 1, "in (0, 1]"),
     "samples.top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
@@ -180,6 +182,23 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
+class ReasoningSettings:
+    """Training to reason (`adlm reason train`): a task of adlm.reasoning instead of text."""
+
+    task: str | None = None  # null: text; arithmetic, graphs, chains, sudoku, gsm8k, …
+    arm: str = "cot"  # which tokens, labels and inputs: adlm.reasoning.arms
+    path: str | None = None  # folder of the task's files; generated tasks use it for a second test
+    tokenizer: str | None = None  # of a text task; null: that of init
+    hops: int = 4  # generated tasks: training problems have 1 to this many
+    stages: int | None = None  # of the curriculum; null: those of the arm, else hops
+    stage_steps: int = 500  # optimizer steps of a stage
+    slots_per_stage: int = 1
+    revisit: float = 0.1  # probability that a row is laid out as in an earlier stage
+    label_weight: float = 1.0  # of a labelled slot in the loss; a token has 1
+    tests: int = 4000  # problems of each test set
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run. The defaults are the paper's."""
 
@@ -197,6 +216,7 @@ class Config:
     memory_check: bool = True  # stop before the first step if the memory estimate does not fit
     resume: str = "auto"  # auto: from the folder's latest checkpoint; or the path of a checkpoint
     data: DataSettings = field(default_factory=DataSettings)
+    reasoning: ReasoningSettings = field(default_factory=ReasoningSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -251,6 +271,9 @@ def load_config(
             if merged.init is None and OmegaConf.select(merged, key) is None:
                 OmegaConf.update(merged, key, value)
         missing = sorted(OmegaConf.missing_keys(merged))
+        if merged.reasoning.task is not None and "data.path" in missing:  # its problems are in reasoning.path, or made
+            OmegaConf.update(merged, "data.path", "")
+            missing.remove("data.path")
         if missing:
             raise ValueError(f"config: {', '.join(missing)} must be given, for example {missing[0]}=FOLDER")
         for key in PATH_KEYS:  # shells do not expand the ~ of key=~/folder

@@ -20,7 +20,8 @@ LAYERS = [  # from tier 0; imports point to a lower tier or into the same packag
     "config methods checkpoint bundled",
     "generate likelihood view",
     "training text",
-    "evaluate interop reasoning",
+    "evaluate interop",
+    "reasoning",
     "cli serve",
     "__main__",
 ]
@@ -68,7 +69,7 @@ def forbidden_imports(part: str, names: Iterator[str]) -> list[str]:
         if top != "adlm":
             return TIERS[part] > 0 or top in TIER_0_MAY_IMPORT[part] | set(sys.stdlib_module_names)
         if other not in TIERS:
-            return TIERS[part] == 5  # the shells may use the public names
+            return TIERS[part] == TIERS["cli"]  # the shells may use the public names
         return other == part or TIERS[other] < TIERS[part]
 
     return [name for name in names if not is_allowed(name)]

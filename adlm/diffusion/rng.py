@@ -23,6 +23,8 @@ class Purpose(IntEnum):
     TIME = 2  # training: the row's time
     MASK = 3  # training: which positions are hidden
     ANCHOR = 4  # random anchors
+    CURRICULUM = 5  # training to reason: the stage of a row
+    LABEL = 6  # training to reason: the order of shuffled labels
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -133,7 +133,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
     ) -> Features:
-        """Map tokens (B, L) to Features: `denoise_features` of `anchor_features`, or one stage alone.
+        """Map tokens (B, L), or embeddings (B, L, dim), to Features: `denoise_features` of `anchor_features`.
 
         `valid` (B, L) is False at padding, which then changes nothing elsewhere (with learned positions: on the right).
         """
@@ -163,7 +163,7 @@ class LanguageModel(nn.Module):
 
     def _embed_tokens(self, tokens: Tensor, cache: Caches) -> Tensor:
         """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
-        x = self.embed(tokens)
+        x = tokens if tokens.is_floating_point() else self.embed(tokens)
         if self.positions is not None:
             start = cache[0].used if cache else 0
             x = x + self.positions.weight[start : start + tokens.shape[1]]

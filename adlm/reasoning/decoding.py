@@ -1,0 +1,106 @@
+"""Greedy batched decoding with the key-value cache: problems in, answers out."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.denoising import continue_tokens
+from adlm.diffusion.rng import CounterRng
+from adlm.models.language_model import LanguageModel
+from adlm.reasoning.arms import RowLayout
+from adlm.reasoning.items import Markers
+
+
+class Decoded(NamedTuple):
+    """What a model wrote after a prompt."""
+
+    tokens: list[int]  # up to and with the end marker, if it came
+    answer: list[int] | None  # the tokens between the answer's marker and the end; None: one of the two is missing
+    passes: int  # forward passes one after the other: one for each token, and for each slot that is fed back
+
+
+def make_predict(model: LanguageModel, slot: Tensor, length: int, *, feedback: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function that reads the next tokens (B, n) and returns the features (B, dim) of the last of them.
+
+    With feedback the input of a slot is the feature of the position before it.
+    """
+    cache = model.new_cache(slot.shape[0], length)
+    has_slot = slot.bool().any(0).tolist() if feedback else [False] * length
+    before = torch.empty(0)
+
+    def predict_next(tokens: Tensor) -> Tensor:
+        nonlocal before
+        start, end = cache[0].used, cache[0].used + tokens.shape[1]
+        while start < end:
+            is_slot = has_slot[start]
+            stop = start + 1
+            while not is_slot and stop < end and not has_slot[stop]:  # plain tokens are read at once
+                stop += 1
+            part = tokens[:, start - end : stop - end or None]
+            inputs = model.embed(part) if is_slot else part
+            if is_slot:
+                inputs = torch.where(slot[:, start : start + 1, None].bool(), before[:, None], inputs)
+            before = model(inputs, cache=cache).final[:, -1]
+            start = stop
+        return before
+
+    return predict_next
+
+
+@torch.no_grad()
+def decode_greedily(
+    model: LanguageModel, layouts: Sequence[RowLayout], markers: Markers, *, feedback: bool, max_new_tokens: int
+) -> list[Decoded]:
+    """Continue the prompts of layouts until the end marker; a row's result does not depend on the other rows."""
+    device = model.embed.weight.device
+    longest = max(layout.prompt for layout in layouts)
+    length = longest + max_new_tokens
+    if length > model.config.length:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into this model's "
+            f"{model.config.length}: shorten the question, or generate fewer tokens"
+        )
+    rows = [layout.tokens[: layout.prompt] + [0] * (length - layout.prompt) for layout in layouts]
+    xt, prompts = torch.tensor(rows, device=device), torch.tensor([layout.prompt for layout in layouts])
+    slot = torch.zeros(xt.shape, dtype=torch.bool)
+    for row, layout in enumerate(layouts):
+        slot[row, list(layout.slots)] = True
+    is_fixed = torch.arange(length) < prompts[:, None]
+    was_training = model.training
+    model.eval()
+    predict = make_predict(model, slot.to(device), length, feedback=feedback)
+    mask_id = torch.tensor(
+        [] if model.config.mask_id is None else [model.config.mask_id], dtype=torch.int64, device=device
+    )
+
+    def logits_at(features: Tensor) -> Tensor:
+        return model.head(features).index_fill(-1, mask_id, -torch.inf)  # the mask is no token of a text
+
+    frames = continue_tokens(
+        xt, predict, logits_at, is_fixed=is_fixed, rng=CounterRng.from_seed(0, len(rows)), sampling=SamplingParams(0.0)
+    )
+    with torch.autocast(device.type, enabled=False):
+        for frame in frames:
+            is_end = ((frame.tokens == markers.end).cpu() & ~is_fixed & ~frame.is_masked).any(-1)
+            is_cut = ~frame.is_masked[torch.arange(len(rows)), (prompts + max_new_tokens - 1)]
+            if bool((is_end | is_cut).all()):
+                break
+    model.train(was_training)
+    decoded = []
+    for row, layout in zip(frame.tokens.tolist(), layouts, strict=True):
+        written = row[layout.prompt : layout.prompt + max_new_tokens]
+        written = written[: written.index(markers.end) + 1] if markers.end in written else written
+        passes = len(written) + (len(layout.slots) if feedback else 0)
+        decoded.append(Decoded(written, find_answer(layout.tokens[: layout.prompt] + written, markers), passes))
+    return decoded
+
+
+def find_answer(tokens: Sequence[int], markers: Markers) -> list[int] | None:
+    """Return the tokens between the last answer marker and the end marker."""
+    if tokens[-1] != markers.end or markers.answer not in tokens:
+        return None
+    start = len(tokens) - list(reversed(tokens)).index(markers.answer)
+    return list(tokens[start:-1])
