@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -36,11 +36,12 @@ class Arm:
     anchors: str | None = None  # a2r: tokens with the anchor term (trace, random) or "none"; null: one stage
     auxiliary: str = "none"  # simcot: a decoder writes the step of each slot; codi: distillation from the cot layout
     stages: int | None = None  # the last stage of the curriculum; null: the most hops of training
+    holes: str | None = None  # the method of a masked model that fills trace and answer (adlm.reasoning.diffusion)
 
     @property
     def method(self) -> str:
         """The method of a model that is trained from scratch."""
-        return "ar" if self.anchors is None else "a2r"
+        return self.holes or ("ar" if self.anchors is None else "a2r")
 
 
 ARMS = {
@@ -67,6 +68,8 @@ ARMS = {
     "a2r_random": Arm(steps="kept", anchors="random"),
     "simcot": Arm(steps="removed", slots="by_stage", feedback=True, auxiliary="simcot"),
     "codi": Arm(slots="fixed", feedback=True, auxiliary="codi"),
+    "mdlm": Arm(steps="kept", holes="mdlm"),
+    "adlm": Arm(steps="kept", holes="adlm"),
 }
 
 
@@ -119,12 +122,11 @@ def lay_out(item: Item, arm: Arm, stage: int, slots: int, markers: Markers, slot
     return RowLayout(row, start + is_direct, range(first, first + count), range(start, start + len(trace)))
 
 
-def choose_labels(item: Item, foreign: Item, kind: str, order: Tensor) -> Labels:
-    """Choose the labels of the slots; `order` are random numbers, `foreign` is another problem."""
+def choose_labels(item: Item, foreign: Item, kind: str, order: Sequence[float]) -> Labels:
+    """Choose the labels of the slots; `order` has a random number for each slot, `foreign` is another problem."""
     if kind == "shuffled":
-        anchors = item.anchors
-        places = order[: len(anchors)].argsort().tolist()
-        shuffled = [anchors[place] for place in places]
+        anchors = item.anchors[: len(order)]
+        shuffled = [anchors[place] for place in sorted(range(len(anchors)), key=order.__getitem__)]
         return anchors[1:] + anchors[:1] if shuffled == anchors else shuffled
     if kind == "no_answer":
         return [None if token in item.answer else token for token in item.anchors]
@@ -134,12 +136,15 @@ def choose_labels(item: Item, foreign: Item, kind: str, order: Tensor) -> Labels
 
 @dataclass(frozen=True)
 class ReasoningBatch(NoisyBatch):
-    """Rows of problems for a causal model: `hidden` are the tokens and slots with a loss, `x0` their targets."""
+    """Rows of problems for a causal model: `hidden` are the tokens and slots with a loss, `x0` their targets.
+
+    With auxiliary rows `tokens` has three counts: of this batch's targets, of the auxiliary ones, and of rows.
+    """
 
     slot: Tensor | None = None  # (B, L): the number of the slot at a position, from 1; 0 elsewhere. None: no feedback
-    slot_ends: tuple[int, ...] = ()  # the last position of each number
-    teacher: ReasoningBatch | None = None  # the same problems with all steps written, for distillation
-    step_targets: Tensor | None = None  # (B, slots, T): the step that each slot stands for, -1 after its end
+    slot_ends: tuple[int, ...] = ()  # so much of the rows comes before the slots of each number
+    auxiliary: ReasoningBatch | None = None  # simcot: the steps that slots replace; codi: the problems laid out as cot
+    links: Tensor | None = None  # positions in the flattened rows: simcot: of those slots; codi: of the answer's marker
 
 
 def collate(
@@ -155,35 +160,39 @@ def collate(
 
     A slot's own position has its label as the target. `anchors` are positions of tokens with A2R's anchor term.
     """
-    length = max(len(layout.tokens) for layout in layouts) - 1
-    length += -length % multiple
-    rows: list[tuple[list[int], list[int], list[float], list[int]]] = []
-    for layout, own in zip(layouts, labels, strict=True):
-        tokens, end = layout.tokens, len(layout.tokens) - 1
-        padding = [0] * (length - end)
-        targets = tokens[1:] + padding
-        weights = [0.0] * (layout.prompt - 1) + [1.0] * (end - layout.prompt + 1) + [0.0] * len(padding)
-        slot = [0] * length
-        for number, position in enumerate(layout.slots):
-            slot[position] = number + 1
-            if number < len(own) and (label := own[number]) is not None and label_weight:
-                targets[position], weights[position] = label, label_weight
-        rows.append((tokens[:-1] + padding, targets, weights, slot))
-    inputs, x0, weight, numbers = (torch.from_numpy(np.array(column)) for column in zip(*rows, strict=True))
-    index = weight.flatten().nonzero()[:, 0]
-    ones = torch.ones(len(layouts))
+    sizes, prompts, first, stop = np.array(
+        [(len(each.tokens), each.prompt, each.slots.start, each.slots.stop) for each in layouts]
+    ).T[..., None]
+    length = _round_up(int(sizes.max()) - 1, multiple)
+    place = np.arange(length + 1)
+    tokens = np.zeros((len(layouts), length + 1), np.int64)
+    tokens[place < sizes] = np.fromiter(chain.from_iterable(each.tokens for each in layouts), np.int64)
+    inputs, targets, place = tokens[:, :-1].copy(), tokens[:, 1:].copy(), place[:-1]
+    weights = ((place >= prompts - 1) & (place < sizes - 1)).astype(np.float32)
+    for row, (layout, own) in enumerate(zip(layouts, labels, strict=True)):
+        for position, label in zip(layout.slots, own if label_weight else ()):
+            if label is not None:
+                targets[row, position], weights[row, position] = label, label_weight
+    is_slot = (place >= first) & (place < stop)
+    ends = map(max, zip_longest(*(layout.slots for layout in layouts), fillvalue=0))
+    weight = torch.from_numpy(weights).flatten()
+    index, ones = weight.nonzero()[:, 0], torch.ones(len(layouts))
     return ReasoningBatch(
-        x0,
-        inputs,
+        torch.from_numpy(targets),
+        torch.from_numpy(inputs),
         ones,
         0 * ones,
-        Selection(index, weight.flatten()[index].float()),
+        Selection(index, weight[index]),
         None if anchors is None else select_targets(anchors, length),
         torch.tensor(float(len(index))),
         is_causal=True,
-        slot=numbers if feedback else None,
-        slot_ends=tuple(max(ends) for ends in zip_longest(*(layout.slots for layout in layouts), fillvalue=0)),
+        slot=torch.from_numpy(np.where(is_slot, place - first + 1, 0)) if feedback else None,
+        slot_ends=tuple(_round_up(end, multiple) for end in ends),
     )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return size + -size % multiple
 
 
 def select_targets(positions: Sequence[Sequence[int]], length: int) -> Selection:

@@ -28,21 +28,21 @@ def make_predict(model: LanguageModel, slot: Tensor, length: int, *, feedback: b
     With feedback the input of a slot is the feature of the position before it.
     """
     cache = model.new_cache(slot.shape[0], length)
-    has_slot = slot.bool().any(0).tolist() if feedback else [False] * length
+    has_slot = slot.any(0).tolist() if feedback else [False] * length
     before = torch.empty(0)
 
     def predict_next(tokens: Tensor) -> Tensor:
         nonlocal before
         start, end = cache[0].used, cache[0].used + tokens.shape[1]
         while start < end:
-            is_slot = has_slot[start]
             stop = start + 1
-            while not is_slot and stop < end and not has_slot[stop]:  # plain tokens are read at once
+            while stop < end and not has_slot[stop]:  # a pass reads a slot, if it starts with one, and plain tokens
                 stop += 1
-            part = tokens[:, start - end : stop - end or None]
-            inputs = model.embed(part) if is_slot else part
-            if is_slot:
-                inputs = torch.where(slot[:, start : start + 1, None].bool(), before[:, None], inputs)
+            inputs = tokens[:, start - end : stop - end or None]
+            if has_slot[start]:
+                is_first = torch.arange(stop - start, device=slot.device) == 0
+                is_slot = (slot[:, start, None] & is_first)[..., None]
+                inputs = torch.where(is_slot, before[:, None], model.embed(inputs))
             before = model(inputs, cache=cache).final[:, -1]
             start = stop
         return before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ def run_with_feedback(
 ) -> Features:
     """Run a causal model whose slots have the hidden state of the position before them as input (Coconut).
 
-    `slot` (B, L) numbers the slots of a row from 1, and `slot_ends` has the last position of each number. The hidden
-    states are those after the final norm. A slot needs the slots before it: one pass for each, and one for the rest.
+    `slot` (B, L) numbers the slots of a row from 1; those of a number lie within its `slot_ends` + 1 positions. The
+    hidden states are those after the final norm. A slot needs the slots before it: one pass for each, and one more.
     """
     if slot is None:
         return model(tokens)
@@ -33,10 +33,15 @@ def run_with_feedback(
 
 
 def reasoning_loss(
-    model: LanguageModel, batch: ReasoningBatch, *, anchor_weight: float | Tensor | None = None, check: bool = True
+    model: LanguageModel,
+    batch: ReasoningBatch,
+    *,
+    anchor_weight: float | Tensor | None = None,
+    check: bool = True,
+    compute_features: Callable[..., Features] = run_with_feedback,
 ) -> Loss:
     """Compute the mean cross-entropy over tokens and labelled slots; with an `anchor_weight`, A2R's anchor term too."""
-    features = run_with_feedback(model, batch.xt, batch.slot, batch.slot_ends)
+    features = compute_features(model, batch.xt, batch.slot, batch.slot_ends)
     anchors: dict[str, Any] = {}
     if anchor_weight is not None:
         anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
