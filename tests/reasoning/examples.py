@@ -1,7 +1,11 @@
-"""The written example of the arms, and rows of random problems of different lengths."""
+"""The written example of the arms, random problems of different lengths, and a tiny model."""
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from adlm.models.language_model import Features, LanguageModel, ModelConfig
+from adlm.reasoning.arms import RowLayout
 from adlm.reasoning.items import WORD_MARKERS, Item, index_words
 
 WORDS = (*map(str, range(10)), "|", "?", ";")
@@ -41,3 +45,27 @@ def draw_examples(count: int, *, seed: int = 0, hops: int = 3) -> list[Item]:
         question = [WORD_MARKERS.question or 0, *draw(int(rng.integers(1, 9)))]
         items.append(Item(question, steps, anchors, draw(int(rng.integers(1, 3))), others))
     return items
+
+
+def build_model(kind: str = "rotary", *, seed: int = 0, length: int = 64) -> LanguageModel:
+    """A tiny causal model with random weights, none of them zero; "two stages" is A2R."""
+    layers = {"anchor_layers": 1, "denoiser_layers": 1} if kind == "two stages" else {"denoiser_layers": 2}
+    positions = "learned" if kind == "learned" else "rotary"
+    sizes = {"dim": 16, "heads": 2, "length": length, "cond_dim": None, "bridge": "direct", "dropout": 0.0}
+    config = ModelConfig(VOCABULARY, VOCABULARY - 1, is_causal=True, positions=positions, **sizes, **layers)  # type: ignore[arg-type]
+    model, rng = LanguageModel(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng))
+    return model
+
+
+def unroll(model: LanguageModel, layout: RowLayout, *, feedback: bool) -> Features:
+    """The features of a row, one position after the other, each by a pass over all that comes before it."""
+    inputs: list[Tensor] = []
+    for position, token in enumerate(layout.tokens):
+        if feedback and position in layout.slots:
+            inputs.append(model(torch.stack(inputs)[None]).final[0, -1])
+        else:
+            inputs.append(model.embed(torch.tensor(token)))
+    return model(torch.stack(inputs)[None])
