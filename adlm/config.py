@@ -27,7 +27,7 @@ INTERPOLATION = re.compile(r"\$\{[^}]*\}*")
 # Keys and sections that a run may resume with other values of; all others change what it computes.
 RESUMABLE = """
 log checkpoint samples valid parallel guard folder steps device micro_batch compile memory_check resume
-data.path data.workers data.verify reasoning.tests
+data.path data.workers data.verify reasoning.tests reasoning.samplers
 """
 POSITIVE_KEYS = """
 steps batch micro_batch log.every valid.every valid.batch valid.draws samples.every samples.rows samples.steps
@@ -196,6 +196,7 @@ class ReasoningSettings:
     revisit: float = 0.1  # probability that a row is laid out as in an earlier stage
     label_weight: float = 1.0  # of a labelled slot in the loss; a token has 1
     tests: int = 4000  # problems of each test set
+    samplers: list[str] = field(default_factory=lambda: ["confidence"])  # arms mdlm, adlm; the first one validates
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Sudoku: boards from files, the split by hash, whole-word items and the score."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,7 +117,39 @@ def make_items(puzzles: Boards, solutions: Boards) -> list[Item]:
     return [Item([MARKERS.index("<q>"), *question], [], [], answer, []) for question, answer in zip(*cells)]
 
 
-def score_boards(boards: NDArray[np.integer], solutions: Boards, puzzles: Boards) -> SudokuScore:
+def draw_symmetries(rng: np.random.Generator, puzzles: Boards, solutions: Boards) -> tuple[Boards, Boards]:
+    """Turn every puzzle and its solution into an equivalent pair by a random symmetry.
+
+    Digits are renamed, bands, stacks and the lines within them permuted, and half of the boards transposed.
+    """
+    count = len(puzzles)
+
+    def draw_lines() -> NDArray[np.int64]:
+        bands, lines = rng.random((count, 3, 1)).argsort(axis=1), rng.random((count, 3, 3)).argsort(axis=2)
+        return (3 * bands + lines).reshape(count, 9)
+
+    cells = 9 * draw_lines()[:, :, None] + draw_lines()[:, None, :]
+    cells = np.where(rng.random((count, 1, 1)) < 0.5, cells, cells.swapaxes(1, 2)).reshape(count, 81)
+    digits = np.concatenate([np.zeros((count, 1), int), rng.random((count, 9)).argsort(axis=1) + 1], axis=1)
+
+    def apply(boards: Boards) -> Boards:
+        moved = np.take_along_axis(boards, cells, axis=1)
+        return np.take_along_axis(digits, moved.astype(np.int64), axis=1).astype(np.uint8)
+
+    return apply(puzzles), apply(solutions)
+
+
+def score_answers(answers: Sequence[Sequence[int] | None], items: Sequence[Item]) -> SudokuScore:
+    """Score answers in token ids; cells that are missing are wrong."""
+    given = [[*(answer or ()), *[0] * 81][:81] for answer in answers]
+    rows = (given, [item.answer for item in items], [item.question[1:] for item in items])
+    boards, solutions, puzzles = (np.array(each) - len(MARKERS) for each in rows)
+    return score_boards(boards, solutions, puzzles)
+
+
+def score_boards(
+    boards: NDArray[np.integer], solutions: NDArray[np.integer], puzzles: NDArray[np.integer]
+) -> SudokuScore:
     """Score boards against the solutions, of which a proper puzzle has one."""
     is_empty = puzzles == 0
     if not boards.shape == solutions.shape == puzzles.shape or not is_empty.any():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -21,7 +21,8 @@ from adlm.methods import look_up
 from adlm.reasoning import arithmetic, chains, datasets, graphs, sudoku
 from adlm.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers
 
-TRAIN, TEST, VALID = 0, 1, 2  # streams of random problems; those for tests do not depend on the run's seed
+Entry = TypeVar("Entry")
+TRAIN, TEST, VALID, SYMMETRY = 0, 1, 2, 3  # streams of random problems; those for tests do not depend on the run's seed
 EXTRA_HOPS = (0, 1, 2)  # test problems have the most hops of training, one more and two more
 GENERATORS: dict[str, Any] = {"arithmetic": arithmetic, "graphs": graphs, "chains": chains}
 LENGTHS = {"arithmetic": 160, "graphs": 288, "chains": 384, "sudoku": 192}  # of a model that is trained from scratch
@@ -123,7 +124,7 @@ def open_generated(settings: ReasoningSettings, tokenizer: Tokenizer | None = No
     return Task(name, words, WORD_MARKERS, hops, LENGTHS[name], draw, load_tests, load_valid, sha256)
 
 
-def draw_from(items: Sequence[Item], seed: int, step: int, count: int) -> list[Item]:
+def draw_from(items: Sequence[Entry], seed: int, step: int, count: int) -> list[Entry]:
     """Return the problems of a step when all are taken in epochs, each in an order of its own."""
     numbers = range((step - 1) * count, step * count)
     orders = {epoch: _permute(seed, epoch, len(items)) for epoch in {number // len(items) for number in numbers}}
@@ -169,12 +170,16 @@ def add_markers(tokenizer: Tokenizer) -> tuple[Tokenizer, Markers]:
 
 
 def open_sudoku(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
-    """Open Sudoku: the puzzle is the question, the board the answer."""
+    """Open Sudoku: the puzzle is the question, the board the answer; training draws a symmetry of each puzzle."""
     if settings.path is None:
         raise ValueError("reasoning.path is required for sudoku: the folder with its files")
     load = partial(sudoku.load_sudoku, settings.path)
-    boards = load(split="train")
-    train = sudoku.make_items(boards.puzzles, boards.solutions)
+    puzzles, solutions, _ = load(split="train")
+
+    def draw(seed: int, step: int, count: int) -> list[Item]:
+        numbers = draw_from(range(len(puzzles)), seed, step, count)
+        rng = make_rng(seed, SYMMETRY, step)
+        return sudoku.make_items(*sudoku.draw_symmetries(rng, puzzles[numbers], solutions[numbers]))
 
     def load_tests(count: int) -> dict[str, list[Item]]:
         tests = {level: load([level], split="test") for level in sudoku.LEVELS}
@@ -183,8 +188,8 @@ def open_sudoku(settings: ReasoningSettings, tokenizer: Tokenizer | None = None)
     def load_valid(count: int) -> list[Item]:
         return [item for items in load_tests(count // len(sudoku.LEVELS)).values() for item in items]
 
-    words, sha256 = make_word_tokenizer(sudoku.WORDS, "sudoku"), hash_items(train[:64])
-    draw = partial(draw_from, train)
+    words = make_word_tokenizer(sudoku.WORDS, "sudoku")
+    sha256 = hash_items(sudoku.make_items(puzzles[:64], solutions[:64]))
     return Task("sudoku", words, WORD_MARKERS, 0, LENGTHS["sudoku"], draw, load_tests, load_valid, sha256)
 
 

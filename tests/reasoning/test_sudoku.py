@@ -139,3 +139,26 @@ def test_unknown_levels_splits_and_missing_files_are_refused(folder: Path) -> No
         load_sudoku(folder, ["easy"], "valid")
     with pytest.raises(ValueError, match="no level is given"):
         load_sudoku(folder, [])
+
+
+def test_symmetries_keep_puzzles_proper() -> None:
+    puzzles, solutions = make_boards(200)
+    rng = np.random.default_rng(5)
+    new_puzzles, new_solutions = sudoku.draw_symmetries(rng, puzzles, solutions)
+    assert is_complete(new_solutions).all() and new_puzzles.dtype == new_solutions.dtype == np.uint8
+    is_given = new_puzzles != 0
+    assert (new_puzzles[is_given] == new_solutions[is_given]).all()
+    assert (is_given.sum(1) == (puzzles != 0).sum(1)).all()  # cells move together with their givens
+    assert (new_solutions != solutions).any(1).all() and len(np.unique(new_solutions, axis=0)) == 200
+    same = np.repeat(puzzles[:1], 4000, axis=0), np.repeat(solutions[:1], 4000, axis=0)
+    moved = sudoku.draw_symmetries(rng, *same)[1]
+    shares = np.stack([(moved == digit).mean(0) for digit in range(1, 10)])
+    assert (abs(shares - 1 / 9) < 5 * (8 / 81 / 4000) ** 0.5).all()  # each cell may hold each digit
+
+
+def test_answers_are_scored_as_boards() -> None:
+    puzzles, solutions = make_boards(3)
+    items = make_items(puzzles, solutions)
+    answers = [items[0].answer, None, items[2].answer[:40]]
+    filled = np.stack([solutions[0], 0 * solutions[1], np.where(np.arange(81) < 40, solutions[2], 0)])
+    assert sudoku.score_answers(answers, items) == score_boards(filled, solutions, puzzles)
