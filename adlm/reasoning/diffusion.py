@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,48 +26,46 @@ from adlm.generate import Predictor, stream_tokens
 from adlm.methods import METHODS, build_anchor_rule, build_sampler, build_schedule, look_up, takes_steps
 from adlm.models.language_model import LanguageModel
 from adlm.reasoning import arithmetic, sudoku
+from adlm.reasoning.arms import ARMS, RowLayout, lay_out
 from adlm.reasoning.decoding import Decoded, find_answer
 from adlm.reasoning.items import WORD_MARKERS, Item, index_words
 from adlm.reasoning.tasks import ItemBatch, Task
 from adlm.training.objective import Objective
 
 FILLED_ROWS = 1024  # filled at a time
-HOLE = -1  # stands for the mask in a layout
-EQUALS = index_words(arithmetic.WORDS)["="]
-EMPTY = index_words(sudoku.WORDS)["."]
+NUMBERS = index_words(arithmetic.WORDS)
+CELLS = index_words(sudoku.WORDS)
 
 
 @dataclass(frozen=True)
 class HoleTask:
-    """How the questions of a task become rows with holes, and what belongs into the holes."""
+    """How the problems of a task become rows with holes."""
 
+    hole: int  # what stands for a hole in a layout
     numbers: Sequence[int]  # the ids of anchors
-    lay_out: Callable[[list[int]], list[int]]  # of a question
-    list_solution: Callable[[Item], list[int]]
-    find_answer: Callable[[list[int]], list[int] | None]  # in a filled row
+    lay_out: Callable[[list[int]], list[int]]  # the row of a question, with holes
+    complete: Callable[[Item], list[int]]  # the row of a problem, with its solution
+    find_answer: Callable[[list[int]], list[int] | None]  # in a row without holes
 
 
-def lay_out_trace(question: list[int]) -> list[int]:
+def lay_out_question(question: list[int]) -> list[int]:
     """Lay out a question of *arithmetic*: a step `a = 17 ;` for each assignment, then `<a>`, the answer and `<e>`."""
-    return [*question, WORD_MARKERS.reasoning, *[HOLE] * (4 * question.count(EQUALS) + 3)]
-
-
-def list_trace(item: Item) -> list[int]:
-    """List the tokens of a trace and its answer."""
-    return [*(token for step in item.steps for token in step), WORD_MARKERS.answer, *item.answer, WORD_MARKERS.end]
+    return [*question, WORD_MARKERS.reasoning, *[-1] * (4 * question.count(NUMBERS["="]) + 3)]
 
 
 HOLE_TASKS = {
     "arithmetic": HoleTask(
-        [index_words(arithmetic.WORDS)[str(number)] for number in range(arithmetic.MODULUS)],
-        lay_out_trace,
-        list_trace,
+        -1,
+        [NUMBERS[str(number)] for number in range(arithmetic.MODULUS)],
+        lay_out_question,
+        lambda item: lay_out(item, ARMS["cot"], 0, 0, WORD_MARKERS).tokens,
         lambda row: find_answer(row, WORD_MARKERS),
     ),
     "sudoku": HoleTask(
-        [index_words(sudoku.WORDS)[str(digit)] for digit in range(1, 10)],
-        lambda question: [HOLE if cell == EMPTY else cell for cell in question[1:]],
-        lambda item: [token for cell, token in zip(item.question[1:], item.answer, strict=True) if cell == EMPTY],
+        CELLS["."],
+        [CELLS[str(digit)] for digit in range(1, 10)],
+        lambda question: question[1:],
+        lambda item: item.answer,
         lambda row: row,
     ),
 }
@@ -92,19 +92,15 @@ SAMPLINGS = {
 }
 
 
-class HoleRows(NamedTuple):
-    """Rows with holes (B, L); `valid` is False at padding, None where there is none."""
-
-    tokens: Tensor
-    is_fixed: Tensor
-    valid: Tensor | None
-
-
-class HoleLayout(NamedTuple):
-    """A problem as one row with its solution."""
-
-    tokens: list[int]
-    is_fixed: list[bool]
+def pad_rows(rows: Sequence[list[int]], multiple: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Return rows (B, L) of one length, a multiple of a number where they differ, and which tokens are no padding."""
+    sizes = np.array([len(row) for row in rows])
+    length = int(sizes.max())
+    length += -length % multiple if (sizes < length).any() else 0
+    valid = np.arange(length) < sizes[:, None]
+    tokens = np.zeros((len(rows), length), np.int64)
+    tokens[valid] = np.fromiter(chain.from_iterable(rows), np.int64, int(sizes.sum()))
+    return torch.from_numpy(tokens), None if valid.all() else torch.from_numpy(valid)
 
 
 @dataclass(frozen=True)
@@ -140,34 +136,24 @@ class HoleObjective:
         objective = Objective(process, False, settings.anchor_weight, settings.anchor_ramp)
         return HoleObjective(holes, objective, samplings[sampler or samplers[0]], multiple)
 
-    def lay_out(self, item: Item, stage: int | None = None) -> HoleLayout:
-        """Lay out a problem with its solution; there are no stages."""
-        row, solution = self.task.lay_out(item.question), self.task.list_solution(item)
-        is_fixed = [token != HOLE for token in row]
-        if is_fixed.count(False) != len(solution):
-            raise ValueError(
-                f"a question with {is_fixed.count(False)} holes has a solution of {len(solution)} tokens: expected as "
-                "many; give each assignment one step and each empty cell one digit"
-            )
-        tokens = iter(solution)
-        return HoleLayout([next(tokens) if token == HOLE else token for token in row], is_fixed)
-
-    def collate(self, layouts: Sequence[HoleLayout], multiple: int = 1) -> HoleRows:
-        """Pad layouts to one length, a multiple of a number where they differ; padding is fixed and never attended."""
-        lengths = torch.tensor([len(layout.tokens) for layout in layouts])
-        longest = int(lengths.max())
-        is_padded = bool((lengths < longest).any())
-        length = longest + -longest % multiple if is_padded else longest
-        tokens = torch.tensor([layout.tokens + [0] * (length - len(layout.tokens)) for layout in layouts])
-        is_fixed = torch.tensor([layout.is_fixed + [True] * (length - len(layout.tokens)) for layout in layouts])
-        return HoleRows(tokens, is_fixed, torch.arange(length) < lengths[:, None] if is_padded else None)
+    def lay_out(self, item: Item, stage: int | None = None) -> RowLayout:
+        """Lay out a problem with its solution; there are no stages, and what is given need not come first."""
+        return RowLayout(self.task.complete(item), 0, range(0), range(0))
 
     def corrupt(self, batch: ItemBatch, seed: int, step: int) -> NoisyBatch:
         """Hide tokens of the holes at an optimizer step."""
-        rows = self.collate([self.lay_out(item) for item in batch.items], self.multiple)
-        rng, where = CounterRng.from_seed(seed, batch.number), {"index": batch.place, "total": batch.total}
-        options = {"valid": rows.valid, "is_fixed": rows.is_fixed}
-        return corrupt(rows.tokens, self.objective.process, rng, step, **where, **options)  # type: ignore[arg-type]
+        layouts, _ = pad_rows([self.task.lay_out(item.question) for item in batch.items], self.multiple)
+        x0, valid = pad_rows([self.task.complete(item) for item in batch.items], self.multiple)
+        is_fixed = layouts != self.task.hole
+        if layouts.shape != x0.shape or not torch.equal(layouts[is_fixed], x0[is_fixed]):
+            raise ValueError(
+                f"questions laid out as rows {tuple(layouts.shape)} and their solutions {tuple(x0.shape)} do not fit: "
+                "expected one step for each assignment, and a board with the puzzle's givens"
+            )
+        rng = CounterRng.from_seed(seed, batch.number)
+        where: dict[str, Any] = {"index": batch.place, "total": batch.total}
+        where |= {"valid": valid, "is_fixed": is_fixed}
+        return corrupt(x0, self.objective.process, rng, step, **where)
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma of the anchor term at a step; None where there are no anchors."""
@@ -180,35 +166,32 @@ def fill_holes(model: LanguageModel, objective: HoleObjective, questions: Sequen
     device, mask_id = model.embed.weight.device, model.config.mask_id
     assert mask_id is not None
     predictor = Predictor(model, device, torch.float32, is_compiled=False)
-    rows = [objective.task.lay_out(question) for question in questions]
+    task, sampling = objective.task, objective.sampling
+    rows = [task.lay_out(question) for question in questions]
     order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
-    sampling, results = objective.sampling, {}
     steps = {"steps": sampling.steps or model.config.length} if takes_steps(sampling.sampler) else {}
     sampler = build_sampler(sampling.sampler, **steps)
+    results = {}
     for start in range(0, len(order), FILLED_ROWS):
         part = order[start : start + FILLED_ROWS]
-        layouts = [
-            HoleLayout([mask_id if token == HOLE else token for token in row], [token != HOLE for token in row])
-            for row in (rows[number] for number in part)
-        ]
-        xt, is_fixed, valid = objective.collate(layouts)
+        layouts, valid = pad_rows([rows[number] for number in part])
+        is_hole = layouts == task.hole
         frames = stream_tokens(
             predictor,
-            xt,
+            layouts.masked_fill(is_hole, mask_id),
             sampler,
             seed=0,
             rows=torch.tensor(part),
             sampling=SamplingParams(sampling.temperature),
-            is_fixed=is_fixed,
+            is_fixed=~is_hole,
             valid=valid,
             block=sampling.block,
         )
         with torch.autocast(device.type, enabled=False):
             (frame,) = deque(frames, maxlen=1)
-        for number, tokens, layout, evaluations in zip(
-            part, frame.tokens.tolist(), layouts, frame.nfe.tolist(), strict=True
+        for number, tokens, holes, evaluations in zip(
+            part, frame.tokens.cpu(), is_hole, frame.nfe.tolist(), strict=True
         ):
-            filled = tokens[: len(layout.tokens)]
-            holes = [token for token, is_given in zip(filled, layout.is_fixed, strict=True) if not is_given]
-            results[number] = Decoded(holes, objective.task.find_answer(filled), evaluations)
+            answer = task.find_answer(tokens[: len(rows[number])].tolist())
+            results[number] = Decoded(tokens[holes].tolist(), answer, evaluations)
     return [results[number] for number in range(len(rows))]
