@@ -57,6 +57,7 @@ LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seco
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
     kinds: Any = {"frontier": draw_frontier, "anchors": draw_anchors, "correlation": draw_correlation}
+    kinds |= {"arms": draw_arms, "accuracy": draw_accuracy}
     return [kinds[kind](path=folder / f"{name}{suffix}", **data) for name, (kind, data) in result.figures.items()]
 
 
@@ -312,3 +313,44 @@ def _draw_equal_steps(axes: Axes, studies: Sequence[Row], name: str, looks: Sequ
             axes.plot([across], [up], **looks[i])
     label = "log Gen-PPL" if name == "gen_ppl" else METRICS[name]
     axes.set(xlabel="accuracy minus the step's mean", ylabel=f"{label} minus the step's mean")
+
+
+# Arms of reasoning.
+
+
+def draw_arms(sets: Sequence[Row], path: Path) -> Path:
+    """Plot the accuracy of arms, a panel for each task: means as bars, seeds as dots, a color for each test set."""
+    tasks = list(dict.fromkeys(each["task"] for each in sets))
+    arms = list(dict.fromkeys(arm for each in sets for arm in each["arms"]))
+    with new_figure(path, 3.6 * len(tasks) + 1.6, 0.32 * len(arms) + 1.4) as figure:
+        for place, task in enumerate(tasks, 1):
+            axes = figure.add_subplot(1, len(tasks), place)
+            own = [each for each in sets if each["task"] == task]
+            for number, each in enumerate(own):
+                height, color = 0.8 / len(own), COLORS[number % len(COLORS)]
+                for arm, values in each["arms"].items():
+                    up = len(arms) - 1 - arms.index(arm) + 0.4 - (number + 0.5) * height
+                    axes.barh([up], [np.mean(values)], height=height, color=color, alpha=0.45)
+                    axes.plot(values, [up] * len(values), "o", color=color, markersize=2.5)
+                axes.plot([], [], color=color, linewidth=5, alpha=0.45, label=each["test"])
+            _label_rows(axes, arms)
+            axes.set(xlabel="accuracy (%)", title=task, xlim=(0, 101))
+            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=len(own))
+    return path
+
+
+def draw_accuracy(curves: Sequence[Row], path: Path) -> Path:
+    """Plot the accuracy on validation problems during training, a panel for each task and a line for each run."""
+    tasks = list(dict.fromkeys(curve["task"] for curve in curves))
+    arms = list(dict.fromkeys(curve["arm"] for curve in curves))
+    pairs = [(color, style) for style in LINES for color in COLORS]
+    looks: dict[str, Look] = {arm: {"color": color, "linestyle": style} for arm, (color, style) in zip(arms, pairs)}
+    with new_figure(path, 3.6 * len(tasks) + 1.9, max(3.2, 0.2 * len(arms) + 0.6)) as figure:
+        for place, task in enumerate(tasks, 1):
+            axes = figure.add_subplot(1, len(tasks), place)
+            for curve in (curve for curve in curves if curve["task"] == task and curve["points"]):
+                steps, values = zip(*curve["points"], strict=True)
+                axes.plot(steps, [100 * value for value in values], **looks[curve["arm"]], alpha=0.8)
+            axes.set(xlabel="optimizer step", ylabel="accuracy (%)", title=task, ylim=(0, 101))
+        add_legend(figure, list(looks.items()))
+    return path
