@@ -1,8 +1,11 @@
 """`adlm train` and `adlm plot`: train with a recipe and overrides, and plot runs."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +19,9 @@ from adlm.cli.output import (
     print_table,
     status_console,
 )
+
+if TYPE_CHECKING:
+    from adlm.training.loop import Run
 
 
 def train(
@@ -36,18 +42,34 @@ def train(
     wrong; 1 the loss diverged.
     """
     with report_errors():
-        from adlm.training.guard import Preempted
         from adlm.training.loop import train as run_training
 
-        try:
-            with json_stdout(is_json):
-                run = run_training(recipe, *(overrides or []))
-        except Preempted as stopped:
-            status_console().print(str(stopped), markup=False)
-            raise typer.Exit(stopped.code) from stopped
-        if is_json and os.environ.get("RANK", "0") == "0":  # only one process prints
-            print_json({"folder": run.folder, "checkpoint": run.checkpoint, "step": run.step, "valid": run.valid})
+        run = run_or_exit(lambda: run_training(recipe, *(overrides or [])), is_json=is_json)
+        if is_json and is_main_process():
+            print_json(run_as_dict(run))
         return run
+
+
+def run_or_exit(start: Callable[[], Run], *, is_json: bool) -> Run:
+    """Train; where a signal stops the run, print that it is saved and exit with the signal's code."""
+    from adlm.training.guard import Preempted
+
+    try:
+        with json_stdout(is_json):
+            return start()
+    except Preempted as stopped:
+        status_console().print(str(stopped), markup=False)
+        raise typer.Exit(stopped.code) from stopped
+
+
+def is_main_process() -> bool:
+    """Return whether this is the one of torchrun's processes that prints results."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run_as_dict(run: Run) -> dict[str, Any]:
+    """Return the JSON form of a run."""
+    return {"folder": run.folder, "checkpoint": run.checkpoint, "step": run.step, "valid": run.valid}
 
 
 def plot(

@@ -52,7 +52,7 @@ class Task:
         vocabulary = self.tokenizer.bpe.get_vocab() if words else {}
         for word in words:
             if word not in vocabulary or word in MARKERS:
-                known = " ".join(word for word in list(vocabulary) if word not in MARKERS)
+                known = " ".join(word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in MARKERS)
                 raise ValueError(f"{word!r} is no word of {self.name}: its words are {known}")
         if not text.strip():
             raise ValueError("the question is empty: give its text")
