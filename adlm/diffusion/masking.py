@@ -61,7 +61,7 @@ class NoisyBatch:
     noise_level: Tensor  # (B,)
     hidden: Selection  # where the targets are predicted
     anchors: Selection | None
-    tokens: Tensor  # (), float: how many tokens the mean is over
+    tokens: Tensor  # (), float: how many tokens the mean is over; a loss of several means has as many counts
     valid: Tensor | None = None  # (B, L): what attention may read; None is everything
     is_causal: bool = False  # for a causal model: xt is what comes before x0
 
@@ -69,6 +69,8 @@ class NoisyBatch:
         """Copy the batch to another device without waiting: to a GPU through page-locked memory."""
 
         def copy(value: Any) -> Any:
+            if isinstance(value, NoisyBatch):
+                return value.to(device)
             if isinstance(value, Selection):
                 return Selection(copy(value.index), copy(value.weight))
             if not isinstance(value, Tensor):

@@ -1,6 +1,8 @@
 """Transformer layers: pre-norm attention and MLP, rotary positions, adaLN modulation by the noise level."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -210,6 +212,16 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Layer(dim, cond_dim=cond_dim, norm_bias=norm_bias, **layer) for _ in range(layers))
         self.norm = Norm(dim, norm_bias)
         self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 2 * dim)
+        self.states: list[Tensor] | None = None
+
+    @contextmanager
+    def collect_states(self) -> Iterator[list[Tensor]]:
+        """A context with a list to which passes append the output (B, L, dim) of every layer."""
+        self.states = []
+        try:
+            yield self.states
+        finally:
+            self.states = None
 
     def condition_on(self, noise_level: Tensor | None, device: torch.device) -> Tensor | None:
         """Return the conditioning vector (B, cond_dim); without a noise level that of zero (1, cond_dim)."""
@@ -228,6 +240,8 @@ class Stack(nn.Module):
         cond = self.condition_on(noise_level, x.device)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotary, cond, attend, None if caches is None else caches[i])
+            if self.states is not None:
+                self.states.append(x)
         return self.norm(x, *compute_modulations(self.modulation, cond, 2))
 
     def fold(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ The loss is on all tokens after the markers and, where an arm labels them, on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Arm:
     labels: str = "none"  # of the slots: none, path, shuffled, foreign, off_path, no_answer
     feedback: bool = False  # a slot's input is the hidden state of the position before it, as in Coconut
     anchors: str | None = None  # a2r: tokens with the anchor term (trace, random) or "none"; null: one stage
-    auxiliary: str = "none"  # simcot: a decoder writes the step of each slot; codi: distillation from the cot layout
+    auxiliary: str | None = None  # simcot: a decoder writes the step of each slot; codi: distillation from cot's rows
     stages: int | None = None  # the last stage of the curriculum; null: the most hops of training
     holes: str | None = None  # the method of a masked model that fills trace and answer (adlm.reasoning.diffusion)
 
@@ -193,6 +193,39 @@ def collate(
 
 def _round_up(size: int, multiple: int) -> int:
     return size + -size % multiple
+
+
+def add_auxiliary(
+    batch: ReasoningBatch,
+    layouts: Sequence[RowLayout],
+    items: Sequence[Item],
+    kind: str,
+    markers: Markers,
+    slots_per_stage: int = 1,
+    multiple: int = 1,
+) -> ReasoningBatch:
+    """Add the rows of the second loss: simcot, the step that each slot replaces; codi, the problems laid out as cot."""
+    others: list[RowLayout] = []
+    links: list[int] = []
+    for row, (layout, item) in enumerate(zip(layouts, items, strict=True)):
+        start = row * batch.xt.shape[1]
+        if kind == "codi":
+            others.append(lay_out(item, ARMS["cot"], 0, 0, markers))
+            links.append(start + layout.trace.stop)
+            continue
+        steps = [step for step in item.steps for _ in range(slots_per_stage)]
+        for position, step in zip(layout.slots, steps):
+            others.append(RowLayout([markers.slot, *step], 1, range(0), range(1, 1 + len(step))))
+            links.append(start + position)
+    auxiliary, count = None, torch.tensor(0.0)
+    if others:
+        auxiliary = collate(others, [()] * len(others), multiple=multiple if kind == "codi" else 1)
+        count, length = auxiliary.tokens, auxiliary.xt.shape[1]
+        if kind == "codi":
+            ends = [row * length + layout.trace.stop for row, layout in enumerate(others)]
+            auxiliary = replace(auxiliary, links=torch.tensor(ends))
+    tokens = torch.stack([batch.tokens, count, torch.tensor(float(len(layouts)))])
+    return replace(batch, auxiliary=auxiliary, links=torch.tensor(links, dtype=torch.int64), tokens=tokens)
 
 
 def select_targets(positions: Sequence[Sequence[int]], length: int) -> Selection:

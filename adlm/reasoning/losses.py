@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from adlm.diffusion.objectives import Loss, diffusion_loss
-from adlm.models.language_model import Features, LanguageModel
+from adlm.models.language_model import Features, LanguageModel, ModelConfig
+from adlm.models.transformer import Layer, Norm
 from adlm.reasoning.arms import ReasoningBatch
 
 
-def run_with_feedback(
-    model: LanguageModel, tokens: Tensor, slot: Tensor | None = None, slot_ends: Sequence[int] = ()
-) -> Features:
-    """Run a causal model whose slots have the hidden state of the position before them as input (Coconut).
+class StepDecoder(nn.Module):
+    """SIM-CoT's decoder: a causal layer that reads a slot's hidden state and writes the step that the slot replaces.
+
+    It has the model's embedding and head, and only training needs it.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            self.layer = Layer(config.dim, config.heads, is_causal=True)
+        self.norm = Norm(config.dim, bias=False)
+
+    def forward(self, model: LanguageModel, states: Tensor, tokens: Tensor) -> Tensor:
+        """Map states (N, dim) of slots and the rows (N, T) after them to features (N, T, dim)."""
+        cos, sin = model.rotary(states.device)
+        inputs = torch.cat([states[:, None], model.embed(tokens[:, 1:]).to(states.dtype)], 1)
+        return self.norm(self.layer(inputs, (cos[: tokens.shape[1]], sin[: tokens.shape[1]])))
+
+
+def feed_back(model: LanguageModel, tokens: Tensor, slot: Tensor | None, slot_ends: Sequence[int]) -> Tensor:
+    """Return the embeddings of tokens whose slots have the hidden state of the position before them (Coconut).
 
     `slot` (B, L) numbers the slots of a row from 1; those of a number lie within its `slot_ends` + 1 positions. The
-    hidden states are those after the final norm. A slot needs the slots before it: one pass for each, and one more.
+    hidden states are those after the final norm. A slot needs the slots before it: there is one pass for each.
+    Without `slot` the tokens are returned.
     """
     if slot is None:
-        return model(tokens)
+        return tokens
     inputs = model.embed(tokens)
     for number, end in enumerate(slot_ends, 1):
         before = model(inputs[:, :end]).final.to(inputs.dtype)
         shifted = F.pad(before, (0, 0, 1, inputs.shape[1] - end - 1))
         inputs = torch.where((slot == number)[..., None], shifted, inputs)
-    return model(inputs)
+    return inputs
+
+
+def run_with_feedback(
+    model: LanguageModel, tokens: Tensor, slot: Tensor | None = None, slot_ends: Sequence[int] = ()
+) -> Features:
+    """Run a causal model whose slots, if there are any, have the hidden state of the position before them as input."""
+    return model(feed_back(model, tokens, slot, slot_ends))
 
 
 def reasoning_loss(
@@ -39,10 +67,56 @@ def reasoning_loss(
     anchor_weight: float | Tensor | None = None,
     check: bool = True,
     compute_features: Callable[..., Features] = run_with_feedback,
+    decoder: StepDecoder | None = None,
 ) -> Loss:
-    """Compute the mean cross-entropy over tokens and labelled slots; with an `anchor_weight`, A2R's anchor term too."""
-    features = compute_features(model, batch.xt, batch.slot, batch.slot_ends)
+    """Compute the mean cross-entropy over tokens and labelled slots; with an `anchor_weight`, A2R's anchor term too.
+
+    SIM-CoT (with a decoder) and CODI (a batch with `auxiliary` and without one) add their own terms with weight 1,
+    which are reported like the anchor term.
+    """
+    if batch.links is None:
+        features, counts = compute_features(model, batch.xt, batch.slot, batch.slot_ends), batch.tokens[None]
+    elif decoder is not None:
+        features, counts = compute_features(model, batch.xt, batch.slot, batch.slot_ends), batch.tokens
+        term = compute_step_loss(model, decoder, features.final, batch)
+    else:
+        inputs, counts = feed_back(model, batch.xt, batch.slot, batch.slot_ends), batch.tokens
+        with model.denoiser.collect_states() as states:
+            features = model(inputs)
+        term = compute_distillation_loss(model, states, batch)
     anchors: dict[str, Any] = {}
     if anchor_weight is not None:
         anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
-    return diffusion_loss(features.final, model.head, batch, mask_id=model.config.mask_id, check=check, **anchors)
+    means = replace(batch, tokens=counts[0])
+    loss = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id, check=False, **anchors)
+    if batch.links is not None:
+        loss = loss._replace(total=loss.total + term, anchor=term, row_anchor=loss.row_anchor + term.detach())
+    return loss.check() if check else loss
+
+
+def compute_step_loss(model: LanguageModel, decoder: StepDecoder, features: Tensor, batch: ReasoningBatch) -> Tensor:
+    """Compute the mean cross-entropy of the steps that the decoder writes from the slots (SIM-CoT)."""
+    steps = batch.auxiliary
+    if steps is None:  # no row has a slot: zero, so that every parameter has its gradient
+        return 0 * torch.stack([parameter.sum() for parameter in decoder.parameters()]).sum()
+    written = decoder(model, features.flatten(0, 1)[batch.links], steps.xt)
+    means = replace(steps, tokens=batch.tokens[1])
+    return diffusion_loss(written, model.head, means, mask_id=model.config.mask_id, check=False).total
+
+
+def compute_distillation_loss(model: LanguageModel, states: Sequence[Tensor], batch: ReasoningBatch) -> Tensor:
+    """Compute the cross-entropy of the written steps and the distance of the states before the answer (CODI).
+
+    The distance is the smooth L1 from the states of the row with written steps, which is not moved by it, divided by
+    their standard deviation; a mean over rows and layers.
+    """
+    teacher = batch.auxiliary
+    assert teacher is not None and teacher.links is not None
+    with model.denoiser.collect_states() as targets:
+        features = model(teacher.xt)
+    means = replace(teacher, tokens=batch.tokens[1])
+    nll = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id, check=False).total
+    mine = torch.stack([state.flatten(0, 1)[batch.links] for state in states]).float()
+    theirs = torch.stack([state.detach().flatten(0, 1)[teacher.links] for state in targets]).float()
+    distance = F.smooth_l1_loss(mine, theirs, reduction="none").mean(-1) / theirs.std(-1)
+    return nll + distance.mean(0).sum() / batch.tokens[2]

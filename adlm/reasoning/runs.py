@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,31 @@ from adlm.config import Config, ReasoningSettings, load_config
 from adlm.data.shards import hash_file
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
 from adlm.diffusion.anchors import anchor_weight
+from adlm.diffusion.masking import NoisyBatch
+from adlm.diffusion.objectives import Loss, training_loss
 from adlm.diffusion.rng import CounterRng, Purpose
+from adlm.generate import pick_device
 from adlm.interop import gpt2
-from adlm.methods import look_up
-from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.methods import METHODS, look_up
+from adlm.models.language_model import Features, LanguageModel, ModelConfig
 from adlm.models.vocabulary import extend_vocabulary
-from adlm.reasoning.arms import ARMS, Arm, Curriculum, ReasoningBatch, RowLayout, choose_labels, collate, lay_out
+from adlm.reasoning.arms import (
+    ARMS,
+    Arm,
+    Curriculum,
+    ReasoningBatch,
+    RowLayout,
+    add_auxiliary,
+    choose_labels,
+    collate,
+    lay_out,
+)
+from adlm.reasoning.captures import CapturedFeatures, CapturedModel
+from adlm.reasoning.datasets import TEXT_TASKS
 from adlm.reasoning.decoding import Decoded, decode_greedily
+from adlm.reasoning.diffusion import HoleObjective, fill_holes
 from adlm.reasoning.items import Item, Markers
-from adlm.reasoning.losses import reasoning_loss
+from adlm.reasoning.losses import StepDecoder, reasoning_loss, run_with_feedback
 from adlm.reasoning.tasks import ItemBatch, ItemBatches, Task, open_task
 from adlm.training import setup
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
@@ -73,7 +88,9 @@ class ReasoningObjective:
         """Make the network's inputs and targets of an optimizer step."""
         rng, arm = CounterRng.from_seed(seed, batch.number), self.arm
         layouts = list(map(self.lay_out, batch.items, self.curriculum.find_stages(step, rng)))
-        order = rng.uniform(step, max(1, self.slots, *(len(item.anchors) for item in batch.items)), Purpose.LABEL)
+        order: list[list[float]] = [[]] * len(layouts)
+        if arm.labels == "shuffled":
+            order = rng.uniform(step, max(1, self.slots), Purpose.LABEL).tolist()
         pairs = zip(batch.items, batch.foreign, order, strict=True)
         labels = [choose_labels(item, foreign, arm.labels, numbers) for item, foreign, numbers in pairs]
         anchors = None
@@ -83,7 +100,7 @@ class ReasoningObjective:
                 choose_anchors(layout, item, None if arm.anchors == "trace" else own)
                 for layout, item, own in zip(layouts, batch.items, u, strict=True)
             ]
-        return collate(
+        made = collate(
             layouts,
             labels,
             feedback=arm.feedback,
@@ -91,6 +108,10 @@ class ReasoningObjective:
             anchors=anchors,
             multiple=self.multiple,
         )
+        if arm.auxiliary is None:
+            return made
+        sizes = self.slots_per_stage, self.multiple
+        return add_auxiliary(made, layouts, batch.items, arm.auxiliary, self.markers, *sizes)
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma of A2R's anchor term at a step; None where there are no anchors."""
@@ -117,19 +138,32 @@ def train(task: str, arm: str, recipe: str = "reason", *changes: str, **settings
 def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     """Open the task of a run, with the arm's model and objective."""
     look_up(ARMS, config.reasoning.arm, "arm")
+    if config.parallel.kind in ("fsdp", "hsdp"):
+        raise ValueError(f"parallel.kind={config.parallel.kind} shards weights, and one process decodes: use ddp")
     base = load_base(config)
     task = open_task(config.reasoning, find_tokenizer(config.reasoning, base))
     arm = ARMS[config.reasoning.arm]
     method = arm.method if base is None else base.method
+    if method != arm.method and (arm.anchors is not None or arm.auxiliary == "codi"):
+        raise ValueError(
+            f"init={config.init} is {method}, and arm {config.reasoning.arm} trains {arm.method}: choose another model"
+        )
+    if arm.labels == "foreign" and config.batch < 2:
+        raise ValueError(f"batch={config.batch} has no other problem's labels for {config.reasoning.arm}: give 2")
     config = replace(config, method=method)
     multiple = 32 if context.device.type == "cuda" else 1
-    objective = ReasoningObjective.from_config(config, task, multiple=multiple)
+    objective = build_reasoning_objective(config, task, multiple=multiple)
     init = None if base is None else fit_vocabulary(base, task.tokenizer)
-    sample = [objective.lay_out(item, 0) for item in task.draw(0, 1, 512)]
-    longest = max(len(layout.tokens) for layout in sample)
+    sample = task.draw(0, 1, 512)
+    layouts = [objective.lay_out(item, stage) for item in sample for stage in (0, None)]
+    if arm.auxiliary == "codi":
+        layouts += [lay_out(item, ARMS["cot"], 0, 0, task.markers) for item in sample]
+    longest = max(len(layout.tokens) for layout in layouts)
     shape = build_shape(config, task, init, longest)
     check_length(config, task, shape, longest)
     valid = task.load_valid(config.valid.rows or 1024)
+    is_captured = context.device.type == "cuda" and context.world_size == 1 and shape.dropout == 0
+    compute = CapturedFeatures() if is_captured else run_with_feedback
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
         results = context.run_on_rank0(lambda: solve(parallel.model, task, objective, valid))
@@ -155,17 +189,30 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         init,
         objective,
         ItemBatches(task, config.batch, seed=config.seed, rank=context.rank, size=context.world_size),
-        build_loss=partial(LossModule, loss_fn=reasoning_loss),
+        build_loss=partial(
+            LossModule,
+            loss_fn=hole_loss if arm.holes else reasoning_loss,
+            modules={"decoder": StepDecoder(shape, seed=config.seed)} if arm.auxiliary == "simcot" else None,
+            compute_features=compute,
+        ),
         validate=validate,
         format_metrics=format_accuracy,
         write_samples=write_samples,
         data_hash=task.sha256,
-        description=f"{task.name}, arm {config.reasoning.arm}, {objective.curriculum.stages} stages; {config.steps:,} "
-        f"steps of {config.batch} problems of at most {longest} tokens, vocabulary {shape.vocab_size:,}",
+        description=f"{task.name}, arm {config.reasoning.arm}; {config.steps:,} steps of {config.batch} problems of at "
+        f"most {longest} tokens, vocabulary {shape.vocab_size:,}",
         length=longest,
         tokenizer=task.tokenizer,
         best_metric="val/error",
     )
+
+
+def hole_loss(
+    model: LanguageModel, batch: NoisyBatch, *, compute_features: Callable[..., Features], **options: Any
+) -> Loss:
+    """Compute the NELBO or ANELBO of the holes."""
+    is_captured = isinstance(compute_features, CapturedFeatures)
+    return training_loss(CapturedModel(model, compute_features) if is_captured else model, batch, **options)
 
 
 def format_accuracy(metrics: Mapping[str, float]) -> str:
@@ -209,22 +256,23 @@ def load_base(config: Config) -> BaseModel | None:
     return base
 
 
-def find_tokenizer(settings: ReasoningSettings, base: BaseModel | None) -> Tokenizer:
-    """Return the tokenizer of a text task: that of the base model, by default GPT-2's."""
-    if base is not None and base.tokenizer is not None:
-        return base.tokenizer
-    return load_tokenizer(settings.tokenizer or "gpt2")
+def find_tokenizer(settings: ReasoningSettings, base: BaseModel | None) -> Tokenizer | None:
+    """Return the tokenizer of a text task: that of the base model, by default GPT-2's; other tasks have their own."""
+    if settings.task not in TEXT_TASKS:
+        return None
+    return (base and base.tokenizer) or load_tokenizer(settings.tokenizer or "gpt2")
 
 
 def fit_vocabulary(base: BaseModel, tokenizer: Tokenizer) -> setup.InitModel:
     """Extend a base model by the markers of a task; the mask, which a causal model never reads, moves to the end."""
     if base.model is None:
         return setup.InitModel(base.method, base.shape)
+    words = {} if base.tokenizer is None else base.tokenizer.bpe.get_vocab()
     count = tokenizer.vocab_size - base.shape.vocab_size
-    if count < 0:
+    if count < 0 or not words.items() <= tokenizer.bpe.get_vocab().items():
         raise ValueError(
-            f"the model has {base.shape.vocab_size:,} tokens and its task {tokenizer.vocab_size:,}: train on a text "
-            "task, whose vocabulary is the model's, or without init"
+            f"the model of init has {base.shape.vocab_size:,} tokens, which are not those of {tokenizer.name}: train "
+            "on a text task, whose vocabulary is the model's, or without init"
         )
     model = extend_vocabulary(base.model, count) if count else base.model
     shape = replace(model.config, mask_id=tokenizer.mask_id)
@@ -237,11 +285,12 @@ def build_shape(config: Config, task: Task, init: setup.InitModel | None, longes
     if init is not None:
         return replace(init.shape, dropout=changes.get("dropout", init.shape.dropout))
     layers = changes.pop("denoiser_layers", 4)
-    stages = {"anchor_layers": layers // 2, "denoiser_layers": layers - layers // 2} if config.method == "a2r" else {}
+    method = METHODS[str(config.method)]
+    stages = {"anchor_layers": layers // 2, "denoiser_layers": layers - layers // 2} if method.two_stages else {}
     changes = {"anchor_layers": 0, "denoiser_layers": layers, "bridge": "direct"} | changes | stages
     length = task.length or -(-(longest + EXTRA_TOKENS) // 64) * 64
     changes |= {"vocab_size": task.tokenizer.vocab_size, "mask_id": task.tokenizer.mask_id, "length": length}
-    return ModelConfig(**({"cond_dim": None, "is_causal": True} | changes))
+    return ModelConfig(**({"cond_dim": None, "is_causal": method.is_causal} | changes))
 
 
 def check_length(config: Config, task: Task, shape: ModelConfig, longest: int) -> None:
@@ -253,22 +302,33 @@ def check_length(config: Config, task: Task, shape: ModelConfig, longest: int) -
         )
 
 
-def solve(model: LanguageModel, task: Task, objective: ReasoningObjective, items: Sequence[Item]) -> list[Decoded]:
+def build_reasoning_objective(config: Config, task: Task, *, multiple: int = 1) -> ReasoningObjective | HoleObjective:
+    """Build the objective of an arm: of a causal model, or of a masked one that fills holes."""
+    kind = ReasoningObjective if ARMS[config.reasoning.arm].holes is None else HoleObjective
+    return kind.from_config(config, task, multiple=multiple)
+
+
+def solve(
+    model: LanguageModel, task: Task, objective: ReasoningObjective | HoleObjective, items: Sequence[Item]
+) -> list[Decoded]:
     """Decode the answers of problems, in batches of similar lengths."""
+    if isinstance(objective, HoleObjective):
+        return fill_holes(model, objective, [item.question for item in items])
     layouts = [objective.lay_out(item) for item in items]
-    longest = max(len(objective.lay_out(item).tokens) - objective.lay_out(item).prompt for item in items)
+    longest = max(len(layout.tokens) - layout.prompt for layout in layouts)
     order = sorted(range(len(items)), key=lambda number: layouts[number].prompt)
     results: dict[int, Decoded] = {}
     for start in range(0, len(order), DECODED_ROWS):
         part = order[start : start + DECODED_ROWS]
         room = model.config.length - max(layouts[number].prompt for number in part)
-        decoded = decode_greedily(
-            model,
-            [layouts[number] for number in part],
-            task.markers,
-            feedback=objective.arm.feedback,
-            max_new_tokens=max(1, min(longest + EXTRA_TOKENS, room)),
-        )
+        with torch.compiler.set_stance("force_eager"):  # every length of the cache would be compiled
+            decoded = decode_greedily(
+                model,
+                [layouts[number] for number in part],
+                task.markers,
+                feedback=objective.arm.feedback,
+                max_new_tokens=max(1, min(longest + EXTRA_TOKENS, room)),
+            )
         results |= dict(zip(part, decoded, strict=True))
     return [results[number] for number in range(len(items))]
 
@@ -286,36 +346,21 @@ class LoadedRun:
     config: Config
     model: LanguageModel
     task: Task
-    objective: ReasoningObjective
+    objective: ReasoningObjective | HoleObjective
+    step: int
+    sha256: str  # of its weights
 
 
-def load_run(folder: str | Path, *changes: str) -> LoadedRun:
-    """Load a run of `adlm reason train` with its latest checkpoint."""
+def load_run(folder: str | Path, *changes: str, device: str = "auto", **settings: Any) -> LoadedRun:
+    """Load a run of `adlm reason train` with its latest checkpoint, with changes to its config."""
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.yaml: give a folder that `adlm reason train` wrote")
-    config = load_config(path, *changes)
+    config = load_config(path, *changes, **settings)
     if config.reasoning.task is None:
         raise ValueError(f"{folder} was trained on text, not on a reasoning task: evaluate it with `adlm eval`")
-    loaded = checkpoint.load_model(folder)
+    place, source = pick_device(device), checkpoint.find_model_folder(folder)
+    loaded = checkpoint.load_model(source)
     task = open_task(config.reasoning, loaded.tokenizer)
-    return LoadedRun(config, loaded.model, task, ReasoningObjective.from_config(config, task))
-
-
-def evaluate(folder: str | Path, *changes: str, device: str = "cpu") -> dict[str, Any]:
-    """Measure a run on the test sets of its task and write the result to reasoning.json in its folder."""
-    run = load_run(folder, *changes)
-    sets: dict[str, Any] = {}
-    for name, items in run.task.load_tests(run.config.reasoning.tests).items():
-        results = solve(run.model.to(device), run.task, run.objective, items)
-        is_right = [result.answer == item.answer for result, item in zip(results, items, strict=True)]
-        sets[name] = {
-            "accuracy": sum(is_right) / len(items),
-            "problems": len(items),
-            "tokens": sum(len(result.tokens) for result in results) / len(items),
-            "passes": sum(result.passes for result in results) / len(items),
-        }
-    content = {"task": run.task.name, "arm": run.config.reasoning.arm, "seed": run.config.seed, "tests": sets}
-    content["reasoning"] = asdict(run.config.reasoning)
-    (Path(folder) / "reasoning.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    return content
+    objective, sha256 = build_reasoning_objective(config, task), hash_file(source / "model.safetensors")
+    return LoadedRun(config, loaded.model.to(place).eval(), task, objective, loaded.step, sha256)

@@ -5,7 +5,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,14 +35,24 @@ TIMEOUT = timedelta(minutes=30)  # of a collective
 
 
 class LossModule(nn.Module):
-    """A model and its loss as one module, so that DDP and FSDP wrap a forward that includes the loss."""
+    """A model and its loss as one module, so that DDP and FSDP wrap a forward that includes the loss.
 
-    def __init__(self, model: LanguageModel, loss_fn: Callable[..., Loss] = training_loss, **options: Any) -> None:
+    `modules` of the loss are trained and checkpointed with the model and are no part of it.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        loss_fn: Callable[..., Loss] = training_loss,
+        modules: Mapping[str, nn.Module] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.model, self.loss_fn = model, partial(loss_fn, check=False, **options)
+        self.auxiliary = nn.ModuleDict(modules)
 
     def forward(self, batch: NoisyBatch, anchor_weight: Tensor | None) -> Loss:
-        return self.loss_fn(self.model, batch, anchor_weight=anchor_weight)
+        return self.loss_fn(self.model, batch, anchor_weight=anchor_weight, **self.auxiliary)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def train_steps(
         stall = time.perf_counter() - start
         rows = batch.split(micro_batch or batch.total)
         noisy = [objective.corrupt(part, seed, step) for part in rows]
-        tokens = torch.stack([part.tokens for part in noisy]).sum()  # what the mean is over
+        tokens = torch.stack([part.tokens for part in noisy]).sum(0)  # what the mean is over
         if batch.lengths is not None:  # otherwise every rank has as many
             tokens = context.all_reduce_sum(tokens) / context.world_size
         return batch, rows, [replace(part, tokens=tokens).to(device) for part in noisy], stall
@@ -91,7 +91,7 @@ def train_steps(
                         raise Diverged(f"step {step}: {error}", step, batch) from error
                 loss.total.backward()  # inside seed_dropout: checkpointed activations repeat their dropout here
             values[:3] += torch.stack([loss.total.detach(), loss.nll.detach(), loss.anchor.detach()])
-        values[3] = step_optimizers(parallel.model, optimizers, clip, ema)
+        values[3] = step_optimizers(parallel.model, optimizers, clip, ema, parallel.module)
         upcoming = prepare(step + 1) if step < steps else None
         yield StepMetrics(step, values, multiplier, anchor_weight or 0.0, batch, stall)
 
@@ -152,10 +152,11 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
         model = model.to(device)
         if on_gpu if config.compile is None else config.compile:
             model.compile_layers()
-        parallel = parallelize(task.build_loss(model), context, config.parallel)
+        learner = task.build_loss(model).to(device)
+        parallel = parallelize(learner, context, config.parallel)
 
         # How: optimizers, the average of the weights, and a guard against divergence.
-        optimizers = build_optimizers(model, config.optimizer)
+        optimizers = build_optimizers(learner, config.optimizer)
         ema = EMA(model, config.ema) if config.ema is not None else None
         weights = ema.shadow if ema is not None else dict(model.named_parameters())  # for inference
         window = MetricWindow(LossGuard(config.guard.spike, config.guard.window), context)
@@ -164,7 +165,8 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
         state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
         state["init_sha256"] = init and init.sha256
         if source is not None:
-            checkpoint.load_training_tensors(source, get_training_tensors(model, optimizers), context.checkpoint_group)
+            tensors = get_training_tensors(learner, optimizers)
+            checkpoint.load_training_tensors(source, tensors, context.checkpoint_group)
             state = checkpoint.read_state(source)
             if ema is not None:
                 ema.load(checkpoint.read_weights(source), state["ema_updates"])
@@ -224,7 +226,7 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             logger.sync()
             writer.wait()  # at most one snapshot in host memory
             inference = checkpoint.gather_weights(weights, is_main=context.is_main)
-            training = get_training_tensors(model, optimizers)
+            training = get_training_tensors(learner, optimizers)
             training = checkpoint.copy_to_host(training, is_main=context.is_main, host_mesh=parallel.host_mesh)
             writer.save(checkpoint.Snapshot(step, inference, training, dict(state), is_best))
 

@@ -62,12 +62,15 @@ def set_lr(optimizers: Sequence[Optimizer], multiplier: float) -> None:
             group["lr"] = group["peak"] * multiplier
 
 
-def step_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], clip: float, ema: EMA | None) -> Tensor:
+def step_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], clip: float, ema: EMA | None, module: nn.Module | None = None
+) -> Tensor:
     """Clip the gradients, update weights and average, clear the gradients; return the norm before clipping.
 
-    Nothing here waits for the device.
+    `module` has all trained parameters, by default the model, which alone is averaged. Nothing here waits for the
+    device.
     """
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    norm = torch.nn.utils.clip_grad_norm_((module or model).parameters(), clip)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -76,9 +79,12 @@ def step_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], clip: flo
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def get_training_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return all tensors that training changes, themselves: `weights.NAME` and `optimizer.NAME.KEY`."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def get_training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Return all tensors that training changes, themselves: `weights.NAME` and `optimizer.NAME.KEY`.
+
+    The names of a LossModule's model are the model's.
+    """
+    names = {parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()}
     tensors = {f"weights.{name}": p.detach() for p, name in names.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

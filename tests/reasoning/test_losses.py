@@ -12,7 +12,7 @@ from adlm.models.language_model import LanguageModel
 from adlm.reasoning.arms import ARMS, Curriculum, Labels, ReasoningBatch, RowLayout, collate, lay_out
 from adlm.reasoning.decoding import make_predict
 from adlm.reasoning.items import WORD_MARKERS
-from adlm.reasoning.losses import reasoning_loss, run_with_feedback
+from adlm.reasoning.losses import StepDecoder, reasoning_loss, run_with_feedback
 from adlm.reasoning.runs import ReasoningObjective
 from adlm.reasoning.tasks import ItemBatch
 from tests.reasoning.examples import build_model, draw_examples, unroll
@@ -121,9 +121,16 @@ def make_batch(count: int = 8) -> ItemBatch:
     return ItemBatch(items, items[1:] + items[:1], numbers + 100, numbers, count, {})
 
 
+def make_objective(name: str, *, stage_steps: int = 2, slots_per_stage: int = 1) -> ReasoningObjective:
+    """Stages of so many steps, which often come back."""
+    arm = ARMS[name]
+    slots = (arm.stages or 3) * slots_per_stage
+    return ReasoningObjective(arm, Curriculum(3, stage_steps, revisit=0.3), WORD_MARKERS, slots, slots_per_stage)
+
+
 def make_parts(name: str, rows: int, step: int = 7) -> list[ReasoningBatch]:
     """The batches of a step as the loop makes them: the mean is over the tokens of all."""
-    objective = ReasoningObjective(ARMS[name], Curriculum(3, 2, revisit=0.3), WORD_MARKERS, ARMS[name].stages or 3)
+    objective = make_objective(name)
     parts = [objective.corrupt(part, 5, step) for part in make_batch().split(rows)]
     tokens = torch.stack([part.tokens for part in parts]).sum(0)
     return [replace(part, tokens=tokens) for part in parts]
@@ -136,12 +143,15 @@ CAUSAL = [name for name, arm in ARMS.items() if arm.holes is None]
 def test_micro_batches_sum_to_the_batch(name: str) -> None:
     model = build_model("two stages" if ARMS[name].method == "a2r" else "rotary")
     gamma = 0.1 if ARMS[name].anchors in ("trace", "random") else None
+    decoder = StepDecoder(model.config) if name == "simcot" else None
+    parameters = [*model.parameters(), *([] if decoder is None else decoder.parameters())]
 
     def compute(rows: int) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        losses = [reasoning_loss(model, part, anchor_weight=gamma) for part in make_parts(name, rows)]
-        assert (torch.stack([loss.anchor for loss in losses]).sum() > 0) == (gamma is not None)
+        losses = [reasoning_loss(model, part, anchor_weight=gamma, decoder=decoder) for part in make_parts(name, rows)]
+        has_term = gamma is not None or ARMS[name].auxiliary is not None
+        assert (torch.stack([loss.anchor for loss in losses]).sum() > 0) == has_term
         total = torch.stack([loss.total for loss in losses]).sum()
-        return total, torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
+        return total, torch.autograd.grad(total, parameters, allow_unused=True)
 
     whole, parts = compute(8), compute(3)
     torch.testing.assert_close(whole, parts, atol=1e-5, rtol=1e-4)
@@ -167,3 +177,81 @@ def test_label_weight_zero_is_the_loss_of_the_pause_curriculum() -> None:
     weightless = reasoning_loss(model, collate(layouts, labels, label_weight=0.0))
     assert torch.equal(weightless.total, reasoning_loss(model, collate(pauses, [[]] * len(pauses))).total)
     assert not torch.equal(weightless.total, reasoning_loss(model, collate(layouts, labels)).total)
+
+
+def test_simcot_adds_the_cross_entropy_of_the_steps_that_slots_replace() -> None:
+    model, items = build_model(), draw_examples(6)
+    decoder, objective = StepDecoder(model.config, seed=1), make_objective("simcot", slots_per_stage=2)
+    batch = make_batch(6)
+    made = objective.corrupt(batch, 5, 7)
+    losses = []
+    for row, item in enumerate(items):
+        slots = (made.xt[row] == WORD_MARKERS.slot).nonzero()[:, 0].tolist()
+        tokens = made.xt[row].tolist()
+        layout = RowLayout(tokens, 0, range(slots[0], slots[-1] + 1) if slots else range(0), range(0))
+        features = unroll(model, layout, feedback=True).final[0]
+        for number, position in enumerate(slots):
+            if number // 2 >= len(item.steps):
+                continue
+            step = torch.tensor(item.steps[number // 2])
+            inputs = torch.cat([features[position][None], model.embed(step[:-1])])
+            rotary = tuple(table[: len(step)] for table in model.rotary(inputs.device))
+            written = decoder.norm(decoder.layer(inputs[None], rotary))[0]
+            losses.append(-log_probs(model, written).gather(1, step[:, None])[:, 0])
+    assert len(losses) > 6
+    loss = reasoning_loss(model, made, decoder=decoder)
+    expected = torch.cat(losses).mean()
+    torch.testing.assert_close(loss.anchor, expected)
+    torch.testing.assert_close(loss.total, loss.nll + expected)
+    plain = reasoning_loss(model, make_objective("coconut", slots_per_stage=2).corrupt(batch, 5, 7))
+    torch.testing.assert_close(loss.nll, plain.total)
+    parameters = [*decoder.parameters(), *model.parameters()]
+    grads = (torch.autograd.grad(value, parameters) for value in (loss.total, plain.total + expected))
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        assert one.any()
+
+
+def test_simcot_without_slots_keeps_the_decoder_in_the_graph() -> None:
+    model = build_model()
+    decoder, made = StepDecoder(model.config), make_objective("simcot").corrupt(make_batch(), 5, 1)
+    assert made.auxiliary is None and made.tokens[1] == 0
+    loss = reasoning_loss(model, made, decoder=decoder)
+    assert loss.total == loss.nll
+    assert all(not grad.any() for grad in torch.autograd.grad(loss.total, list(decoder.parameters())))
+
+
+def test_codi_adds_the_teacher_and_the_distance_of_all_layers_before_the_answer() -> None:
+    model, items = build_model(), draw_examples(6)
+    outputs: dict[int, Tensor] = {}
+    for number, layer in enumerate(model.denoiser.layers):
+        layer.register_forward_hook(lambda *given, number=number: outputs.update({number: given[-1]}))
+
+    def collect(name: str) -> tuple[Tensor, list[Tensor], list[RowLayout]]:
+        rows, layouts = [], [lay_out(item, ARMS[name], 0, 3, WORD_MARKERS) for item in items]
+        for layout in layouts:
+            unroll(model, layout, feedback=ARMS[name].feedback)
+            place = layout.tokens.index(WORD_MARKERS.answer)  # predicts the first token of the answer
+            rows.append(torch.stack([outputs[number][0, place] for number in range(2)]))
+        return compute_by_hand(model, layouts, [[]] * 6, feedback=ARMS[name].feedback), rows, layouts
+
+    mean, mine, layouts = collect("codi")
+    teacher_mean, theirs, _ = collect("cot")
+    distances = [
+        F.smooth_l1_loss(a, b.detach(), reduction="none").mean(-1) / b.detach().std(-1)
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    expected = mean + teacher_mean + torch.stack(distances).mean()
+    made = make_objective("codi").corrupt(make_batch(6), 5, 7)
+    loss = reasoning_loss(model, made)
+    torch.testing.assert_close(loss.nll, mean)
+    torch.testing.assert_close(loss.total, expected)
+    grads = (torch.autograd.grad(value, list(model.parameters())) for value in (loss.total, expected))
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+    assert len({len(layout.tokens) for layout in layouts}) > 2
+
+
+def test_a_batch_with_auxiliary_rows_moves_whole() -> None:
+    made = make_objective("codi").corrupt(make_batch(), 5, 7).to("meta")
+    assert isinstance(made, ReasoningBatch) and made.auxiliary is not None and made.auxiliary.links is not None
+    assert made.auxiliary.xt.is_meta and made.auxiliary.links.is_meta and made.auxiliary.hidden.index.is_meta
