@@ -95,7 +95,7 @@ class ReasoningObjective:
         labels = [choose_labels(item, foreign, arm.labels, numbers) for item, foreign, numbers in pairs]
         anchors = None
         if arm.anchors not in (None, "none"):
-            u = rng.uniform(step, max(len(layout.tokens) for layout in layouts), Purpose.ANCHOR)
+            u = rng.uniform(step, max(len(layout.tokens) for layout in layouts), Purpose.ANCHOR).tolist()
             anchors = [
                 choose_anchors(layout, item, None if arm.anchors == "trace" else own)
                 for layout, item, own in zip(layouts, batch.items, u, strict=True)
@@ -120,12 +120,12 @@ class ReasoningObjective:
         return anchor_weight(step, steps, self.peak_anchor_weight) if self.anchor_ramp else self.peak_anchor_weight
 
 
-def choose_anchors(layout: RowLayout, item: Item, u: Tensor | None) -> list[int]:
+def choose_anchors(layout: RowLayout, item: Item, u: Sequence[float] | None) -> list[int]:
     """Return the positions of the trace's anchors or, with random numbers, as many random positions of the trace."""
     found = [position for position in layout.trace if layout.tokens[position] in item.anchors]
     if u is None:
         return found
-    return (u[layout.trace.start : layout.trace.stop].argsort()[: len(found)] + layout.trace.start).tolist()
+    return sorted(layout.trace, key=u.__getitem__)[: len(found)]
 
 
 def train(task: str, arm: str, recipe: str = "reason", *changes: str, **settings: Any) -> Run:

@@ -96,7 +96,7 @@ def collate_example(name: str, stage: int) -> ReasoningBatch:
     labels = choose_labels(EXAMPLE, FOREIGN, arm.labels, [0.5, 0.9, 0.1])
     anchors = None
     if arm.anchors not in (None, "none"):
-        u = torch.linspace(0, 1, len(layout.tokens))
+        u = torch.linspace(0, 1, len(layout.tokens)).tolist()
         anchors = [choose_anchors(layout, EXAMPLE, None if arm.anchors == "trace" else u)]
     return collate([layout], [labels], feedback=arm.feedback, anchors=anchors)
 
