@@ -143,7 +143,8 @@ def selected_loss(
     if bias is None:
         bias = torch.zeros_like(matrix[:, 0])
     if without is not None:
-        bias = bias.index_fill(0, torch.tensor(without, device=bias.device), -torch.inf)
+        # Not index_fill with a tensor of `without`, which a GPU would be waited for.
+        bias = torch.where(torch.arange(len(bias), device=bias.device) == without, -torch.inf, bias)
     shift = None if offset is None else torch.tensor(offset, device=x.device)
     target, chunk = targets.reshape(-1)[selection.index], MAX_LOGIT_ROWS[x.device.type]
     with torch.autocast(x.device.type, enabled=False):

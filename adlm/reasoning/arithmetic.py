@@ -1,8 +1,9 @@
 """Generated task *arithmetic*: a chain of assignments modulo 100, in shuffled order.
 
 Question `<q> c = b * 7 | a = 13 + 4 | b = a - 9 ? c`, steps `a = 17 ;`, `b = 8 ;`, `c = 56 ;`, anchors `17 8 56`,
-answer `56`, off_path constants of the question that are no value of the path. Every assignment uses the variable before
-it, so all are needed, and maps its values one to one (factors are coprime to 100), so the answer is uniform.
+answer `56`, off_path numbers of the question that are no value of the path. Every assignment uses the variable before
+it, so all are needed, and maps its values one to one (factors are coprime to 100), so the answer is uniform. Constants
+have one digit: there are 2,100 different assignments of a value, few enough to be learned in some thousand steps.
 """
 
 import string
@@ -15,7 +16,8 @@ MODULUS = 100
 WORDS = (*map(str, range(MODULUS)), *string.ascii_lowercase, "=", "+", "-", "*", "|", "?", ";")
 MAX_HOPS = len(string.ascii_lowercase)
 OPERATORS = "+-*"
-FACTORS = np.array([factor for factor in range(2, MODULUS) if np.gcd(factor, MODULUS) == 1])
+CONSTANTS = np.arange(1, 10)  # of + and -
+FACTORS = CONSTANTS[np.gcd(CONSTANTS, MODULUS) == 1][1:]  # 3, 7, 9
 _IDS = index_words(WORDS)
 
 
@@ -24,7 +26,7 @@ def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: in
     hops = draw_hops(rng, count, min_hops, max_hops, MAX_HOPS)
     shape = count, max_hops
     operators = rng.integers(len(OPERATORS), size=shape)
-    constants = np.where(operators == 2, rng.choice(FACTORS, shape), rng.integers(1, MODULUS, shape))
+    constants = np.where(operators == 2, rng.choice(FACTORS, shape), rng.choice(CONSTANTS, shape))
     first = rng.integers(MODULUS, size=count)
     values, value = np.empty(shape, int), first
     for step in range(max_hops):

@@ -36,7 +36,7 @@ from adlm.reasoning.arms import (
     collate,
     lay_out,
 )
-from adlm.reasoning.captures import CapturedFeatures, CapturedModel
+from adlm.reasoning.captures import LENGTHS, CapturedFeatures, CapturedModel
 from adlm.reasoning.datasets import TEXT_TASKS
 from adlm.reasoning.decoding import Decoded, decode_greedily
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
@@ -151,7 +151,7 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     if arm.labels == "foreign" and config.batch < 2:
         raise ValueError(f"batch={config.batch} has no other problem's labels for {config.reasoning.arm}: give 2")
     config = replace(config, method=method)
-    multiple = 32 if context.device.type == "cuda" else 1
+    multiple = LENGTHS if context.device.type == "cuda" else 1
     objective = build_reasoning_objective(config, task, multiple=multiple)
     init = None if base is None else fit_vocabulary(base, task.tokenizer)
     sample = task.draw(0, 1, 512)

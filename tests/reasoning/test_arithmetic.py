@@ -55,9 +55,9 @@ def test_the_answer_needs_every_assignment(hops: int) -> None:
 
 def test_a_written_item() -> None:
     (item,) = draw(1, 3, 3)
-    assert words(item.question) == "<q> p = g - 2 | g = 81 * 29 | i = p - 18 ? i"
-    assert [words(step) for step in item.steps] == ["g = 49 ;", "p = 47 ;", "i = 29 ;"]
-    assert words(item.anchors + item.answer + item.off_path) == "49 47 29 29 2 18 81"
+    assert words(item.question) == "<q> p = g - 1 | g = 81 * 3 | i = p - 2 ? i"
+    assert [words(step) for step in item.steps] == ["g = 43 ;", "p = 42 ;", "i = 40 ;"]
+    assert words(item.anchors + item.answer + item.off_path) == "43 42 40 40 3 1 2"
 
 
 def test_labels_off_the_path_are_other_numbers_of_the_question() -> None:
