@@ -1,4 +1,4 @@
-"""The command line; `adlm train` answers a stop signal with its exit code from the first import on."""
+"""The command line; commands that train answer a stop signal with its exit code from the first import on."""
 
 import os
 import signal
@@ -14,7 +14,8 @@ def exit_before_training(number: int, frame: FrameType | None) -> None:
     os._exit(EX_TEMPFAIL)  # not an exception, which an import might catch
 
 
-if sys.argv[1:2] == ["train"] and os.path.basename(sys.argv[0]) in ("adlm", "__main__.py"):
+is_training = sys.argv[1:2] == ["train"] or sys.argv[1:3] == ["reason", "train"]
+if is_training and os.path.basename(sys.argv[0]) in ("adlm", "__main__.py"):
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):  # Windows lacks SIGUSR1
             signal.signal(getattr(signal, name), exit_before_training)

@@ -15,6 +15,7 @@ from adlm.cli.generate import infill, sample
 from adlm.cli.list import models, recipes
 from adlm.cli.output import print_json
 from adlm.cli.prepare import prepare
+from adlm.cli.reason import app as reason_app
 from adlm.cli.score import score
 from adlm.cli.train import plot, train
 
@@ -59,3 +60,4 @@ def version(is_json: options.Json = False) -> None:
 for command in (demo, sample, infill, score, prepare, train, plot, models, recipes, doctor):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
+app.add_typer(reason_app, name="reason")

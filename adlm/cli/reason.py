@@ -1,0 +1,147 @@
+"""`adlm reason`: train models to reason, measure their accuracy, ask them, and compare arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from adlm.cli import options
+from adlm.cli.errors import Commands, report_errors
+from adlm.cli.output import (
+    check_output_folder,
+    json_stdout,
+    print_json,
+    print_result,
+    print_table,
+    progress_bar,
+)
+from adlm.cli.train import is_main_process, run_as_dict, run_or_exit
+
+app = typer.Typer(cls=Commands, help="Train models to reason, and compare ways to do it.", no_args_is_help=True)
+
+TASKS = ("arithmetic", "graphs", "chains", "gsm8k", "gsm8k-equations", "prontoqa", "prosqa", "sudoku")
+TASK_HELP = f"Problems: {', '.join(TASKS)}; from gsm8k on with reasoning.path=FOLDER of their files."
+ARM_HELP = (
+    "How to reason: no_cot, cot, short_cot, curriculum_only, icot, pause, pause_curriculum, coconut, simcot, codi, "
+    "acot, acot_feedback, acot_shuffled, acot_foreign, acot_off_path, acot_no_answer, acot_kept, acot_kept_feedback, "
+    "acot_kept_foreign, pause_kept, a2r, a2r_no_anchors, a2r_random; mdlm and adlm fill holes (arithmetic, sudoku)."
+)
+RunArgument = Annotated[Path, Argument(metavar="RUN", help="Folder that `adlm reason train` wrote.")]
+
+
+@app.command()
+def train(
+    task: Annotated[str, Argument(help=TASK_HELP)],
+    arm: Annotated[str, Argument(help=ARM_HELP)],
+    overrides: Annotated[
+        list[str] | None, Argument(help="key=value: seed=1 steps=1000 reasoning.hops=3 reasoning.path=FOLDER …")
+    ] = None,
+    out: Annotated[Path | None, Option(help="Run folder. [default: TASK-ARM, with --quick TASK-ARM-quick]")] = None,
+    recipe: Annotated[
+        str | None,
+        Option(help="YAML file or name of a bundled recipe. [default: reason]", autocompletion=options.complete_recipe),
+    ] = None,
+    quick: Annotated[
+        bool, Option("--quick", help="Small model, 1 to 2 hops: two minutes on two CPU cores, then test it.")
+    ] = False,
+    is_json: options.Json = False,
+) -> None:
+    """Train a model on a task by an arm. Running the same command again resumes a stopped run.
+
+    Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
+    wrong; 1 the loss diverged.
+    """
+    with report_errors():
+        from adlm.reasoning.evaluation import evaluate, summarize_runs
+        from adlm.reasoning.runs import train as run_training
+
+        if quick and recipe is not None:
+            raise ValueError(f"--quick is a recipe of its own: leave out --recipe {recipe}, or --quick")
+        folder = out or Path(f"{task}-{arm}-quick" if quick else f"{task}-{arm}")
+        name = "reason-quick" if quick else recipe or "reason"
+        changes = [*(overrides or []), *([f"folder={folder}"] if out or not has_folder(overrides) else [])]
+        run = run_or_exit(lambda: run_training(task, arm, name, *changes), is_json=is_json)
+        if not is_main_process():
+            return
+        answer = run_as_dict(run)
+        if quick:
+            with progress_bar() as on_progress:
+                result = evaluate(run.folder, on_progress=on_progress)
+            answer["tests"] = result["tests"]
+            if not is_json:
+                (table,) = summarize_runs({str(run.folder): result}).tables
+                print_table(table)
+                typer.echo(f"example: {next(iter(result['tests'].values()))['example']}")
+        if is_json:
+            print_json(answer)
+
+
+def has_folder(overrides: list[str] | None) -> bool:
+    """Return whether the run folder is among the overrides."""
+    return any(each.startswith("folder=") for each in overrides or [])
+
+
+@app.command("eval")
+def evaluate_runs(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders that `adlm reason train` wrote.")],
+    data: Annotated[
+        Path | None,
+        Option(help="Folder of published files: ProsQA for graphs, ProntoQA for chains, those of a text task."),
+    ] = None,
+    tests: Annotated[
+        int | None, Option(min=1, help="Problems of each test set. [default: as the recipe: 4000]")
+    ] = None,
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Measure the accuracy of runs on test problems, greedily decoded, and write reasoning.json into their folders.
+
+    Generated tasks are tested at the most hops of training, one more and two more.
+    """
+    with report_errors():
+        from adlm.reasoning.evaluation import evaluate, summarize_runs
+
+        with json_stdout(is_json), progress_bar() as on_progress:
+            results: dict[str, Any] = {}
+            for run in runs:
+                results[str(run)] = evaluate(run, data=data, tests=tests, device=device, on_progress=on_progress)
+        print_result(summarize_runs(results), is_json=is_json)
+
+
+@app.command()
+def ask(
+    run: RunArgument,
+    question: Annotated[str, Argument(help="A question as the task writes it: 'b = a - 9 | a = 13 + 4 ? b'.")],
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Ask a trained model: print what it writes, its guesses at labelled slots, and the answer."""
+    with report_errors():
+        from adlm.reasoning.evaluation import ask as ask_run
+
+        with json_stdout(is_json):
+            reply = ask_run(run, question, device=device)
+        if is_json:
+            print_json(reply)
+            return
+        if reply["slots"] is not None:
+            typer.echo(f"slots:  {' '.join(reply['slots'])}")
+        typer.echo(f"writes: {reply['text']}")
+        typer.echo(f"answer: {'none, a marker is missing' if reply['answer'] is None else reply['answer']}")
+
+
+@app.command()
+def table(
+    runs: Annotated[list[Path], Argument(metavar="RUN...|FOLDER", help="Evaluated runs, or folders that hold them.")],
+    out: Annotated[Path | None, Option(help="Output folder for the table as Markdown and JSON, and two plots.")] = None,
+    is_json: options.Json = False,
+) -> None:
+    """Compare arms: accuracy over seeds, tokens, sequential passes, FLOPs and parameters, and the verdicts."""
+    with report_errors():
+        from adlm.reasoning.verdicts import tabulate
+
+        check_output_folder("--out", out)
+        print_result(tabulate(runs, out), is_json=is_json, out=out)

@@ -1,0 +1,180 @@
+"""`adlm reason` end to end; a user's mistake is one message."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adlm.cli import reason
+from adlm.config import load_config
+from adlm.reasoning.arms import ARMS, Curriculum
+from adlm.reasoning.datasets import TEXT_TASKS
+from adlm.reasoning.evaluation import count_stages, count_training_flops
+from adlm.reasoning.runs import load_run
+from adlm.reasoning.tasks import GENERATORS
+from tests.cli.terminal import answer_json, assert_error, invoke, trained
+from tests.training.runs import ROOT
+
+EXCERPTS = ROOT / "tests/reasoning/excerpts"
+TINY = ["steps=2", "batch=4", "model.dim=32", "model.heads=2", "model.denoiser_layers=1", "reasoning.hops=2"]
+TINY += ["reasoning.tests=9", "reasoning.stage_steps=1", "valid.rows=4", "device=cpu", "log.show=false"]
+QUESTION = "b = a - 9 | a = 13 + 4 ? b"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny runs: two arms of arithmetic, one of graphs, evaluated."""
+    folder = tmp_path_factory.mktemp("runs")
+    for task, arm in [("arithmetic", "acot_feedback"), ("arithmetic", "cot"), ("graphs", "acot")]:
+        result = invoke("reason", "train", task, arm, *TINY, "--out", folder / f"{task}-{arm}")
+        assert result.exit_code == 0, result.output
+    assert invoke("reason", "eval", *folder.iterdir(), "--device", "cpu").exit_code == 0
+    return folder
+
+
+def test_the_help_names_all_tasks_and_arms() -> None:
+    assert set(reason.TASKS) == {*GENERATORS, *TEXT_TASKS, "sudoku"}
+    assert set(ARMS) <= set(re.findall(r"\w+", reason.ARM_HELP))
+
+
+def test_a_run_is_evaluated_into_its_folder(runs: Path) -> None:
+    folder = runs / "arithmetic-cot"
+    answer = answer_json("reason", "eval", folder, "--tests", 5, "--device", "cpu")["runs"][0]
+    saved = json.loads((folder / "reasoning.json").read_text("utf-8"))
+    assert answer == {"run": str(folder)} | saved
+    assert (saved["task"], saved["arm"], saved["seed"], saved["settings"]["step"]) == ("arithmetic", "cot", 0, 2)
+    assert list(saved["tests"]) == ["2 hops", "3 hops", "4 hops"]
+    for test in saved["tests"].values():
+        right = np.unpackbits(np.frombuffer(bytes.fromhex(test["right"]), np.uint8))[:5]
+        assert test["problems"] == 5 and right.mean() == test["accuracy"]
+        assert test["stderr"] == pytest.approx(np.sqrt(test["accuracy"] * (1 - test["accuracy"]) / 5))
+        assert "→" in test["example"]
+    assert saved["flops"] > 0 and saved["parameters"] > 0 and saved["provenance"]["versions"]["torch"]
+    assert invoke("reason", "eval", folder, "--device", "cpu").exit_code == 0  # as the recipe, for other tests
+    assert json.loads((folder / "reasoning.json").read_text("utf-8"))["tests"]["2 hops"]["problems"] == 9
+
+
+def test_published_problems_are_a_second_test(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "prosqa").mkdir()
+    shutil.copy(EXCERPTS / "text_prosqa.json", tmp_path / "prosqa" / "prosqa_test.json")
+    copy = shutil.copytree(runs / "graphs-acot", tmp_path / "run")
+    answer = answer_json("reason", "eval", copy, "--data", tmp_path, "--tests", 2, "--device", "cpu")["runs"][0]
+    assert list(answer["tests"]) == ["2 hops", "3 hops", "4 hops", "prosqa"]
+    assert answer["tests"]["prosqa"]["problems"] == 2
+
+
+def test_flops_follow_the_curriculum_and_the_passes(runs: Path) -> None:
+    assert count_stages(Curriculum(2, 10, 0.0), 25).tolist() == [10, 10, 5]
+    assert count_stages(Curriculum(2, 10, 0.3), 25).tolist() == pytest.approx([10 + 2, 10 - 1.5 + 0.5 - 0.0, 5 - 1.0])
+    assert count_stages(Curriculum(4, 10, 0.1), 5).tolist() == [5, 0, 0, 0, 0]
+    fed, cot = (load_run(runs / f"arithmetic-{arm}") for arm in ("acot_feedback", "cot"))
+    per_token = count_training_flops(cot) / (2 * 4)
+    items = cot.task.draw(0, 1, 256)
+    mean = np.mean([len(cot.objective.lay_out(item).tokens) - 1 for item in items])
+    assert per_token / mean == pytest.approx(3 * (2 * 12 * 32**2 + 2 * 141 * 32 + 2 * mean * 32), rel=0.05)
+    assert count_training_flops(fed) > 1.2 * count_training_flops(cot)  # each slot is one pass more
+
+
+def test_ask_prints_slots_text_and_answer(runs: Path) -> None:
+    reply = answer_json("reason", "ask", runs / "arithmetic-acot_feedback", QUESTION, "--device", "cpu")
+    assert reply["question"] == QUESTION and len(reply["slots"]) == 2 and isinstance(reply["text"], str)
+    shown = invoke("reason", "ask", runs / "arithmetic-acot_feedback", QUESTION, "--device", "cpu").stdout
+    assert [line.split(":")[0] for line in shown.splitlines()] == ["slots", "writes", "answer"]
+    assert answer_json("reason", "ask", runs / "arithmetic-cot", QUESTION)["slots"] is None
+
+
+def test_the_table_prints_and_writes(runs: Path, tmp_path: Path) -> None:
+    result = invoke("reason", "table", runs, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "acot_feedback" in result.stdout and "no verdict" in result.stdout and "Equivalent:" in result.stdout
+    names = {"reasoning_table.json", "reasoning_table.md", "reasoning_accuracy.png", "reasoning_training.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    answer = answer_json("reason", "table", runs / "arithmetic-cot", runs / "graphs-acot")
+    assert [run["arm"] for run in answer["runs"]] == ["cot", "acot"]
+    assert all(verdict.get("holds") is None for verdict in answer["verdicts"])
+
+
+def test_quick_tests_itself_and_shows_a_solution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("reason-quick", "reasoning.task=arithmetic", "folder=run")
+    assert (config.reasoning.hops, config.model.dim, config.model.denoiser_layers) == (2, 64, 2)
+    monkeypatch.chdir(tmp_path)
+    small = ["steps=3", "batch=4", "valid.rows=4", "reasoning.tests=6", "log.show=false", "device=cpu"]
+    result = invoke("reason", "train", "arithmetic", "acot", *small, "--quick")
+    assert result.exit_code == 0, result.output
+    assert "2 hops" in result.stdout and re.search(r"^example: .+ → .+\((right|wrong)", result.stdout, re.MULTILINE)
+    assert (tmp_path / "arithmetic-acot-quick" / "reasoning.json").is_file()
+    answer = answer_json("reason", "train", "arithmetic", "acot", *small, "--quick")  # resumes: nothing is left to do
+    assert answer["step"] == 3 and list(answer["tests"]) == ["2 hops", "3 hops", "4 hops"]
+
+
+@pytest.mark.slow
+def test_quick_learns_arithmetic(tmp_path: Path) -> None:
+    answer = answer_json("reason", "train", "arithmetic", "acot", "--quick", "device=cpu", "--out", tmp_path)
+    assert answer["tests"]["2 hops"]["accuracy"] >= 0.2
+
+
+def test_a_stop_signal_has_the_exit_code_of_adlm_train(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "adlm", "reason", "train", "arithmetic", "cot", f"folder={tmp_path / 'run'}"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        status, mask = Path(f"/proc/{process.pid}/status"), 1 << signal.SIGTERM - 1
+        while not int(status.read_text("utf-8").split("SigCgt:")[1].split()[0], 16) & mask:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[1] == "stopped; the same command starts or resumes the run\n"
+    assert process.returncode == 75
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["arithmetik", "acot"], "unknown task 'arithmetik' (did you mean arithmetic?): expected one of arithmetic"),
+        (["arithmetic", "acott"], "unknown arm 'acott' (did you mean acot"),
+        (["arithmetic", "acot", "reasoning.hops=25"], "reasoning.hops=25 is out of range for arithmetic: give 1 to 24"),
+        (["gsm8k", "cot"], "reasoning.path is required for gsm8k: the folder with its files"),
+        (["gsm8k", "cot", "reasoning.path=nowhere"], "no file or folder 'nowhere'"),
+        (["arithmetic", "acot", "reasoning.hop=2"], "did you mean reasoning.hops"),
+        (["arithmetic", "acot", "--quick", "--recipe", "reason"], "leave out --recipe reason, or --quick"),
+        (["arithmetic", "acot", "--recipe", "nothing"], "nothing"),
+    ],
+)
+def test_a_wrong_training_is_one_message(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_error(invoke("reason", "train", *words), message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_line_without_a_field_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?"}\n', "utf-8")
+    words = ["gsm8k", "cot", f"reasoning.path={tmp_path}", "--out", tmp_path / "run"]
+    assert_error(invoke("reason", "train", *words), "train.jsonl, line 1", "expected 'answer' among them")
+
+
+def test_wrong_questions_and_runs_are_one_message(runs: Path, tmp_path: Path) -> None:
+    run, graphs = runs / "arithmetic-cot", runs / "graphs-acot"
+    long = " | ".join(["a = 1 + 1"] * 40)
+    cases = {
+        ("ask", run, "x = 5 / 2 ? x"): "'/' is no word of arithmetic: its words are 0 1 2",
+        ("ask", run, f"{long} ? a"): "the model 160: shorten the question",
+        ("ask", run, " "): "the question is empty",
+        ("ask", tmp_path, QUESTION): "has no config.yaml: give a folder that `adlm reason train` wrote",
+        ("ask", trained(), QUESTION): "was trained on text, not on a reasoning task",
+        ("eval", trained()): "was trained on text",
+        ("eval", run, "--data", tmp_path): "arithmetic has no published problems",
+        ("eval", graphs, "--data", tmp_path): "prosqa has no split 'test'",
+        ("eval", run, "--device", "gpu"): "device 'gpu' is not one of auto, cpu",
+        ("table", tmp_path): "has no run",
+        ("table", run, run / "config.yaml"): "has no run",
+        ("table", runs, "--out", run / "config.yaml"): "is a file",
+    }
+    for words, message in cases.items():
+        assert_error(invoke("reason", *words), message)
