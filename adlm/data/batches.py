@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from adlm.data.packing import Framing, PackedRows, Packer
+from adlm.data.packing import PackedRows, Packer
 from adlm.data.sources import Source
 from adlm.data.tokenizers import Tokenizer
 
@@ -187,8 +187,9 @@ class StreamedRows(IterableDataset[Any]):
         size: int = 1,
         state: Mapping[str, Any] = STREAM_START,
     ) -> None:
-        self.framing = Framing.from_tokenizer(tokenizer, length)
-        self.source, self.tokenizer, self.rows, self.is_wrapped = source, tokenizer, rows, is_wrapped
+        Packer(tokenizer, length, is_wrapped=is_wrapped)  # raises here, not in a worker
+        self.source, self.tokenizer, self.length, self.rows = source, tokenizer, length, rows
+        self.is_wrapped = is_wrapped
         self.block, self.seed, self.rank, self.size, self.state = block, seed, rank, size, dict(state)
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any, dict[str, Any]]]:
@@ -213,18 +214,18 @@ class StreamedRows(IterableDataset[Any]):
                     state |= {"taken": taken + 1, "rows": state["rows"] + 1}
                     if taken == len(order) - 1:
                         state |= {"start": following, "block": state["block"] + 1, "taken": 0}
-                    length = self.framing.length if packed.lengths is None else packed.lengths[place]
+                    length = self.length if packed.lengths is None else packed.lengths[place]
                     yield packed.rows[place].astype(np.int64), np.int64(length), np.int64(number), dict(state)
             if is_empty and state["start"] == [0, 0, 0]:
                 raise ValueError(
-                    f"{self.source.name} does not fill one row of {self.framing.length} tokens for each of "
+                    f"{self.source.name} does not fill one row of {self.length} tokens for each of "
                     f"{self.size} processes: give more text or a smaller length"
                 )
             state |= {"epoch": state["epoch"] + 1, "start": [0, 0, 0], "block": 0, "taken": 0}
 
     def _iterate_blocks(self, start: list[int]) -> Iterator[tuple[PackedRows, list[int]]]:
         """Yield blocks of rows from a position in the source, each with the position after it."""
-        packer = Packer(self.framing, is_wrapped=self.is_wrapped, start=start)
+        packer = Packer(self.tokenizer, self.length, is_wrapped=self.is_wrapped, start=start)
         texts = (text for text, _ in islice(self.source.read(), self.rank, None, self.size))
         documents = islice(texts, start[0], None)
         waiting: list[PackedRows] = []

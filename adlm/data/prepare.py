@@ -19,8 +19,7 @@ import torch
 
 from adlm.data import shards
 from adlm.data.corpora import Corpus, find_corpus
-from adlm.data.formats import Parts
-from adlm.data.packing import Framing, PackedRows, Packer
+from adlm.data.packing import PackedRows, Packer
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, train_bpe
@@ -246,13 +245,11 @@ def read_progress(path: Path) -> dict[str, Any]:
 def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Do everything that is left to do and return the manifest."""
     tokenizer = save_tokenizer(job, sources["train"], tokenizer)
-    framing = Framing.from_tokenizer(tokenizer, job.settings["length"])
     try:
         with TokenizerPool(job.folder / "tokenizer.json", job.dtype, job.workers) as pool:
             for split, source in sources.items():
                 if not job.state["splits"][split]["is_complete"]:
-                    parts = cut_documents(source.parts(), choose_cut(json.loads(tokenizer.json)))
-                    write_split(job, split, source, parts, pool, framing)
+                    write_split(job, split, source, tokenizer, pool)
         if job.is_cut:
             cut_valid(job)
         return write_manifest(job)
@@ -290,9 +287,7 @@ def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
             return
 
 
-def write_split(
-    job: Preparation, split: str, source: Source, parts: Parts, pool: TokenizerPool, framing: Framing
-) -> None:
+def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokenizer, pool: TokenizerPool) -> None:
     """Write documents to shards, from the end of the last complete shard."""
     state, began = job.state["splits"][split], time.perf_counter()
 
@@ -302,7 +297,9 @@ def write_split(
         job.save_state()
 
     writer = job.open_writer(split, on_shard, first=len(state["shards"]), keep_ends=job.is_cut)
-    packer = Packer(framing, is_wrapped=job.settings["rows"] == "wrapped", start=state["end"])
+    is_wrapped = job.settings["rows"] == "wrapped"
+    packer = Packer(tokenizer, job.settings["length"], is_wrapped=is_wrapped, start=state["end"])
+    parts = cut_documents(source.parts(), choose_cut(json.loads(tokenizer.json)))
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
     for chunk, (consumed, is_whole) in pool.tokenize(chunk_documents(parts, skip=packer.documents)):
         packed = packer.feed(*chunk, is_whole=is_whole)
@@ -314,7 +311,7 @@ def write_split(
     if rows == 0:
         remove_files(job.folder)
         counted = f"{tokens:,} tokens in {packer.documents:,} documents"
-        problem = f"{source.name} ({split}) fills no row of length {framing.length} with {counted}"
+        problem = f"{source.name} ({split}) fills no row of length {packer.length} with {counted}"
         raise ValueError(f"{problem}: choose a smaller --length or more text")
     state["is_complete"] = True
     job.save_state()

@@ -42,14 +42,13 @@ class Source:
     name: str
     identity: dict[str, Any]  # what decides the documents: content, not paths or times
     total_bytes: int | None  # bytes on the disk that will be read; None where unknown
-    read: Callable[[], Documents]  # each document with the bytes read so far; 0 where unknown
+    parts: Callable[[], Parts]  # the documents, long ones in parts, with the bytes read so far; 0 where unknown
     folder: Path | None = None  # the folder whose files are read, if it is one
     hashes: dict[str, str] = field(default_factory=dict)  # to reuse as KNOWN_HASHES when it is opened again
-    read_parts: Callable[[], Parts] | None = None  # the same with long documents in parts, where they need not be whole
 
-    def parts(self) -> Parts:
-        """Iterate over the documents, long ones in parts if possible."""
-        return self.read_parts() if self.read_parts else ((text, position, True) for text, position in self.read())
+    def read(self) -> Documents:
+        """Iterate over whole documents, each with the bytes read so far."""
+        return join_parts(self.parts(), self.name)
 
 
 @dataclass(frozen=True)
@@ -258,11 +257,7 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
         identity["stand_in"] = label
     folder = root if root.is_dir() else None
     hashes = {version: KNOWN_HASHES[version] for version in versions.values() if version in KNOWN_HASHES}
-
-    def read() -> Documents:
-        return join_parts(read_parts(), request.name)
-
-    return Source(request.name, identity, total, read, folder, hashes, read_parts)
+    return Source(request.name, identity, total, read_parts, folder, hashes)
 
 
 def _sort_naturally(name: str) -> tuple[Any, ...]:
@@ -449,8 +444,4 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         "column": "+".join(names),
         "detokenizer": request.detokenizer,
     }
-
-    def read() -> Documents:
-        return join_parts(request.clean_documents(read_rows(), split), request.name)
-
-    return Source(request.name, identity, None, read)
+    return Source(request.name, identity, None, lambda: request.clean_documents(read_rows(), split))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adlm.data.batches import RowDataset, TensorRows
 from adlm.data.corpora import find_corpus
-from adlm.data.packing import Framing, PackedRows, Packer
+from adlm.data.packing import PackedRows, Packer
 from adlm.data.prepare import ROW_LAYOUTS
 from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
 from adlm.data.sources import open_source
@@ -68,17 +68,17 @@ def load_eval_data(
     for name, value in (("workers", workers), ("limit", limit)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    framing = Framing.from_tokenizer(tokenizer, length)
+    corpus = find_corpus(source)
+    layout = rows or (corpus.rows if corpus else "wrapped")
+    packer = Packer(tokenizer, length, is_wrapped=layout == "wrapped")
     path = Path(source).expanduser()
     if str(source) == "-" or (path.exists() and not (path.is_file() or path.is_dir())):
         raise ValueError(f"{source} is a stream, which cannot be read twice (once for its checksum): save it to a file")
     split = split or "valid"
     if path.is_dir() and any((path / name).is_file() for name in (MANIFEST, PROGRESS)):
         return _load_prepared(path, tokenizer, length, rows=rows, split=split, limit=limit)
-    corpus = find_corpus(source)
-    layout = rows or (corpus.rows if corpus else "wrapped")
     opened = open_source(source, split=split)
-    packing = EvalPacker(Packer(framing, is_wrapped=layout == "wrapped"), tokenizer, limit)
+    packing = EvalPacker(packer, tokenizer, limit)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         with TokenizerPool(Path(folder) / "tokenizer.json", choose_dtype(tokenizer.vocab_size), workers) as pool:

@@ -1,51 +1,70 @@
 """Rows are the stream, cut: the authors' rows where they cut as we do, independent of the chunks."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adlm.data.packing import Framing, PackedRows, Packer, end_documents, frame_rows, wrap_rows
+from adlm.data.packing import PackedRows, Packer
 from tests.goldens import arrays, facts
 
 GOLDEN = facts("packing")
 ARRAYS = {name: array.numpy() for name, array in arrays("packing").items()}
 NONE = np.empty(0, dtype=np.int64)
-FRAMING = Framing(length=7, bos_id=90, eos_id=91, pad_id=92)
+LENGTH = 7
+
+
+def special(bos_id: int | None, eos_id: int, pad_id: int | None = None) -> Any:
+    """A tokenizer, as far as a packer sees it."""
+    return SimpleNamespace(name="ids", bos_id=bos_id, eos_id=eos_id, pad_id=pad_id)
+
+
+IDS = special(90, 91, 92)
+
+
+def wrap_rows(stream: list[int], length: int, bos_id: int | None, eos_id: int | None) -> tuple[np.ndarray, int]:
+    """The rows of a stream, and the number of tokens that are left."""
+    count, rest = divmod(len(stream), length - 2)
+    inside = np.array(stream[: len(stream) - rest], dtype=np.int64).reshape(count, length - 2)
+    return np.pad(inside, ((0, 0), (1, 1)), constant_values=((0, 0), (bos_id or 0, eos_id or 0))), rest
 
 
 @pytest.mark.parametrize("case", GOLDEN["small_cases"], ids=range(len(GOLDEN["small_cases"])))
 def test_small_streams_are_wrapped_as_the_authors_do(case: dict) -> None:
     stream = np.array([token for document in case["input_ids"] for token in document], dtype=np.int64)
-    rows, carry = wrap_rows(stream, NONE, case["block_size"], bos_id=case["bos"], eos_id=case["eos"])
+    packer = Packer(special(case["bos"], case["eos"]), case["block_size"], is_wrapped=True)
+    rows = packer.feed(stream, np.array([len(stream)]), np.array([0]), is_whole=False).rows
     assert rows.tolist() == case["blocks"]
-    assert len(rows) * (case["block_size"] - 2) + len(carry) == len(stream)
+    assert len(rows) * (case["block_size"] - 2) + len(packer.carry) == len(stream)
 
 
 def test_a_fresh_packer_for_every_thousand_documents_gives_the_authors_rows() -> None:
     lengths, eos_id = ARRAYS["doc_lengths"], GOLDEN["eos_id_appended_to_each_document"]
     stops = np.cumsum(lengths)
-    framing = Framing(GOLDEN["block_size_wrapped"], GOLDEN["bos_id"], eos_id, 0)
+    framing = special(GOLDEN["bos_id"], eos_id), GOLDEN["block_size_wrapped"]
     rows = []
     for first in range(0, len(lengths), 1000):
         here = slice(first, first + 1000)
         ids = ARRAYS["doc_tokens"][stops[here][0] - lengths[first] : stops[here][-1]]
-        rows.append(Packer(framing, is_wrapped=True).feed(ids, lengths[here], lengths[here]).rows)
+        rows.append(Packer(*framing, is_wrapped=True).feed(ids, lengths[here], lengths[here]).rows)
     assert np.array_equal(np.concatenate(rows), ARRAYS["blocks_num_proc1"])
     # One packer for all loses one remainder in place of three.
-    whole = Packer(framing, is_wrapped=True).feed(ARRAYS["doc_tokens"], lengths, lengths).rows
-    assert len(whole) == (lengths.sum() + len(lengths)) // (framing.length - 2) >= len(ARRAYS["blocks_num_proc1"])
+    whole = Packer(*framing, is_wrapped=True).feed(ARRAYS["doc_tokens"], lengths, lengths).rows
+    assert len(whole) == (lengths.sum() + len(lengths)) // (framing[1] - 2) >= len(ARRAYS["blocks_num_proc1"])
 
 
 def test_one_document_a_row_is_padded_and_cut_as_the_authors_do() -> None:
     lengths = ARRAYS["doc_lengths"][: len(ARRAYS["unwrapped_input_ids"])]
     ids = ARRAYS["doc_tokens"][: lengths.sum()]
     length = GOLDEN["block_size_unwrapped"]
-    rows, kept = frame_rows(ids, lengths, length, bos_id=GOLDEN["bos_id"], eos_id=GOLDEN["sep_id"], pad_id=0)
-    assert np.array_equal(rows, ARRAYS["unwrapped_input_ids"])
-    assert np.array_equal(np.arange(length) < kept[:, None], ARRAYS["unwrapped_attention_mask"].astype(bool))
+    packer = Packer(special(GOLDEN["bos_id"], GOLDEN["sep_id"], 0), length, is_wrapped=False)
+    packed = packer.feed(ids, lengths, lengths)
+    assert np.array_equal(packed.rows, ARRAYS["unwrapped_input_ids"]) and packed.lengths is not None
+    assert np.array_equal(np.arange(length) < packed.lengths[:, None], ARRAYS["unwrapped_attention_mask"].astype(bool))
     assert (lengths > length - 2).any() and (lengths < length - 2).any()  # the golden has both kinds
 
 
@@ -63,10 +82,10 @@ def pack(documents: Documents, cuts: set[int], is_wrapped: bool, start: tuple[in
     """All rows of the documents from `start` on, fed in the chunks that the cuts make."""
     lengths, sizes = (np.array(column, dtype=np.int64) for column in zip(*documents))
     ids, stops = make_ids(lengths), np.cumsum(lengths)
-    packer = Packer(FRAMING, is_wrapped=is_wrapped, start=start)
+    packer = Packer(IDS, LENGTH, is_wrapped=is_wrapped, start=start)
     edges = sorted({start[0], len(documents)} | {cut for cut in cuts if start[0] < cut < len(documents)})
     no_lengths = None if is_wrapped else NONE
-    parts = [PackedRows(np.empty((0, FRAMING.length), np.uint16), no_lengths, np.empty((0, 3), np.int64))]
+    parts = [PackedRows(np.empty((0, LENGTH), np.uint16), no_lengths, np.empty((0, 3), np.int64))]
     for first, last in pairwise(edges):
         begin = stops[first] - lengths[first]
         parts.append(packer.feed(ids[begin : stops[last - 1]], lengths[first:last], sizes[first:last]))
@@ -93,7 +112,7 @@ def pack_parts(documents: Documents, pieces: list[int], is_wrapped: bool, start:
     """All rows from `start` on, with every document in parts of these sizes, in turn."""
     lengths = np.array([tokens for tokens, _ in documents], dtype=np.int64)
     ids, stops = make_ids(lengths), np.cumsum(lengths)
-    packer = Packer(FRAMING, is_wrapped=is_wrapped, start=start)
+    packer = Packer(IDS, LENGTH, is_wrapped=is_wrapped, start=start)
     packed = []
     for number in range(start[0], len(documents)):
         (tokens, size), begin, turn = documents[number], stops[number] - lengths[number], 0
@@ -120,13 +139,13 @@ def test_documents_in_parts_give_the_same_rows_and_resume(
 @given(DOCUMENTS)
 def test_wrapped_rows_hold_the_stream_and_lose_only_its_remainder(documents: Documents) -> None:
     lengths = np.array([tokens for tokens, _ in documents])
-    stream = end_documents(make_ids(lengths), lengths, FRAMING.eos_id)
-    assert (stream[np.cumsum(lengths + 1) - 1] == FRAMING.eos_id).all() and len(stream) == (lengths + 1).sum()
+    stream = np.insert(make_ids(lengths), np.cumsum(lengths), IDS.eos_id)
+    assert (stream[np.cumsum(lengths + 1) - 1] == IDS.eos_id).all() and len(stream) == (lengths + 1).sum()
     packed = pack(documents, set(), is_wrapped=True)
-    assert (packed.rows[:, 0] == FRAMING.bos_id).all() and (packed.rows[:, -1] == FRAMING.eos_id).all()
+    assert (packed.rows[:, 0] == IDS.bos_id).all() and (packed.rows[:, -1] == IDS.eos_id).all()
     inside = packed.rows[:, 1:-1].ravel()
     assert np.array_equal(inside, stream[: len(inside)])
-    assert len(stream) - len(inside) < FRAMING.length - 2
+    assert len(stream) - len(inside) < LENGTH - 2
 
 
 @given(DOCUMENTS, st.booleans())
@@ -145,4 +164,4 @@ def test_the_bytes_of_all_rows_are_the_text_that_is_in_them(documents: Documents
 
 def test_a_row_without_room_for_text_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 3"):
-        Framing(2, 0, 0, 0)
+        Packer(IDS, 2, is_wrapped=True)

@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adlm.data import prepare as module
-from adlm.data.packing import end_documents, wrap_rows
 from adlm.data.prepare import PrepareProgress, count_valid_rows, prepare
 from adlm.data.shards import open_data
 from adlm.data.sources import Source, load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
 from adlm.data.workers import chunk_documents, cut_documents
+from tests.data.test_packing import wrap_rows
 
 TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
 TEXT_BYTES = sum(len(text.encode()) for text in TEXTS)
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {"tokenizer": "bytes", "length": 64, "shard_tokens": 64 
 def make_source(texts: list[str], name: str = "texts") -> Source:
     sizes = [len(text.encode("utf-8", "replace")) for text in texts]
     digest = hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
-    return Source(name, {"texts": digest}, sum(sizes), lambda: zip(texts, accumulate(sizes)))
+    return Source(name, {"texts": digest}, sum(sizes), lambda: zip(texts, accumulate(sizes), itertools.repeat(True)))
 
 
 def stop_after(rows: int) -> Callable[[PrepareProgress], None]:
@@ -61,9 +61,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_the_stream_and_the_last_of_them_are_held_out(tmp_path: Path) -> None:
     manifest = prepare(make_source(TEXTS), tmp_path, **SMALL | {"tokenizer": "gpt2"})
     gpt2, data = load_tokenizer("gpt2"), open_data(tmp_path, verify=True)
-    ids, lengths = gpt2.encode_batch(TEXTS)
-    stream = end_documents(ids, lengths, 50_256)
-    expected, _ = wrap_rows(stream, ids[:0], 64, bos_id=50_256, eos_id=50_256)
+    expected, _ = wrap_rows([token for text in TEXTS for token in [*gpt2.encode(text), 50_256]], 64, 50_256, 50_256)
     train, valid = (data.rows(split).fetch(range(len(data.rows(split))))[0].numpy() for split in ("train", "valid"))
     assert np.array_equal(np.concatenate([train, valid]), expected)
     assert len(valid) == count_valid_rows(len(expected), 0.01)

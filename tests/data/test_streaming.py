@@ -17,7 +17,7 @@ ROWS, LENGTH = 4, 32
 
 
 def stream(state=STREAM_START, *, workers=0, size=1, documents=DOCUMENTS, tokenizer=TOKENIZER, **options):
-    source = Source("texts", {"documents": len(documents)}, None, lambda: ((text, 0) for text in documents))
+    source = Source("texts", {"documents": len(documents)}, None, lambda: ((text, 0, True) for text in documents))
     rows = StreamedRows(source, tokenizer, LENGTH, ROWS, block=50, seed=3, size=size, state=state, **options)
     return StreamedBatches(rows, ROWS * size, workers=workers)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from adlm.data.corpora import CORPORA
-from adlm.data.packing import end_documents, wrap_rows
 from adlm.data.sources import open_source
 from adlm.evaluate.zeroshot import PAPER, SETS, SPLIT, compare_with_paper, find_set, load_set, locate_set, zero_shot
 from adlm.likelihood import estimate_nll
 from tests.data.test_corpora import hub, write_parquet  # noqa: F401
+from tests.data.test_packing import wrap_rows
 from tests.data.test_sources import FIXTURES
 from tests.evaluate.test_perplexity import small
 from tests.text.models import tokenizer
@@ -121,11 +121,9 @@ def test_every_form_becomes_the_lineages_rows(tmp_path: Path, name: str) -> None
     if len(first) < 30:
         assert rows[0, 1 + len(first)] == words.eos_id  # behind every document
     texts = [text for text, _ in open_source(locate_set(name, data_dir=root), split="valid").read()]
-    ids, sizes = words.encode_batch(texts)
-    expected, rest = wrap_rows(
-        end_documents(ids, sizes, words.eos_id or 0), ids[:0], 32, bos_id=words.bos_id or 0, eos_id=words.eos_id or 0
-    )
-    assert rows.tolist() == expected.tolist() and reading.settings["tokens_dropped"] == len(rest)
+    stream = [token for text in texts for token in [*words.encode(text), words.eos_id]]
+    expected, rest = wrap_rows(stream, 32, words.bos_id, words.eos_id)
+    assert rows.tolist() == expected.tolist() and reading.settings["tokens_dropped"] == rest
     assert (reading.settings["stand_in"] is not None) == (name == "pubmed")
 
 
