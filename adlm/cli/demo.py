@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.errors import report_errors
 from adlm.cli.output import check_output_folder, draw_curve, json_stdout, make_folder, print_json
 from adlm.view.console import SafeConsole
 
@@ -39,20 +38,19 @@ def demo(
     is_json: options.Json = False,
 ) -> dict[str, Any]:
     """Watch the bundled model infill and generate, train and fine-tune on a novel, and keep the runs. Uses the CPU."""
-    with report_errors():
-        check_output_folder("--out", out)
-        if out.is_dir() and any(out.iterdir()) and not (out / PAGE).is_file():
-            raise ValueError(f"--out {out} holds other files: give a new folder, or one of an earlier demo")
-        earlier = [out / name for name in FOLDERS if (out / name).exists()]
-        if earlier and not overwrite:
-            raise ValueError(f"--out {out} has runs of an earlier demo: give a new folder, or --overwrite")
-        for folder in earlier:
-            shutil.rmtree(folder)
-        with json_stdout(is_json):
-            result = run_demo(steps=steps, seed=seed, out=out)
-        if is_json:
-            print_json(result)
-        return result
+    check_output_folder("--out", out)
+    if out.is_dir() and any(out.iterdir()) and not (out / PAGE).is_file():
+        raise ValueError(f"--out {out} holds other files: give a new folder, or one of an earlier demo")
+    earlier = [out / name for name in FOLDERS if (out / name).exists()]
+    if earlier and not overwrite:
+        raise ValueError(f"--out {out} has runs of an earlier demo: give a new folder, or --overwrite")
+    for folder in earlier:
+        shutil.rmtree(folder)
+    with json_stdout(is_json):
+        result = run_demo(steps=steps, seed=seed, out=out)
+    if is_json:
+        print_json(result)
+    return result
 
 
 def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:

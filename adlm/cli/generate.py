@@ -16,7 +16,6 @@ import typer
 from rich.text import Text
 
 from adlm.cli import options, output
-from adlm.cli.errors import report_errors
 from adlm.remedies import install_command
 from adlm.view.console import SafeConsole, escape_controls
 
@@ -63,9 +62,7 @@ def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [*own[1:], *more]
 
     def run(**values: Any) -> None:
-        settings = GenerationOptions(**{name: values.pop(name) for name in shared})
-        with report_errors():
-            command(settings, **values)
+        command(GenerationOptions(**{name: values.pop(name) for name in shared}), **values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

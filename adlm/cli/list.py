@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.errors import report_errors
 from adlm.cli.output import json_stdout, print_json, print_table
 from adlm.view.console import SafeConsole
 
@@ -27,17 +26,15 @@ ShownModel = Annotated[
 ]
 
 
-def models(name: ShownModel = None, is_json: options.Json = False) -> list[dict[str, Any]]:
+def models(name: ShownModel = None, is_json: options.Json = False) -> None:
     """List the bundled models, or show one model: method, size, what it was trained on."""
-    with report_errors():
-        from adlm.bundled import MODELS
+    from adlm.bundled import MODELS
 
-        with json_stdout(is_json):
-            described = [describe_model(each) for each in ((name,) if name else MODELS)]
-        print_entries("models", described, name, is_json)
-        if name and not is_json:
-            print_lines("", f"adlm sample {shlex.quote(name)}")
-        return described
+    with json_stdout(is_json):
+        described = [describe_model(each) for each in ((name,) if name else MODELS)]
+    print_entries("models", described, name, is_json)
+    if name and not is_json:
+        print_lines("", f"adlm sample {shlex.quote(name)}")
 
 
 def describe_model(name: str) -> dict[str, Any]:
@@ -66,22 +63,20 @@ def describe_model(name: str) -> dict[str, Any]:
     }
 
 
-def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> list[dict[str, Any]]:
+def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> None:
     """List the recipes of `adlm train`, or show one: its method, device, data and settings."""
-    with report_errors():
-        from adlm.config import list_recipes
-        from adlm.remedies import describe_unknown
+    from adlm.config import list_recipes
+    from adlm.remedies import describe_unknown
 
-        known = list_recipes()
-        if name and name not in known:
-            raise ValueError(describe_unknown("recipe", name, known))
-        with json_stdout(is_json):
-            described = [describe_recipe(known[each]) for each in ([name] if name else known)]
-        if name and not is_json:
-            print_lines(f"# {known[name]}", known[name].read_text("utf-8").rstrip("\n"))
-        else:
-            print_entries("recipes", described, None, is_json)
-        return described
+    known = list_recipes()
+    if name and name not in known:
+        raise ValueError(describe_unknown("recipe", name, known))
+    with json_stdout(is_json):
+        described = [describe_recipe(known[each]) for each in ([name] if name else known)]
+    if name and not is_json:
+        print_lines(f"# {known[name]}", known[name].read_text("utf-8").rstrip("\n"))
+    else:
+        print_entries("recipes", described, None, is_json)
 
 
 def describe_recipe(path: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.errors import report_errors
 from adlm.cli.output import print_json, print_table
 from adlm.view.console import SafeConsole
 
@@ -52,46 +51,42 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace data prepared before in --out.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Verify the checksums of --out.")] = False,
     is_json: options.Json = False,
-) -> dict[str, Any]:
+) -> None:
     """Tokenize text and pack it into rows. Running the same command again resumes a stopped run."""
-    console = SafeConsole(soft_wrap=True, stderr=is_json)
-    began = time.perf_counter()
-    with report_errors():
-        from adlm.data.prepare import prepare as prepare_data
-        from adlm.data.shards import MANIFEST, open_data
-        from adlm.data.sources import select_files
+    settings = dict(locals())
+    from adlm.data.prepare import prepare as prepare_data
+    from adlm.data.shards import MANIFEST, open_data
+    from adlm.data.sources import select_files
 
-        if out is None:
-            raise ValueError("--out is required: a folder, which may be new")
-        if source is None and not check:
-            raise ValueError("SOURCE is required: a file, a folder or the name of a dataset")
-        if source is not None:
-            settings: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "rows": rows, "split": split}
-            settings |= {"valid": valid, "valid_share": valid_share, "train_tokenizer": train_tokenizer}
-            settings |= {"column": column, "documents": documents, "detokenizer": detokenizer, "workers": workers}
-            settings |= {"shard_tokens": shard_tokens, "overwrite": overwrite, "glob": glob or ()}
-            is_prepared = (out / MANIFEST).is_file() and not overwrite
-            try:
-                with show_progress(console) as on_progress:
-                    prepare_data(source, out, **settings, on_progress=on_progress)
-            except KeyboardInterrupt:
-                console.print("stopped; running the same command again resumes after the last complete shard")
-                raise typer.Exit(130) from None
-            done = "already prepared, nothing to do" if is_prepared else f"{time.perf_counter() - began:.1f} s"
-            console.print(f"{out}: {done}", markup=False)
-            if Path(source).is_dir() and (skipped := select_files(Path(source), glob=glob or ())[1]):
-                names = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else "")
-                console.print(f"skipped {len(skipped):,} files (--glob selects others): {names}", markup=False)
-        manifest = open_data(out, verify=check).manifest
-        if check:
-            console.print(f"{out}: all checksums are correct", markup=False)
+    console, began = SafeConsole(soft_wrap=True, stderr=is_json), time.perf_counter()
+    if out is None:
+        raise ValueError("--out is required: a folder, which may be new")
+    if source is None and not check:
+        raise ValueError("SOURCE is required: a file, a folder or the name of a dataset")
+    if source is not None:
+        own = ("source", "out", "check", "is_json", "glob")  # of this command; the others are those of the function
+        settings = {name: value for name, value in settings.items() if name not in own} | {"glob": glob or ()}
+        is_prepared = (out / MANIFEST).is_file() and not overwrite
+        try:
+            with show_progress(console) as on_progress:
+                prepare_data(source, out, **settings, on_progress=on_progress)
+        except KeyboardInterrupt:
+            console.print("stopped; running the same command again resumes after the last complete shard")
+            raise typer.Exit(130) from None
+        done = "already prepared, nothing to do" if is_prepared else f"{time.perf_counter() - began:.1f} s"
+        console.print(f"{out}: {done}", markup=False)
+        if Path(source).is_dir() and (skipped := select_files(Path(source), glob=glob or ())[1]):
+            names = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else "")
+            console.print(f"skipped {len(skipped):,} files (--glob selects others): {names}", markup=False)
+    manifest = open_data(out, verify=check).manifest
+    if check:
+        console.print(f"{out}: all checksums are correct", markup=False)
     print_summary(console, manifest, out)
     if is_json:
         counts = ("rows", "tokens", "documents", "bytes")
         splits = {name: {key: split[key] for key in counts} for name, split in manifest["splits"].items()}
         rest = {name: manifest[name] for name in ("tokenizer", "length", "rows", "settings_sha256")}
         print_json({"folder": out, "seconds": time.perf_counter() - began, "splits": splits} | rest)
-    return manifest
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.errors import report_errors
 from adlm.cli.output import (
     check_output_files,
     json_stdout,
@@ -35,19 +34,17 @@ def train(
         list[str] | None, typer.Argument(help="key=value: data.path=DATA folder=RUN steps=1000 optimizer.lr=1e-3 …")
     ] = None,
     is_json: options.Json = False,
-) -> object:
+) -> None:
     """Train a model on prepared data. Running the same command again resumes a stopped run.
 
     Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
     wrong; 1 the loss diverged.
     """
-    with report_errors():
-        from adlm.training.loop import train as run_training
+    from adlm.training.loop import train as run_training
 
-        run = run_or_exit(lambda: run_training(recipe, *(overrides or [])), is_json=is_json)
-        if is_json and is_main_process():
-            print_json(run_as_dict(run))
-        return run
+    run = run_or_exit(lambda: run_training(recipe, *(overrides or [])), is_json=is_json)
+    if is_json and is_main_process():
+        print_json(run_as_dict(run))
 
 
 def run_or_exit(start: Callable[[], Run], *, is_json: bool) -> Run:
@@ -79,18 +76,16 @@ def plot(
     ] = None,
     x: Annotated[str, typer.Option(help="Horizontal axis: step or tokens.")] = "step",
     is_json: options.Json = False,
-) -> Path:
+) -> None:
     """Plot runs: likelihood, learning rate and γ, throughput."""
-    with report_errors():
-        from adlm.cli.plot import build_runs_table, plot_runs, read_run
+    from adlm.cli.plot import build_runs_table, plot_runs, read_run
 
-        check_output_files({"--out": out})
-        with json_stdout(is_json):
-            curves = [read_run(folder) for folder in runs]
-            path = plot_runs(curves, out or runs[0] / "plots" / "run.png", x=x)
-        if is_json:
-            print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
-        else:
-            print_table(build_runs_table(curves))
-            print_path(path)
-        return path
+    check_output_files({"--out": out})
+    with json_stdout(is_json):
+        curves = [read_run(folder) for folder in runs]
+        path = plot_runs(curves, out or runs[0] / "plots" / "run.png", x=x)
+    if is_json:
+        print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
+    else:
+        print_table(build_runs_table(curves))
+        print_path(path)
