@@ -118,8 +118,7 @@ def anchors(
         if entry not in cache:
             study = measure_rows(lm, dataset.rows, rule, perturbations, seed, on_progress, draws=draws, batch=batch)
             study |= measure_samples(lm, rule, perturbations, {"n": samples, **sampling}, text_scorer, on_progress)
-            cache.put(entry, names | study)
-            cache.flush()
+            cache.put(entry, names | study, is_flushed=True)
         studies.append(cache.get(entry))
         about.append(identity)
     cache.merge()

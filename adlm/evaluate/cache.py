@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from adlm.data.shards import file_lock, write_atomically
+from adlm.evaluate.results import ProgressCallback
 
 if TYPE_CHECKING:
     from adlm.training.distributed import DistributedContext
@@ -51,13 +52,35 @@ class Cache:
         """The entry of a key, or None."""
         return self.entries.get(key)
 
-    def put(self, key: str, value: Any) -> None:
-        """Keep a result; it reaches the disk within a second of work, or with `flush`."""
+    def put(self, key: str, value: Any, *, is_flushed: bool = False) -> None:
+        """Keep a result; it reaches the disk within a second of work, at once if `is_flushed`, or with `flush`."""
         self.entries[key] = value
         if self.folder is not None:
             self._unwritten[key] = value
-            if time.monotonic() - self._flushed >= FLUSH_SECONDS:
+            if is_flushed or time.monotonic() - self._flushed >= FLUSH_SECONDS:
                 self.flush()
+
+    def fill(
+        self,
+        keys: Sequence[str],
+        parts: Iterable[Mapping[str, Any]],
+        stage: str,
+        on_progress: ProgressCallback,
+        context: DistributedContext | None = None,
+    ) -> list[Any]:
+        """The entries of all keys; `parts` computes the missing ones of this rank, some at a time."""
+        done, ranks = sum(key in self for key in keys), 1 if context is None else context.world_size
+        on_progress(stage, done, len(keys))
+        try:
+            for part in parts:
+                for key, value in part.items():
+                    self.put(key, value)
+                done += ranks * len(part)  # the other ranks are assumed to be as fast
+                on_progress(stage, min(done, len(keys)), len(keys))
+        finally:
+            self.flush()
+        self.sync(context)
+        return [self.get(key) for key in keys]
 
     def flush(self) -> None:
         """Write what is not on disk yet, and wait for the disk."""

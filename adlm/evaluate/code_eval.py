@@ -89,8 +89,7 @@ class CodeMetrics:
         self.on_progress(f"{self.name}: {stage}", 0, 0)
         key = hash_settings([stage, prompt, self.settings["weights_sha256"], request.settings])
         if key not in self.cache:
-            self.cache.put(key, lm.run_request(request).texts)
-            self.cache.flush()
+            self.cache.put(key, lm.run_request(request).texts, is_flushed=True)
         return list(self.cache.get(key))
 
 

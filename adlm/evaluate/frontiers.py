@@ -110,8 +110,7 @@ def frontier(
                     time_batch(lm, arguments, min(batch, n))
                     is_warm = True
                 point = {"model": lm.name, "method": lm.method, **asdict(setting)}
-                cache.put(key, point | measure_point(lm, arguments, n, batch, repeats, measure))
-                cache.flush()
+                cache.put(key, point | measure_point(lm, arguments, n, batch, repeats, measure), is_flushed=True)
             points.append(cache.get(key))
     cache.merge()
     points = mark_pareto(points, baseline)

@@ -36,7 +36,6 @@ KINDS = {
     "unmasking_bound": "{order} order",
 }
 MIN_UNITS = 20  # documents or rows: fewer give a poor standard error
-Loader = Callable[[str, LM, Callable[[int, int], None]], EvalDataset]
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,8 @@ def perplexity(
     settings = NllSettings(draws, seed, steps, order, tokens_per_step, count, attend_padding)
     selection: dict[str, Any] = {"rows": rows, "split": split, "limit": limit}
 
-    def load(name: str, lm: LM, on_read: Callable[[int, int], None]) -> EvalDataset:
-        options = selection | {"workers": workers, "on_progress": on_read}
-        return load_eval_data(texts[name], lm.tokenizer, length or lm.model.config.length, **options)
-
     same: dict[str, Any] = {"batch": batch, "out": out, "context": context, "on_progress": on_progress}
+    load = partial(load_eval_data, **selection, workers=workers)
     estimates = estimate_texts(lms, texts, load, settings, length=length, **same)
     differences, entries = pair_models(estimates), [each.entry for each in estimates]
     provenance = collect_provenance(lms[0].device, processes=1 if context is None else context.world_size)
@@ -136,8 +132,8 @@ def list_models(models: LM | Iterable[LM]) -> list[LM]:
 
 def estimate_texts(
     models: Sequence[LM],
-    names: Iterable[str],
-    load: Loader,
+    sources: Mapping[str, str | Path],
+    load: Callable[..., EvalDataset],
     settings: NllSettings,
     *,
     length: int | None = None,
@@ -148,7 +144,7 @@ def estimate_texts(
 ) -> list[TextNll]:
     """Estimate the nll of every model on every text, text by text; estimates in the cache are not computed again.
 
-    Models with the same tokenizer and row length share the rows that `load` returns.
+    Models with the same tokenizer and row length share the rows; `load` has the arguments of `load_eval_data`.
     """
     for lm in models:
         limit = lm.model.config.length
@@ -160,14 +156,14 @@ def estimate_texts(
     cache = open_cache(out, context)
     networks = {lm.name: (lm.model.fold().to(lm.device), hash_weights(lm.model)) for lm in models}
     estimates = []
-    for name in names:
+    for name, source in sources.items():
         datasets: dict[tuple[Any, ...], EvalDataset] = {}
         for lm in models:
-            words = lm.tokenizer
-            key = (words.sha256, words.bos_id, words.eos_id, words.pad_id, length or lm.model.config.length)
+            words, size = lm.tokenizer, length or lm.model.config.length
+            key = (words.sha256, words.bos_id, words.eos_id, words.pad_id, size)
             if key not in datasets:
                 on_progress(f"{name}: reading", 0, 0)
-                datasets[key] = load(name, lm, partial(on_progress, f"{name}: reading"))
+                datasets[key] = load(source, words, size, on_progress=partial(on_progress, f"{name}: reading"))
             data = replace(datasets[key], settings=datasets[key].settings | {"tokenizer": words.name})
             running: dict[str, Any] = {"batch": batch, "ranks": context}
             running["on_rows"] = partial(on_progress, f"{name}: {lm.name}")
@@ -207,8 +203,7 @@ def estimate_text(
             running["on_rows"](0, len(data.rows))
             nll = estimate(network, data.rows, documents=documents, **options, **running)
             arrays = {"row_nats": nll.row_nats.numpy(), "row_tokens": nll.row_tokens.numpy()}
-            cache.put(key, arrays | {"noise_stderr": nll.noise_stderr, "draws": nll.draws})
-            cache.flush()
+            cache.put(key, arrays | {"noise_stderr": nll.noise_stderr, "draws": nll.draws}, is_flushed=True)
         stored = cache.get(key)
         nll = summarize_rows(torch.tensor(stored["row_nats"]), torch.tensor(stored["row_tokens"]), documents)
         return replace(nll, noise_stderr=stored["noise_stderr"], draws=stored["draws"])
@@ -371,7 +366,7 @@ def tabulate_differences(differences: Sequence[Mapping[str, Any]]) -> Table:
             Path(each["data"]).name or each["data"],
             f"{names[each['model']]} − {names[each['baseline']]}",
             each["unit"],
-            Estimate(each["difference"], None if math.isnan(each["se"]) else each["se"]),
+            Estimate(each["difference"], each["se"]),
             f"{each['se_count']:,} {each['se_unit']}",
         ]
         for each in differences

@@ -33,7 +33,8 @@ class Estimate:
         if self.interval is not None:
             low, high = self.interval
             return f"{text} ({low:,.{digits}f}–{high:,.{digits}f})"
-        return text if self.stderr is None else f"{text} ± {self.stderr:,.{digits}f}"
+        is_known = self.stderr is not None and not math.isnan(self.stderr)
+        return f"{text} ± {self.stderr:,.{digits}f}" if is_known else text
 
 
 Cell = str | int | float | Estimate | None

@@ -7,9 +7,10 @@ as much real text of the same lengths. docs/samples.md has the reasons.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,17 +130,22 @@ def measure_tokens(rows: Sequence[Tokens], orders: Sequence[int] = DISTINCT, **o
 # Entropy and n-grams.
 
 
+def count_ngrams(row: Tokens, n: int) -> Counter[tuple[Any, ...]]:
+    """How often each n-gram occurs in a text."""
+    tokens = np.asarray(row).tolist()
+    return Counter(zip(*(tokens[k:] for k in range(n))))
+
+
 def compute_entropies(rows: Sequence[Tokens]) -> NDArray[np.float64]:
     """Each text's unigram entropy in nats over its own tokens, as in MDLM's code; at most ln L for L tokens."""
-    ngrams = count_ngrams(rows, 1)
-    share = ngrams.counts / ngrams.sizes[ngrams.text]
-    return np.bincount(ngrams.text, weights=-share * np.log(share), minlength=len(rows)).astype(np.float64)
+    shares = [np.array(list(count_ngrams(row, 1).values())) / len(row) for row in rows]
+    return np.array([-(share * np.log(share)).sum() for share in shares])
 
 
 def compute_repetitions(rows: Sequence[Tokens], n: int) -> NDArray[np.float64]:
     """Each text's share of n-grams that occurred in it before."""
-    ngrams = count_ngrams(rows, n)
-    return 1 - np.bincount(ngrams.text, minlength=len(rows)) / ngrams.sizes
+    counts = [count_ngrams(row, n) for row in rows]
+    return np.array([1 - len(each) / each.total() for each in counts])
 
 
 def measure_distinct(rows: Sequence[Tokens], n: int) -> Estimate:
@@ -148,36 +154,12 @@ def measure_distinct(rows: Sequence[Tokens], n: int) -> Estimate:
     It falls as the set grows. The standard error is the jackknife's over texts; a bootstrap would draw texts twice and
     be biased downwards.
     """
-    ngrams = count_ngrams(rows, n)
-    is_in_one_text = np.bincount(ngrams.ngram, minlength=ngrams.distinct)[ngrams.ngram] == 1
-    lost = np.bincount(ngrams.text[is_in_one_text], minlength=len(rows))  # without each text
-    without = (ngrams.distinct - lost) / (ngrams.sizes.sum() - ngrams.sizes)
-    return Estimate(float(ngrams.distinct / ngrams.sizes.sum()), math.sqrt((len(rows) - 1) * without.var()))
-
-
-class NgramCounts(NamedTuple):
-    """Which n-gram occurs in which text and how often there."""
-
-    ngram: NDArray[np.int64]
-    text: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    distinct: int  # different n-grams in all texts
-    sizes: NDArray[np.int64]  # n-grams of each text
-
-
-def count_ngrams(rows: Sequence[Tokens], n: int) -> NgramCounts:
-    """Count the n-grams of texts that have at least one."""
-    lengths = np.array([len(row) for row in rows])
-    assert lengths.min() >= n >= 1
-    text = np.repeat(np.arange(len(rows)), lengths)
-    _, tokens = np.unique(np.concatenate([np.asarray(row) for row in rows]), return_inverse=True)
-    ngram, vocabulary = tokens, int(tokens.max()) + 1
-    for k in range(1, n):  # renumbered at every length, so that the codes stay small
-        _, ngram = np.unique(ngram[:-1] * vocabulary + tokens[k:], return_inverse=True)
-    is_inside = text[: len(ngram)] == text[n - 1 :]
-    pairs, counts = np.unique(ngram[is_inside] * len(rows) + text[: len(ngram)][is_inside], return_counts=True)
-    _, number = np.unique(pairs // len(rows), return_inverse=True)
-    return NgramCounts(number, pairs % len(rows), counts, int(number.max()) + 1, lengths - n + 1)
+    counts = [count_ngrams(row, n) for row in rows]
+    texts = Counter(ngram for each in counts for ngram in each)  # in which it occurs
+    lost = np.array([sum(texts[ngram] == 1 for ngram in each) for each in counts])  # without each text
+    sizes = np.array([each.total() for each in counts])
+    without = (len(texts) - lost) / (sizes.sum() - sizes)
+    return Estimate(float(len(texts) / sizes.sum()), math.sqrt((len(rows) - 1) * without.var()))
 
 
 def estimate_mean(values: NDArray[np.float64]) -> Estimate:

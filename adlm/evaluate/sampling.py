@@ -153,24 +153,21 @@ def generate_samples(
     base, (layout,), eos_id = hash_settings(describe_samples(lm, request)), request.layouts, lm.tokenizer.eos_id
     keys = [f"sample-{base}-{number}" for number in range(request.config.n)]
     missing = [number for number, key in enumerate(keys) if key not in cache]
-    done, own = request.config.n - len(missing), missing[rank::world_size]
-    on_progress("generating", done, request.config.n)
-    try:
-        for first in range(0, len(own), request.config.batch):
-            numbers = own[first : first + request.config.batch]
-            (frame,) = deque(denoise_rows(lm.predictor, request, [(layout, number) for number in numbers]), maxlen=1)
-            for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
-                tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
-                if layout.may_end and eos_id in tokens:
-                    tokens = tokens[: tokens.index(eos_id)]
-                sample = {"number": number, "seed": request.config.seed, "text": layout.text(ids[: len(layout)])}
-                cache.put(keys[number], sample | {"tokens": tokens, "nfe": nfe})
-            done += len(numbers) * world_size  # the other ranks are assumed to be as fast
-            on_progress("generating", min(done, request.config.n), request.config.n)
-    finally:
-        cache.flush()
-    cache.sync(context)
-    return [cache.get(key) for key in keys]
+
+    def generate(numbers: Sequence[int]) -> dict[str, Sample]:
+        (frame,) = deque(denoise_rows(lm.predictor, request, [(layout, number) for number in numbers]), maxlen=1)
+        batch = {}
+        for number, ids, nfe in zip(numbers, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
+            tokens = [token for span in layout.spans for token in ids[span.start : span.end]]
+            if layout.may_end and eos_id in tokens:
+                tokens = tokens[: tokens.index(eos_id)]
+            sample = {"number": number, "seed": request.config.seed, "text": layout.text(ids[: len(layout)])}
+            batch[keys[number]] = sample | {"tokens": tokens, "nfe": nfe}
+        return batch
+
+    own, size = missing[rank::world_size], request.config.batch
+    batches = (generate(own[first : first + size]) for first in range(0, len(own), size))
+    return cache.fill(keys, batches, "generating", on_progress, context)
 
 
 def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -354,24 +355,15 @@ def score_texts(
     """
     check_whole_numbers(1, batch=batch)
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
+    parts = []
     for request in requests:
         request.windows()  # texts that cannot be scored are refused before anything is
-    missing = [[number for number, key in enumerate(request.keys) if key not in cache] for request in requests]
-    total = sum(len(request.keys) for request in requests)
-    done = total - sum(map(len, missing))
-    on_progress("scoring", done, total)
-    try:
-        for request, numbers in zip(requests, missing, strict=True):
-            longest_first = sorted(range(len(request.texts)), key=lambda number: -len(request.texts[number]))
-            # Every world_size-th from the longest on: equal work, and texts of similar length together.
-            for scores in compute_scores(request, longest_first[rank::world_size], set(numbers), batch):
-                for number, score in scores.items():
-                    cache.put(request.keys[number], score)
-                done += world_size * len(scores)  # the other ranks are assumed to be as fast
-                on_progress("scoring", min(done, total), total)
-    finally:
-        cache.flush()
-    cache.sync(context)
+        longest_first = sorted(range(len(request.texts)), key=lambda number: -len(request.texts[number]))
+        missing = {number for number, key in enumerate(request.keys) if key not in cache}
+        # Every world_size-th from the longest on: equal work, and texts of similar length together.
+        parts.append(compute_scores(request, longest_first[rank::world_size], missing, batch))
+    keys = [key for request in requests for key in request.keys]
+    cache.fill(keys, chain(*parts), "scoring", on_progress, context)
     results = []
     for request in requests:
         entries = [cache.get(key) for key in request.keys]
@@ -384,8 +376,8 @@ def score_texts(
 @torch.no_grad()
 def compute_scores(
     request: ScoringRequest, numbers: Sequence[int], missing: set[int], batch: int
-) -> Iterator[dict[int, dict[str, Any]]]:
-    """Score the missing texts among these numbers; after every batch, yield the texts that it completes.
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Score the missing texts among these numbers; after every batch, yield the scores that it completes, by key.
 
     Batches are those of all numbers, and are skipped or computed as a whole: a resumed run rounds like any other.
     """
@@ -403,7 +395,7 @@ def compute_scores(
             continue
         rows = [[*before, *texts[window.text].ids[window.start : window.end], *after] for window in group]
         row_nats, states = run_scorer(scorer, rows, request.with_nats, request.with_features)
-        finished: dict[int, dict[str, Any]] = {}
+        finished: dict[str, dict[str, Any]] = {}
         for row, (text, start, end, first_scored) in enumerate(group):
             if text not in missing:
                 continue
@@ -426,7 +418,7 @@ def compute_scores(
                     unscored = 1 - len(before) if name == "nats" else 0
                     if not np.isfinite(values[unscored:]).all():  # they would vanish in a mean
                         raise FloatingPointError(f"{name} by {scorer.name} are not finite: its weights are broken")
-                finished[text] = score
+                finished[request.keys[text]] = score
         yield finished
 
 

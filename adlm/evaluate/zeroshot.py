@@ -1,7 +1,8 @@
 """Zero-shot perplexity on the paper's eight sets, in the lineage's form (MDLM/SEDD code); see docs/zeroshot.md."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,19 +200,16 @@ def zero_shot(
     # Rank 0 decides: ranks with other sets would wait for each other for ever.
     sources, missing = context.all_gather({"located": (sources, missing)})[0]["located"]
 
-    def load(name: str, lm: LM, on_read: Callable[[int, int], None]) -> EvalDataset:
-        options = {"rows": rows, "limit": limit, "workers": workers, "on_progress": on_read}
-        data = load_set(sources[name], lm.tokenizer, length or lm.model.config.length, **options)
-        return replace(data, settings=data.settings | {"stand_in": labels[name]}) if name in labels else data
-
     same: dict[str, Any] = {"batch": batch, "out": out, "context": context, "on_progress": on_progress}
+    load = partial(load_set, rows=rows, limit=limit, workers=workers)
     estimates = estimate_texts(lms, sources, load, NllSettings(draws, seed), length=length, **same)
     entries, dropped = [], ("data", "kind", "documents", "seconds", "settings")
     for each in estimates:
-        name, settings = each.entry["data"], each.entry["settings"] | each.data.settings
+        name = each.entry["data"]
+        settings = each.data.settings | {"stand_in": labels.get(name, each.data.settings["stand_in"])}
         entry = {"set": name} | {key: value for key, value in each.entry.items() if key not in dropped}
-        own = {key: value for key, value in settings.items() if key != "data"}
-        entries.append(entry | compare_with_paper(name, each.data.settings) | {"settings": own})
+        own = {key: value for key, value in (each.entry["settings"] | settings).items() if key != "data"}
+        entries.append(entry | compare_with_paper(name, settings) | {"settings": own})
     keys = ("model", "method", "step", "weights_sha256", "draws", "seed", "length")
     described = [{key: entry["settings"][key] for key in keys} for entry in entries[: len(lms)]]
     single = described[0] if len(lms) == 1 else {}
