@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +45,7 @@ from adlm.text.generation import (
     choose_sampler,
 )
 from adlm.text.templates import WORD, Layout, Template, classify_tokens, find_banned_tokens
-
-if TYPE_CHECKING:
-    from adlm.view.trajectory import TokenState, Trajectory, TrajectoryFrame
+from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 
 Prompts = str | Sequence[str]
 MAX_POSITIONS = 1024  # whose logits exist at a time, for guesses
@@ -158,15 +156,11 @@ class StreamStep:
 
     def trajectory_frame(self, row: int = 0) -> TrajectoryFrame:
         """Return one of the texts as terminal, player and GIF draw it."""
-        from adlm.view.trajectory import TrajectoryFrame
-
         if row not in self.states:
             self.states[row] = tuple(self._iterate_states(row))
         return TrajectoryFrame(self.step, int(self.frame.nfe[row]), self.states[row])
 
     def _iterate_states(self, row: int) -> Iterator[TokenState]:
-        from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState
-
         layout, frame = self.layouts[row], self.frame
         masked, changed = frame.is_masked[row].tolist(), frame.changed[row].tolist()
         for position, text in layout.parts(frame.tokens[row, : len(layout)].tolist()):
@@ -294,8 +288,6 @@ class LMEngine:
         self, frames: Sequence[TrajectoryFrame], request: GenerationRequest, *, title: str = "", seconds: float = 0.0
     ) -> Trajectory:
         """Collect the frames of a request's first text."""
-        from adlm.view.trajectory import Trajectory
-
         guesser = "anchor network" if self.model.anchor is not None else "network"
         title = title or f"{self.name} · {request.settings['sampler']}"
         return Trajectory(title, tuple(frames), seconds, request.settings, guesser)
@@ -337,24 +329,12 @@ class LM(LMEngine):
         )
         return self.run_request(self._make_request(config, prompt))
 
-    def infill(
-        self,
-        template: Templates,
-        *,
-        n: int = 1,
-        steps: int | None = None,
-        sampler: str | None = None,
-        temperature: float = 1.0,
-        top_p: float = 0.9,
-        top_k: int | None = None,
-        seed: int = 0,
-        block: int | None = None,
-        batch: int = DEFAULT_BATCH,
-        **options: Unpack[SamplerOptions],
-    ) -> GenerationOutput:
-        """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates."""
-        config = GenerationConfig(None, None, n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options)
-        return self.run_request(self._make_request(config, template=template))
+    def infill(self, template: Templates, **settings: Unpack[GenerationSettings]) -> GenerationOutput:
+        """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates.
+
+        The settings are those of `generate`, without `length` and `max_new_tokens`: a template sets all positions.
+        """
+        return self.run_request(self.build_request(template=template, **settings))
 
     def stream(
         self,
