@@ -197,7 +197,8 @@ class StreamedRows(IterableDataset[Any]):
         rows = self._iterate_rows()
         while True:
             picked = list(islice(rows, self.rows))
-            tokens, lengths, number = (np.stack(column) for column in list(zip(*picked, strict=True))[:3])
+            columns = list(zip(*picked, strict=True))[:3]
+            tokens, lengths, number = (torch.from_numpy(np.stack(column)) for column in columns)
             yield tokens, None if self.is_wrapped else lengths, number, picked[-1][3]
 
     def _iterate_rows(self) -> Iterator[tuple[Any, Any, Any, dict[str, Any]]]:
@@ -263,5 +264,4 @@ class StreamedBatches:
         )
         place = torch.arange(self.rows.rows) * self.rows.size + self.rows.rank
         for tokens, lengths, number, state in loader:
-            length = None if lengths is None else torch.as_tensor(lengths)
-            yield Batch(torch.as_tensor(tokens), length, torch.as_tensor(number), place, self.batch, state)
+            yield Batch(tokens, lengths, number, place, self.batch, state)

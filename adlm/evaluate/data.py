@@ -100,10 +100,10 @@ def load_eval_data(
     settings |= {"limit": limit, "bytes_source": "text"} | packing.count_losses()
     if opened.identity.get("detokenizer"):
         settings["bytes_source"] = "detokenized text"
-    tokens = torch.from_numpy(np.concatenate([part.rows for part in packing.parts]).astype(np.int32))  # compact
-    lengths = [part.lengths for part in packing.parts if part.lengths is not None]
-    packed = TensorRows(tokens, torch.from_numpy(np.concatenate(lengths)).long() if lengths else None)
-    return _describe_rows(packed, tokenizer, packing.bytes, settings)
+    packed = PackedRows.concatenate(packing.parts)
+    lengths = None if packed.lengths is None else torch.from_numpy(packed.lengths).long()
+    in_memory = TensorRows(torch.from_numpy(packed.rows.astype(np.int32)), lengths)  # compact
+    return _describe_rows(in_memory, tokenizer, packing.bytes, settings)
 
 
 @dataclass
@@ -131,9 +131,7 @@ class EvalPacker:
         """Add a chunk of documents."""
         packed, first = self.packer.feed(*chunk), len(self.unknown)
         if self.limit is not None:
-            keep = self.limit - self.row_count
-            lengths = None if packed.lengths is None else packed.lengths[:keep]
-            packed = PackedRows(packed.rows[:keep], lengths, packed.ends[:keep])
+            packed = packed[: self.limit - self.row_count]
         self.tokens += len(chunk.ids)
         self.unknown += [text.count(UNKNOWN) for text in texts]
         if len(packed.rows):

@@ -9,7 +9,6 @@ from typing import Any
 from adlm.remedies import install_command
 from adlm.view import look
 from adlm.view.console import escape_controls
-from adlm.view.terminal import count_hidden
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, Trajectory, TrajectoryFrame
 
 MAX_FPS, HOLD_SECONDS, MARK_SECONDS = 20, 2.0, 0.2  # hold: of the last frame; mark: of a change
@@ -142,7 +141,7 @@ class GifPanel:
     def draw_head(self, draw: Any, pick: int) -> None:
         """Draw the title and the counts of frame `pick`."""
         frame = self.frames[min(pick, len(self.frames) - 1)]
-        counts = f"step {frame.step} of {self.frames[-1].step}     NFE {frame.nfe}     {count_hidden(frame)} hidden"
+        counts = f"step {frame.step} of {self.frames[-1].step}     NFE {frame.nfe}     {frame.hidden} hidden"
         draw.text((self.left, 42), clean_text(self.title), look.INK, self.fonts[0], anchor="ls")
         draw.text((self.left, 66), counts, look.QUIET, self.fonts[4], anchor="ls")
 

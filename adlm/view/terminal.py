@@ -62,11 +62,6 @@ def _draw_legend(width: int, *, show_guesses: bool) -> Text:
     return legend
 
 
-def count_hidden(frame: TrajectoryFrame) -> int:
-    """Count the hidden tokens."""
-    return sum(token.is_masked for token in frame.tokens)
-
-
 def format_step(frame: TrajectoryFrame, steps: int | None) -> str:
     """Format the step, and how many there are where that is known."""
     return f"step {frame.step}" if steps is None else f"step {frame.step} of {steps}"
@@ -74,7 +69,7 @@ def format_step(frame: TrajectoryFrame, steps: int | None) -> str:
 
 def format_counts(frame: TrajectoryFrame) -> str:
     """Format the network evaluations and the number of hidden tokens."""
-    return f"NFE {frame.nfe} · {count_hidden(frame)} of {len(frame.tokens)} hidden"
+    return f"NFE {frame.nfe} · {frame.hidden} of {len(frame.tokens)} hidden"
 
 
 @dataclass

@@ -33,6 +33,10 @@ class TrajectoryFrame:
     def text(self) -> str:
         return "".join(token.text for token in self.tokens)
 
+    @property
+    def hidden(self) -> int:
+        return sum(token.is_masked for token in self.tokens)
+
 
 @dataclass(frozen=True)
 class Trajectory:
