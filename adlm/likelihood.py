@@ -282,33 +282,26 @@ class TokenNats(NamedTuple):
     is_exact: Tensor  # (n,): the likelihood itself, not an upper bound
 
 
-class HiddenSets(NamedTuple):
-    """Sets of hidden tokens, for which Σ weight · nats is the NELBO or an unbiased estimate of it."""
-
-    is_hidden: Tensor  # (s, tokens)
-    weight: Tensor  # (s,), float64
-    is_complete: bool  # these are all sets
-
-
-def choose_hidden_sets(tokens: int, draws: int, seed: int) -> HiddenSets:
+def choose_hidden_sets(tokens: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
     """Choose the sets of hidden tokens from which the NELBO of a model without time conditioning is computed.
 
-    It is the sum over k = 1 … tokens of 1/k · (mean over the sets of k hidden tokens of their nats): time is integrated
-    out. Up to `MAX_ENUMERATED` tokens the sets are all there are. Above, every draw has its own stratum of k and hides
-    k random tokens. The density of k is proportional to 1/√k, about the spread of a set's share of the sum: with a
-    uniform one, few draws with small k would make up most of the error, and its estimate would be unreliable.
+    Returned are is_hidden (s, tokens) and the weight (s,) of each set's nats. The NELBO is the sum over k = 1 … tokens
+    of 1/k · (mean over the sets of k hidden tokens of their nats): time is integrated out. Up to `MAX_ENUMERATED`
+    tokens the sets are all there are. Above, every draw has its own stratum of k and hides k random tokens. The density
+    of k is proportional to 1/√k, about the spread of a set's share of the sum: with a uniform one, few draws with small
+    k would make up most of the error, and its estimate would be unreliable.
     """
     sizes = torch.arange(1, tokens + 1)
     if tokens <= MAX_ENUMERATED:
         is_hidden = (torch.arange(1, 2**tokens)[:, None] >> (sizes - 1)) & 1 == 1
         share = torch.tensor([1 / (k * math.comb(tokens, k)) for k in sizes.tolist()], dtype=torch.float64)
-        return HiddenSets(is_hidden, share[is_hidden.sum(1) - 1], True)
+        return is_hidden, share[is_hidden.sum(1) - 1]
     rng, density = CounterRng.from_seed(seed, draws), sizes.double() ** -0.5
     density /= density.sum()
     places = (torch.arange(draws) + rng.uniform(0, 1, Purpose.TIME)[:, 0]) / draws
     size = 1 + torch.searchsorted(density.cumsum(0), places, right=True).clamp(max=tokens - 1)
     is_hidden = rng.uniform(0, tokens, Purpose.MASK).argsort(1).argsort(1) < size[:, None]
-    return HiddenSets(is_hidden, 1 / (draws * size * density[size - 1]), False)
+    return is_hidden, 1 / (draws * size * density[size - 1])
 
 
 def stratified_stderr(values: Tensor) -> float:
@@ -340,13 +333,11 @@ def estimate_token_nats(
     config, device, process = model.config, model.embed.weight.device, ForwardProcess(model.config.mask_id)
     places = [torch.tensor(each).nonzero()[:, 0] for each in is_scored]
     token_counts = torch.tensor([len(each) for each in places], dtype=torch.int64)
-    sets = dict[int, HiddenSets]()
+    sets = dict[int, tuple[Tensor, Tensor]]()  # by the number of scored tokens: hidden tokens, and weights
     if not config.is_causal and not config.time_conditioning:
         sets = {n: choose_hidden_sets(n, draws, seed) for n in set(token_counts.tolist()) - {0}}
     one = 1 if config.is_causal else draws
-    counts = token_counts.new_tensor(
-        [len(sets[n].weight) if n in sets else one * (n > 0) for n in token_counts.tolist()]
-    )
+    counts = token_counts.new_tensor([len(sets[n][1]) if n in sets else one * (n > 0) for n in token_counts.tolist()])
     row = torch.repeat_interleave(torch.arange(len(rows)), counts)
     state = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     values = torch.zeros(len(row), dtype=torch.float64)
@@ -366,15 +357,16 @@ def estimate_token_nats(
             assert config.mask_id is not None
             is_hidden = torch.zeros_like(scored)
             for each, i, number in zip(is_hidden, mine, now.tolist(), strict=True):
-                each[places[i]] = sets[len(places[i])].is_hidden[number]
+                each[places[i]] = sets[len(places[i])][0][number]
             xt = x0.masked_fill(is_hidden, config.mask_id)
             noisy = collect_batch(x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored)
         values[part] = training_loss(model, noisy.to(device), score_entropy=score_entropy).row_nll.cpu().double()
     nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
     for number, (each, n) in enumerate(zip(values.split(counts.tolist()), token_counts.tolist(), strict=True)):
         if n in sets:
-            nats[number] = (each * sets[n].weight).sum()
-            errors[number] = 0.0 if sets[n].is_complete else stratified_stderr(each * sets[n].weight)
+            weighted = each * sets[n][1]
+            nats[number] = weighted.sum()
+            errors[number] = 0.0 if n <= MAX_ENUMERATED else stratified_stderr(weighted)
         elif n > 0:
             nats[number] = each.mean()
             errors[number] = 0.0 if config.is_causal else each.std() / math.sqrt(draws)

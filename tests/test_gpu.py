@@ -5,7 +5,7 @@ import torch
 
 import adlm
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import SamplingParams, TokenLimits, compute_probs
+from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.masking import ForwardProcess, corrupt
 from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.plans import remask_loop
@@ -14,6 +14,7 @@ from adlm.diffusion.selected import compute_loss_and_grad
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import build_config, build_sampler
 from adlm.models.language_model import LanguageModel
+from tests.world import compute_probs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 VOCAB, MASK = 9001, 17

@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adlm.diffusion.categorical import SamplingParams
+from adlm.diffusion.categorical import SamplingParams, apply_temperature, find_candidates
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
 from adlm.methods import METHODS, build_config
@@ -74,6 +75,14 @@ def shapes_only(config: ModelConfig) -> LanguageModel:
 
 def count_weights(*modules: nn.Module | None) -> int:
     return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
+
+def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The probabilities (N, V) that `draw` draws from, in float64."""
+    if params.temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    probs, ids, _ = find_candidates(apply_temperature(logits, params.temperature), params, logits.shape[-1])
+    return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, ids, probs)
 
 
 @dataclass

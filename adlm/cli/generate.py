@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from adlm.text.lm import LM, GeneratedRow, GenerationOutput
     from adlm.view.trajectory import Trajectory, TrajectoryFrame
 
+output_option = partial(typer.Option, rich_help_panel="Output")
+COMPARE_HELP = "Second sampler or second model, run with the same seed."
 GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal the first
 
 
@@ -31,7 +34,7 @@ GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal 
 class GenerationOptions:
     """The options that `sample` and `infill` share."""
 
-    n: options.Count = 1
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of texts for each prompt or template.")] = 1
     seed: options.Seed = 0
     steps: options.Steps = None
     sampler: options.Sampler = None
@@ -43,12 +46,14 @@ class GenerationOptions:
     batch: options.Batch = 16
     deterministic: options.Deterministic = False
     device: options.Device = "auto"
-    out: options.Out = None
-    html: options.Html = None
-    gif: options.Gif = None
-    compare: options.Compare = None
-    guesses: options.Guesses = True
-    pause: options.Pause = 0.05
+    out: Annotated[Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")] = None
+    html: Annotated[Path | None, output_option(help="Write a page that plays the sampling of the first text.")] = None
+    gif: Annotated[Path | None, output_option(help="Write the sampling of the first text as a GIF.")] = None
+    compare: Annotated[str | None, output_option(help=COMPARE_HELP, autocompletion=options.complete_compare)] = None
+    guesses: Annotated[
+        bool, output_option("--guesses/--no-guesses", help="Show the most likely tokens at masked positions.")
+    ] = True
+    pause: Annotated[float, output_option(min=0, help="Seconds between steps on a terminal.")] = 0.05
     is_json: options.Json = False
 
 

@@ -8,9 +8,7 @@ import typer
 
 from adlm.bundled import DEFAULT, MODELS
 
-# Options in panels of the help.
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
-output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -42,14 +40,13 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in list_recipes() if name.startswith(incomplete)]
 
 
-MODEL_HELP = f"Name of a bundled model, or folder of a run, a checkpoint or a model. [default: {DEFAULT}]"
+MODEL_HELP = f"Bundled model, folder of a run or a model, .ckpt, or OWNER/NAME on the Hub. [default: {DEFAULT}]"
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)]
 ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
 Device = Annotated[str, typer.Option(help="Device: auto (CUDA or the CPU), cpu, cuda, cuda:N or mps.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
-Count = Annotated[int, typer.Option("--n", min=1, help="Number of texts for each prompt or template.")]
 STEPS_HELP = "Sampling steps. [default: 128; confidence and margin: one token per step]"
 Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
 SAMPLER_HELP = "Sampler: remask_loop, ancestral, confidence, … [default: remask_loop; for infill: confidence]"
@@ -67,13 +64,3 @@ Batch = Annotated[int, sampling_option(min=1, help="Texts per batch; does not ch
 Deterministic = Annotated[
     bool, sampling_option("--deterministic", help="Make texts independent of --batch on a GPU, too.")
 ]
-
-Out = Annotated[Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")]
-Html = Annotated[Path | None, output_option(help="Write a page that plays the sampling of the first text.")]
-Gif = Annotated[Path | None, output_option(help="Write the sampling of the first text as a GIF.")]
-COMPARE_HELP = "Second sampler or second model, run with the same seed."
-Compare = Annotated[str | None, output_option(help=COMPARE_HELP, autocompletion=complete_compare)]
-Guesses = Annotated[
-    bool, output_option("--guesses/--no-guesses", help="Show the most likely tokens at masked positions.")
-]
-Pause = Annotated[float, output_option(min=0, help="Seconds between steps on a terminal.")]

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import (
-    check_output_files,
-    json_stdout,
-    print_json,
-    print_path,
-    print_table,
-    status_console,
-)
+from adlm.cli.output import check_output_files, json_stdout, print_json, print_path, print_table, status_console
 
 if TYPE_CHECKING:
     from adlm.training.loop import Run

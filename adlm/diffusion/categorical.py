@@ -68,7 +68,7 @@ def draw(logits: Tensor, u: Tensor, params: SamplingParams) -> DrawnTokens:
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         return DrawnTokens(tokens, torch.ones_like(tokens, dtype=torch.float64))
-    logits = _apply_temperature(logits, params.temperature)
+    logits = apply_temperature(logits, params.temperature)
     vocab = logits.shape[-1]
     if params.top_p == 1 and (params.top_k is None or params.top_k >= vocab):
         return _invert(logits.double().softmax(-1), u)
@@ -110,15 +110,7 @@ def find_candidates(logits: Tensor, params: SamplingParams, size: int) -> tuple[
     return probs / probs.sum(-1, keepdim=True), ids, is_whole
 
 
-def compute_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the probabilities (N, V) that `draw` draws from, in float64, for tests."""
-    if params.temperature == 0:
-        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    probs, ids, _ = find_candidates(_apply_temperature(logits, params.temperature), params, logits.shape[-1])
-    return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, ids, probs)
-
-
-def _apply_temperature(logits: Tensor, temperature: float) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits by a temperature, minus their maximum, so that nothing overflows."""
     if temperature == 1:
         return logits

@@ -1,10 +1,11 @@
-"""Parameters, FLOPs and memory of a model, computed from its config."""
+"""Parameters, FLOPs and memory of a model, counted or estimated from its config."""
 
 import re
 from typing import NamedTuple
 
-from adlm.models.language_model import ModelConfig
-from adlm.models.transformer import NoiseEmbedding
+from torch import nn
+
+from adlm.models.language_model import ModelConfig, build_on_meta
 
 LAYER_WEIGHTS = 12  # times dim²: the matrices qkv (3), out (1), up (4) and down (4)
 HIDDEN_SHARE = 0.5  # of a masked model's positions, on average over t (log-linear schedule)
@@ -56,25 +57,17 @@ class MemoryEstimate(NamedTuple):
 
 
 def count_parameters_by_part(config: ModelConfig) -> ParameterCounts:
-    """Count the parameters of `LanguageModel(config)` by part, without building it."""
-    dim, vocab, cond = config.dim, config.vocab_size, config.cond_dim
-    norm = dim * (2 if config.norm_bias else 1)
-    layer = LAYER_WEIGHTS * dim**2 + 2 * norm + 5 * dim + (4 * dim if config.attention_bias else 0)
-    stack = norm
-    if cond is not None:
-        layer += (cond + 1) * 6 * dim
-        stack += (cond + 1) * 2 * dim + (NoiseEmbedding.WIDTH + 1) * cond + (cond + 1) * cond
-    stages = 2 if config.anchor_layers else 1
-    heads = 0 if config.tied else (dim + 1) * vocab
-    bridge = 0
-    if config.anchor_layers:
-        heads += (dim + 1) * vocab
-        bridge = ((dim if config.bridge == "direct" else vocab) + 1) * dim
+    """Count the parameters of `LanguageModel(config)` by part, from shapes without memory."""
+    model = build_on_meta(config)
+
+    def count(*modules: nn.Module | None) -> int:
+        return sum(p.numel() for module in modules if module is not None for p in module.parameters())
+
     return ParameterCounts(
-        layers=(config.anchor_layers + config.denoiser_layers) * layer + stages * stack,
-        embedding=(vocab + (config.length if config.positions == "learned" else 0)) * dim,
-        heads=heads,
-        bridge=bridge,
+        layers=count(model.anchor, model.denoiser),
+        embedding=count(model.embed, model.positions),
+        heads=count(model.anchor_head, None if config.tied else model.head),
+        bridge=count(model.bridge),
     )
 
 

@@ -25,8 +25,6 @@ from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
-from adlm.diffusion.orders import Order
-from adlm.diffusion.plans import Plan
 from adlm.generate import compile_for_sampling, generate_texts
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory
@@ -94,6 +92,18 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         metrics = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
         return metrics | {"unigram/ppl": unigram_ppl}
 
+    def write_samples(weights: dict[str, Tensor], step: int, device: torch.device) -> str:
+        """Write samples to the run's folder; return the path and the beginning of the first."""
+        model, settings = LanguageModel(shape), config.samples
+        model.load_state_dict(checkpoint.restore_tied_head(weights, model))
+        predictor, params = compile_for_sampling(model, device, is_compiled=False), SamplingParams(top_p=settings.top_p)
+        options: dict[str, Any] = {"rows": settings.rows, "seed": config.seed, "sampling": params}
+        texts = generate_texts(predictor, data.tokenizer, sampler, **options)
+        path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n\n<|endoftext|>\n\n".join(texts) + "\n", "utf-8")
+        return f"step {step:,}: {path}: {' '.join(texts[0].split())[:160]}…"
+
     return TrainingTask(
         config,
         shape,
@@ -103,7 +113,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         build_loss=partial(LossModule, score_entropy=methods.METHODS[str(config.method)].score_entropy),
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
-        write_samples=partial(write_samples, config, shape, data.tokenizer, sampler),
+        write_samples=write_samples,
         data_hash=hash_data(data, stream),
         description=describe_data(config, shape, data),
         length=shape.length,
@@ -282,27 +292,6 @@ def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, An
         is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         counts += torch.bincount(ordered[is_first], minlength=data.vocab_size)
     return {"document_counts": counts, "documents": count}
-
-
-def write_samples(
-    config: Config,
-    shape: ModelConfig,
-    tokenizer: Tokenizer,
-    sampler: Plan | Order | None,
-    weights: dict[str, Tensor],
-    step: int,
-    device: torch.device,
-) -> str:
-    """Write samples of the current weights to the run's folder; return the path and the beginning of the first."""
-    model = LanguageModel(shape)
-    model.load_state_dict(checkpoint.restore_tied_head(weights, model))
-    predictor = compile_for_sampling(model, device, is_compiled=False)
-    params = SamplingParams(top_p=config.samples.top_p)
-    texts = generate_texts(predictor, tokenizer, sampler, rows=config.samples.rows, seed=config.seed, sampling=params)
-    path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n<|endoftext|>\n\n".join(texts) + "\n", "utf-8")
-    return f"step {step:,}: {path}: {' '.join(texts[0].split())[:160]}…"
 
 
 def check_memory(

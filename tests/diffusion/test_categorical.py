@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from adlm.diffusion import categorical
-from adlm.diffusion.categorical import SamplingParams, compute_probs, draw
+from adlm.diffusion.categorical import SamplingParams, draw
 from adlm.models.language_model import NEG_INF
-from tests.world import filter_probs
+from tests.world import compute_probs, filter_probs
 
 
 def random_logits(rows, vocab, spread, seed=0):

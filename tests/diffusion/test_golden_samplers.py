@@ -6,11 +6,12 @@ from functools import lru_cache
 import pytest
 import torch
 
-from adlm.diffusion.categorical import SamplingParams, compute_probs
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.plans import LINEAGE_END, Transition, confidence_remask_prob, dfm_step, reverse_distribution
 from adlm.generate import compile_for_sampling
 from adlm.methods import build_sampler
 from tests.goldens import MASK, arrays, facts, model
+from tests.world import compute_probs
 
 OPTIONS = {
     "mdlm": ("ancestral", {}),

@@ -8,7 +8,7 @@ from torch import nn
 
 from adlm.diffusion import selected
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.categorical import SamplingParams, compute_probs
+from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess, Selection, collect_batch, corrupt, select
 from adlm.diffusion.objectives import diffusion_loss, score_entropy_loss, token_nll, training_loss
 from adlm.diffusion.plans import ancestral, remask_cap, reverse_distribution
@@ -17,7 +17,7 @@ from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import _SelectedLossFunction, selected_loss
 from adlm.generate import compile_for_sampling
 from bench.plain import plain_law, plain_logits, plain_loss, subs
-from tests.world import MASK, VOCAB, random_tokens, small_model
+from tests.world import MASK, VOCAB, compute_probs, random_tokens, small_model
 
 
 def normal(*shape, seed=0):
