@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adlm import evaluate
     from adlm.config import Config, load_config
+    from adlm.convert import from_state_dict
     from adlm.data.prepare import prepare
     from adlm.data.shards import open_data
     from adlm.diffusion.anchors import rare_in_sequence
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from adlm.diffusion.objectives import training_loss
     from adlm.diffusion.rng import CounterRng
     from adlm.generate import compile_for_sampling, stream_tokens
-    from adlm.interop.reference import from_state_dict
     from adlm.likelihood import estimate_nll
     from adlm.methods import build_config, build_sampler
     from adlm.models.language_model import LanguageModel
@@ -47,7 +47,7 @@ _EXPORTS = {
     "corrupt": "adlm.diffusion.masking",
     "estimate_nll": "adlm.likelihood",
     "evaluate": "adlm.evaluate",
-    "from_state_dict": "adlm.interop.reference",
+    "from_state_dict": "adlm.convert",
     "load": "adlm.text.lm",
     "load_config": "adlm.config",
     "open_data": "adlm.data.shards",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from adlm.interop.reference import from_state_dict
+from adlm.convert import from_state_dict
 from adlm.models.language_model import LanguageModel
 
 FOLDER = Path(__file__).parent / "golden"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [  # from tier 0; imports point to a lower tier or into the same package
     "diffusion models data",
     "config methods checkpoint bundled",
-    "generate likelihood view",
+    "generate likelihood view convert",
     "training text",
     "evaluate interop",
     "reasoning",

@@ -7,6 +7,7 @@ import typer
 
 from adlm import __version__
 from adlm.cli import options
+from adlm.cli.convert import convert
 from adlm.cli.demo import demo
 from adlm.cli.doctor import doctor
 from adlm.cli.errors import Commands
@@ -57,7 +58,7 @@ def version(is_json: options.Json = False) -> None:
         typer.echo(__version__)
 
 
-for command in (demo, sample, infill, score, prepare, train, plot, models, recipes, doctor):
+for command in (demo, sample, infill, score, prepare, train, plot, convert, models, recipes, doctor):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
 app.add_typer(reason_app, name="reason")

@@ -1,14 +1,18 @@
-"""The Hugging Face Hub: whether it can be reached, so that its libraries do not retry for half a minute."""
+"""The Hugging Face Hub: whether it can be reached, so that its libraries do not retry for half a minute; models."""
 
 import os
+import re
 import socket
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 TIMEOUT = 2.0  # seconds
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OWNER/NAME
+MODEL_PATTERNS = (["*.json", "*.safetensors"], ["*.bin"])  # of a model's files; the second without safetensors only
 
 
 def check_hub() -> bool:
@@ -40,3 +44,21 @@ def find_address() -> tuple[str | None, int]:
     if proxy and not proxy_bypass(url.netloc):
         url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     return url.hostname, url.port or (80 if url.scheme == "http" else 443)
+
+
+def download_model(name: str) -> Path:
+    """Return the folder of a model in the Hub's cache, after downloading what is missing if the Hub can be reached."""
+    is_reached = check_hub()
+    from huggingface_hub import snapshot_download
+
+    try:
+        for patterns in MODEL_PATTERNS:
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
+            if any(folder.rglob("*.safetensors")):
+                break
+    except (OSError, ValueError) as error:  # the Hub's own errors are among these
+        reason = str(error).splitlines()[0] if is_reached else "the Hub cannot be reached, and its cache has none"
+        raise FileNotFoundError(
+            f"there is no model folder {name!r}, and none of that name on the Hub ({reason}): check the name"
+        ) from error
+    return folder

@@ -1,18 +1,15 @@
 """Converts GPT-2 weights of transformers to the causal LanguageModel: a folder (`load`), or a state dict."""
 
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from adlm.convert import FETCH_AGAIN, read_state_dict
 from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer, read_json
 from adlm.models.language_model import LanguageModel, ModelConfig, is_whole
 
@@ -22,7 +19,6 @@ NAMES |= {"ln_f.weight": "denoiser.norm.weight", "ln_f.bias": "denoiser.norm.bia
 LAYER_NAMES = {"ln_1": "norm1", "attn.c_attn": "qkv", "attn.c_proj": "out"}
 LAYER_NAMES |= {"ln_2": "norm2", "mlp.c_fc": "up", "mlp.c_proj": "down"}
 IGNORED = ("attn.bias", "attn.masked_bias")  # constants of older versions: the causal mask
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there; sharded: <name>.index.json
 # Settings of config.json that change the function, with the supported value, which is also transformers' default.
 SUPPORTED: dict[str, Any] = {
     "activation_function": "gelu_new",
@@ -34,7 +30,6 @@ SUPPORTED: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 SIZES = {"vocab_size": "vocab_size", "n_embd": "dim", "n_layer": "denoiser_layers", "n_positions": "length"}
-FETCH_AGAIN = "download or save the folder again"
 
 
 def load(folder: str | Path) -> LanguageModel:
@@ -97,42 +92,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if (found := settings.get(name, value)) != value:
             raise ValueError(f"{path}: {name} is {found!r:.80}: supported is {value!r}; give a GPT-2 with that")
     return settings
-
-
-def read_state_dict(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a folder, whole or sharded: safetensors, or a .bin with `weights_only`."""
-    for name in WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
-        files = [name] if (folder / name).is_file() else []
-        if not files and index.is_file():
-            content = read_json(index, FETCH_AGAIN)
-            weight_map = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(weight_map, dict) or not all(is_file_name(part) for part in weight_map.values()):
-                raise ValueError(f"{index.name} has no weight_map to files of its folder: {FETCH_AGAIN}")
-            files = sorted(set(weight_map.values()))
-        if files:
-            return {key: value for part in files for key, value in read_tensors(folder / part).items()}
-    expected = " or ".join(f"{name}(.index.json)" for name in WEIGHT_FILES)
-    raise ValueError(f"no weights: expected {expected}; {FETCH_AGAIN}")
-
-
-def is_file_name(name: object) -> bool:
-    """Return whether a value names a file of the same folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read one file of weights; what a .bin holds besides tensors and plain containers is refused, not loaded."""
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        problem = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path.name} cannot be read ({problem}): {FETCH_AGAIN}, as safetensors") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path.name} holds no state dict: {FETCH_AGAIN}, as safetensors")
-    return content
 
 
 def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1) -> LanguageModel:

@@ -24,6 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from adlm import checkpoint
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
+from adlm.convert import is_lineage, load_lineage
+from adlm.data.hub import HUB_NAME, download_model
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
@@ -456,16 +458,24 @@ def load(
 ) -> LM:
     """Load a trained model: one that comes with the package by name, a run folder, or a checkpoint's folder.
 
+    Also a checkpoint of the lineage (docs/convert.md): a Lightning .ckpt, a folder in MDLM's layout, or either by its
+    name on the Hub, OWNER/NAME.
+
     On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes
     `deterministic`: every evaluation then has the same number of rows.
     """
-    loaded = checkpoint.load_model(find_model(model), verify=verify)
+    path = find_model(model)
+    loaded = load_lineage(path)[0] if is_lineage(path) else checkpoint.load_model(path, verify=verify)
     return LM(loaded, str(model), device=device, deterministic=deterministic)
 
 
 def find_model(model: str | Path) -> Path:
-    """Return the folder of a bundled model, a run's latest checkpoint or another model."""
+    """Return the folder of a bundled model, a run's latest checkpoint or another model, or a checkpoint's file."""
     folder = find_bundled_model(str(model)) if str(model) in MODELS else Path(model)  # ./NAME is a folder of that name
+    if not folder.exists() and HUB_NAME.fullmatch(str(model)):
+        folder = download_model(str(model))
+    if folder.suffix == ".ckpt" and folder.is_file():
+        return folder
     if not folder.exists():
         hint = suggest_names(str(model), MODELS)
         raise FileNotFoundError(

@@ -15,7 +15,20 @@ from adlm.config import list_recipes
 from adlm.methods import SAMPLERS
 from tests.cli.terminal import ROOT, answer_json, assert_error, invoke, make_env
 
-COMMANDS = ("sample", "infill", "score", "demo", "doctor", "prepare", "train", "plot", "models", "recipes", "version")
+COMMANDS = (
+    "sample",
+    "infill",
+    "score",
+    "demo",
+    "doctor",
+    "prepare",
+    "train",
+    "plot",
+    "convert",
+    "models",
+    "recipes",
+    "version",
+)
 
 
 def test_the_version_is_one() -> None:

@@ -167,7 +167,7 @@ class Touch:
 def test_a_bin_is_not_unpickled(tmp_path: Path) -> None:
     gpt2().config.save_pretrained(tmp_path)
     torch.save({"wte.weight": Touch(tmp_path / "touched")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin cannot be read .*as safetensors"):
+    with pytest.raises(ValueError, match=r"pytorch_model.bin holds builtins.getattr, .*which could run code"):
         load(tmp_path)
     assert not (tmp_path / "touched").exists()
     torch.save([torch.zeros(1)], tmp_path / "pytorch_model.bin")

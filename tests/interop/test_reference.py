@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adlm.interop.reference import from_state_dict
+from adlm.convert import from_state_dict
 from tests.goldens import HEADS, MASK, arrays, model, weights
 
 POSSIBLE = -1e5  # below this an entry is the lineage's stand-in for minus infinity
@@ -83,8 +83,8 @@ def test_an_older_name_of_the_denoiser():
     [
         ({"backbone.extra": torch.zeros(1)}, {}, ValueError, r"keys of the state dict are not .*extra"),
         ({"noise.sigma": torch.zeros(1)}, {}, ValueError, "keys of the state dict are not"),
-        ({"denoiser.output_layer.linear.bias": None}, {}, RuntimeError, r"head\.bias"),
-        ({"backbone.vocab_embed.embedding": None}, {}, ValueError, r"no 'backbone\.vocab_embed\.embedding'"),
+        ({"denoiser.output_layer.linear.bias": None}, {}, ValueError, r"missing: denoiser\.output_layer\.linear\.bias"),
+        ({"backbone.vocab_embed.embedding": None}, {}, ValueError, r"no matrix 'backbone\.vocab_embed\.embedding'"),
         ({}, {"heads": 2}, ValueError, "number of heads"),
         ({}, {"mask_id": 65}, ValueError, "outside the vocabulary"),
     ],

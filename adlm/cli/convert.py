@@ -1,0 +1,78 @@
+"""`adlm convert`: checkpoints of the lineage to model folders, and back."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from adlm.cli import options
+from adlm.cli.output import json_stdout, print_json, status_console
+
+SOURCE_HELP = "Lightning .ckpt, folder or Hub name (OWNER/NAME) of the lineage; with --to lightning a model of ours."
+
+
+class Target(StrEnum):
+    """What to convert to, if not to a model folder."""
+
+    LIGHTNING = "lightning"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
+    out: Annotated[Path, typer.Option(help="New folder for the model; with --to lightning a .ckpt or its folder.")],
+    to: Annotated[Target | None, typer.Option(help="Write a Lightning checkpoint. [default: a model folder]")] = None,
+    is_ema: Annotated[
+        bool | None, typer.Option("--ema/--raw", help="Averaged or raw weights. [default: averaged if there are any]")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer the model was trained with. [default: by its name or vocabulary]")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per row. [default: that of the checkpoint, or 1024]")
+    ] = None,
+    time_conditioning: Annotated[
+        bool | None,
+        typer.Option("--time-conditioning/--no-time-conditioning", help="[default: that of the checkpoint, or no]"),
+    ] = None,
+    is_json: options.Json = False,
+) -> None:
+    """Convert a checkpoint of ADLM, MDLM, ReMDM or AR to a model folder, or a model to a Lightning checkpoint.
+
+    Files are read without running code of theirs. Every tensor must be used, or the error lists the others.
+    """
+    path = out / "model.ckpt" if to and out.suffix != ".ckpt" else out
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise FileExistsError(f"{path} already exists: give another --out, or delete it")
+    with json_stdout(is_json):
+        from adlm.checkpoint import export_model, load_model
+        from adlm.convert import is_lineage, load_lineage, write_lightning
+        from adlm.models.costs import count_parameters
+        from adlm.text.lm import find_model
+
+        found = find_model(source)
+        given: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "time_conditioning": time_conditioning}
+        given["weights"] = None if is_ema is None else "ema" if is_ema else "raw"
+        if is_lineage(found):
+            loaded, weights = load_lineage(found, **given)
+        elif to is None or any(value is not None for value in given.values()):
+            raise ValueError(f"{source} is a model folder of adlm already: the only conversion of it is --to lightning")
+        else:
+            loaded, weights = load_model(found), "averaged"
+        if to:
+            write_lightning(loaded, path)
+        else:
+            export_model(loaded, path, is_quantized=False)
+    config = loaded.model.config
+    summary = {"out": str(path), "method": loaded.method, "weights": weights, "step": loaded.step}
+    summary |= {"parameters": count_parameters(config), "layers": [config.anchor_layers, config.denoiser_layers]}
+    summary |= {name: getattr(config, name) for name in ("dim", "heads", "length", "vocab_size", "time_conditioning")}
+    summary["tokenizer"] = None if loaded.tokenizer is None else loaded.tokenizer.name
+    if is_json:
+        print_json(summary)
+        return
+    shown = ", ".join(f"{name} {value}" for name, value in summary.items() if name != "out")
+    status_console().print(f"{path}: {shown}", markup=False, soft_wrap=True)
+    if loaded.tokenizer is None:
+        note = "no tokenizer is known for this vocabulary: give --tokenizer to generate text with the model"
+        status_console().print(note, markup=False, soft_wrap=True)

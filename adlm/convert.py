@@ -1,0 +1,457 @@
+"""Converts checkpoints of the lineage (ADLM, MDLM, ReMDM, AR): Lightning's files and MDLM's folder on the Hub."""
+
+import os
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from adlm.checkpoint import DOCUMENTS, WRAPPED, LoadedModel
+from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
+from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta, is_whole
+
+EMBEDDING, CONDITION = "backbone.vocab_embed.embedding", "backbone.sigma_map.mlp.2.weight"
+FREQUENCIES = "rotary_emb.inv_freq"  # a buffer of every stage, computed from its sizes
+CONDITION_NAMES = {"sigma_map.mlp.0": "condition.first", "sigma_map.mlp.2": "condition.second"}
+# Names in a layer of the lineage -> ours, in the order of its parameters; `modulation` is missing in causal models.
+LAYER_NAMES = {"norm1": "norm1", "attn_qkv": "qkv", "attn_out": "out", "norm2": "norm2", "mlp.0": "up", "mlp.2": "down"}
+MODULATION = "adaLN_modulation"
+WITH_BIAS = ("up", "down", "modulation", "first", "second", "head", "anchor_head", "bridge")
+# Settings of a Lightning checkpoint and of MDLM's config.json -> ours; `layers` are those of the first stage.
+LIGHTNING_SETTINGS = {"model.hidden_size": "dim", "model.n_heads": "heads", "model.n_blocks": "layers"}
+LIGHTNING_SETTINGS |= {f"model.{name}": name for name in ("length", "cond_dim", "dropout")}
+LIGHTNING_SETTINGS |= {"data.tokenizer_name_or_path": "tokenizer", "data.wrap": "wrap"}
+LIGHTNING_SETTINGS |= {name: name for name in ("time_conditioning", "parameterization")}
+HUB_SETTINGS = {"hidden_dim": "dim", "n_heads": "heads", "n_blocks": "layers", "model_length": "length"}
+HUB_SETTINGS |= {name: name for name in ("vocab_size", "cond_dim", "dropout", "time_conditioning")}
+TOKENIZERS = {50258: "gpt2", 30522: "bert-base-uncased", 35: "characters"}  # by vocabulary; `characters` is text8's
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there; sharded: <name>.index.json
+FETCH_AGAIN = "download or save it again"
+MAX_LISTED = 20  # names in an error
+# What a checkpoint may hold besides tensors. None of it is imported or called: a StoredObject takes its place.
+STORED_PACKAGES = ("omegaconf", "transformers", "tokenizers", "lightning", "pytorch_lightning", "dataloader")
+STORED_TYPES = {f"builtins.{name}" for name in ("int", "float", "str", "bool", "list", "dict", "tuple", "object")}
+STORED_TYPES |= {"typing.Any", "collections.defaultdict", "pathlib.PosixPath", "numpy.dtype", "numpy.ndarray"}
+STORED_TYPES |= {f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")}
+LIGHTNING_VERSION = "2.2.1"  # the lineage's; Lightning migrates files of other versions
+
+
+class StoredObject:
+    """An object of another package as a checkpoint stores it: its state, and none of its code."""
+
+    state: Any = None
+
+    def __new__(cls, *_: object) -> "StoredObject":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def value(self) -> Any:
+        """What an OmegaConf node holds."""
+        state = self.state if isinstance(self.state, dict) else {}
+        return state.get("_content", state.get("_val"))
+
+
+def make_dict(*_: object) -> dict[Any, Any]:
+    """Take the place of collections.defaultdict, whose items the reader of torch sets in plain dicts only."""
+    return {}
+
+
+class LineageCheckpoint(NamedTuple):
+    """What a file or folder of the lineage holds; settings have our names."""
+
+    state: dict[str, Tensor]
+    shadow: list[Tensor] | None  # the EMA, without names, in the order of the parameters
+    settings: dict[str, Any]
+    step: int
+
+
+def map_names(layers: int, denoiser_layers: int, *, is_causal: bool) -> dict[str, str]:
+    """Map the lineage's names of parameters to ours, in its order; the second number is 0 for one stage."""
+    names: dict[str, str] = {}
+    for stage, count in (("backbone", layers), ("denoiser", denoiser_layers)):
+        ours = "anchor" if stage == "backbone" and denoiser_layers else "denoiser"
+        modulation = {} if is_causal else {MODULATION: "modulation"}
+        parts = {} if stage == "backbone" else {"vocab_embed.0": "bridge"}
+        parts |= {} if is_causal else {name: f"{ours}.{own}" for name, own in CONDITION_NAMES.items()}
+        for i in range(count):
+            layer = LAYER_NAMES | modulation
+            parts |= {f"blocks.{i}.{name}": f"{ours}.layers.{i}.{own}" for name, own in layer.items()}
+        head = "anchor_head" if ours == "anchor" else "head"
+        parts |= {"output_layer.norm_final": f"{ours}.norm", "output_layer.linear": head}
+        parts |= {f"output_layer.{name}": f"{ours}.{own}" for name, own in modulation.items()}
+        names |= {EMBEDDING: "embed.weight"} if stage == "backbone" else {}
+        for name, own in parts.items() if count else ():
+            names[f"{stage}.{name}.weight"] = f"{own}.weight"
+            if own.rpartition(".")[2] in WITH_BIAS:
+                names[f"{stage}.{name}.bias"] = f"{own}.bias"
+    return names
+
+
+def map_state_names(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Map the names of a lineage's state dict to ours; every one must be there, and no other."""
+    layers = count_layers(state)
+    names = map_names(*layers, is_causal=CONDITION not in state)
+    buffers = [f"backbone.{FREQUENCIES}", f"denoiser.{FREQUENCIES}"][: 2 if layers[1] else 1]
+    if leftover := [name for name in state if name not in names and name not in buffers]:
+        listed = list_names(leftover)
+        raise ValueError(f"{len(leftover)} keys of the state dict are not the lineage's: {listed}; remove them")
+    if missing := [name for name in names if name not in state]:
+        raise ValueError(f"{len(missing)} keys of the state dict are missing: {list_names(missing)}; {FETCH_AGAIN}")
+    return names
+
+
+def count_layers(state: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Count the layers of both stages."""
+    blocks = {match[0] for name in state if (match := re.match(r"(?:backbone|denoiser)\.blocks\.\d+\.", name))}
+    first = sum(block.startswith("backbone") for block in blocks)
+    return first, len(blocks) - first
+
+
+def rename_replica(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give the denoiser its current name; `replica` is an older one."""
+    renamed = {re.sub(r"^replica\.", "denoiser.", name): value for name, value in state.items()}
+    if len(renamed) < len(state):
+        raise ValueError("the state dict has keys of both `denoiser` and `replica`, its older name: remove one of them")
+    return renamed
+
+
+def list_names(names: list[str]) -> str:
+    """List names, at most 20 of them."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"{', '.join(f'{name:.120}' for name in names[:MAX_LISTED])}{more}"
+
+
+def rotary_frequencies(size: int) -> Tensor:
+    """Return the buffer of the lineage's rotary embedding for heads of a size, in its arithmetic."""
+    return 1.0 / (10000.0 ** (torch.arange(0, size, 2).float() / size))
+
+
+def read_embedding_shape(state: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return the size of the vocabulary and the width of a lineage's state dict."""
+    if EMBEDDING not in state or state[EMBEDDING].dim() != 2:
+        raise ValueError(
+            f"the state dict has no matrix {EMBEDDING!r}, its keys start with {list_names(sorted(state)[:3])}: give "
+            "the lineage's `state_dict` itself, with its names unchanged"
+        )
+    vocab_size, dim = state[EMBEDDING].shape
+    return vocab_size, dim
+
+
+def from_state_dict(
+    state: Mapping[str, Tensor],
+    *,
+    heads: int | None = None,
+    mask_id: int | None,
+    time_conditioning: bool = False,
+    length: int = 1024,
+    dropout: float = 0.1,
+) -> LanguageModel:
+    """Convert a lineage's state dict: ADLM, MDLM or AR by its keys, sizes by its shapes, in float32."""
+    vocab_size, dim = read_embedding_shape(state)
+    state = rename_replica(state)
+    names = map_state_names(state)
+    cond = state.get(CONDITION)
+    buffers = {name: value for name, value in state.items() if name not in names}
+    if heads is None:
+        if not (sizes := {2 * value.numel() for value in buffers.values()} - {0}):
+            raise ValueError("the number of heads is unknown: keep rotary_emb.inv_freq, or give heads")
+        heads = max(1, dim // sizes.pop())
+    layers, denoiser_layers = count_layers(state)
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        mask_id=mask_id,
+        dim=dim,
+        heads=heads,
+        anchor_layers=layers if denoiser_layers else 0,
+        denoiser_layers=denoiser_layers or layers,
+        length=length,
+        is_causal=cond is None,
+        bridge="factored",
+        cond_dim=None if cond is None else cond.shape[0],
+        time_conditioning=time_conditioning,
+        dropout=dropout,
+    )
+    expected = rotary_frequencies(dim // heads)
+    for name, value in buffers.items():
+        if value.shape != expected.shape or not torch.allclose(value.float().cpu(), expected, rtol=1e-4):
+            problem = f"has {value.numel()} frequencies, which do not fit heads = {heads} and base 10,000"
+            raise ValueError(f"{name} {problem}: check the number of heads")
+    model = build_on_meta(config)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, own in names.items():
+        value = state[name]
+        is_plain = value.is_floating_point() and value.layout == torch.strided and not value.is_meta
+        if tuple(value.shape) != shapes[own] or not is_plain:
+            actual = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+            raise ValueError(f"{name} is {actual}, expected float {shapes[own]}: {FETCH_AGAIN}")
+    model.to_empty(device="cpu").load_state_dict({own: state[name] for name, own in names.items()})
+    return model.eval()
+
+
+def is_lineage(path: Path) -> bool:
+    """Return whether a path is a checkpoint file, or a folder in another layout than ours."""
+    if path.is_file():
+        return True
+    content = read_json(path / "config.json", FETCH_AGAIN)
+    return isinstance(content, dict) and "model_type" in content and "format" not in content
+
+
+def read_lineage(path: Path) -> LineageCheckpoint:
+    """Read a Lightning checkpoint, or a folder in MDLM's layout on the Hub."""
+    if path.is_file():
+        content = read_pickle(path)
+        content = content if isinstance(content, dict) else {}
+        state = content.get("state_dict", content)
+        ema, hyper, step = (content.get(name) for name in ("ema", "hyper_parameters", "global_step"))
+        shadow = ema.get("shadow_params") if isinstance(ema, dict) else None
+        if shadow is not None and not (isinstance(shadow, list) and all(isinstance(x, Tensor) for x in shadow)):
+            raise ValueError(f"ema.shadow_params is no list of tensors: {FETCH_AGAIN}, or convert with --raw")
+        config = hyper.get("config", hyper) if isinstance(hyper, dict) else {}
+        settings = read_settings(config, LIGHTNING_SETTINGS)
+    else:
+        config = read_json(path / "config.json", FETCH_AGAIN)
+        if config.get("model_type") != "mdlm":
+            problem = f"model_type is {config.get('model_type')!r:.80}, supported is 'mdlm'"
+            raise ValueError(f"{problem}: give a folder of adlm or MDLM, or a Lightning checkpoint")
+        state, shadow, step, settings = read_state_dict(path), None, 0, read_settings(config, HUB_SETTINGS)
+    if not is_state_dict(state):
+        raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
+    return LineageCheckpoint(dict(state), shadow, settings, step if is_whole(step) and step >= 0 else 0)
+
+
+def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    """Read settings by their dotted names, under ours; interpolations, which would run code, are left out."""
+    settings = {}
+    for dotted, own in names.items():
+        value = config
+        for key in [*dotted.split("."), None]:
+            value = value.value if isinstance(value, StoredObject) else value
+            if key is not None:
+                value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, int | float) or (isinstance(value, str) and "${" not in value and value != "???"):
+            settings[own] = value
+    return settings
+
+
+def load_lineage(
+    path: Path,
+    *,
+    weights: str | None = None,
+    tokenizer: str | None = None,
+    length: int | None = None,
+    time_conditioning: bool | None = None,
+) -> tuple[LoadedModel, str]:
+    """Load a model of the lineage with its weights `ema` or `raw`, and return which; by default ema if there is one.
+
+    The other arguments set what the file does not: by default 1,024 tokens, no time conditioning, and the tokenizer
+    by its name or the size of its vocabulary.
+    """
+    try:
+        stored = read_lineage(path)
+        if stored.shadow is None and weights == "ema":
+            raise ValueError("there is no EMA: convert with --raw")
+        weights = weights or ("raw" if stored.shadow is None else "ema")
+        if stored.shadow is not None and weights == "ema":
+            stored = stored._replace(state=apply_ema(stored.state, stored.shadow))
+        return build_loaded_model(stored, path, tokenizer, length, time_conditioning), weights
+    except (ValueError, RuntimeError) as error:  # RuntimeError: torch's for sizes that no memory holds
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def build_loaded_model(
+    stored: LineageCheckpoint,
+    path: Path,
+    tokenizer_name: str | None,
+    length: int | None,
+    time_conditioning: bool | None,
+) -> LoadedModel:
+    """Build the model of a checkpoint; settings that contradict each other or the weights are errors."""
+    state, settings = stored.state, dict(stored.settings)
+    for name, value in {"length": length, "time_conditioning": time_conditioning}.items():
+        if value is not None and settings.setdefault(name, value) != value:
+            raise ValueError(f"{name} is {settings[name]!r:.80} in the checkpoint, not {value!r}: leave it out")
+    vocab_size, _ = read_embedding_shape(state)
+    tokenizer = choose_tokenizer(path, settings.get("tokenizer"), vocab_size, tokenizer_name)
+    mask_id = vocab_size - 1 if tokenizer is None else tokenizer.mask_id
+    names = ("heads", "time_conditioning", "length", "dropout")
+    model = from_state_dict(state, mask_id=mask_id, **{name: settings[name] for name in names if name in settings})
+    config = model.config
+    actual: dict[str, Any] = {
+        "dim": config.dim,
+        "layers": config.anchor_layers or config.denoiser_layers,
+        "vocab_size": vocab_size,
+    }
+    actual["parameterization"] = "ar" if config.is_causal else "subs"
+    actual |= {} if config.is_causal else {"cond_dim": config.cond_dim}  # a setting without weights in causal models
+    for name, value in actual.items():
+        if settings.get(name, value) != value:
+            raise ValueError(f"{name} is {settings[name]!r:.80}, but the weights are of {value!r}: {FETCH_AGAIN}")
+    method = "ar" if config.is_causal else "adlm" if config.anchor_layers else "mdlm"
+    return LoadedModel(model, tokenizer, method, stored.step, WRAPPED if settings.get("wrap", True) else DOCUMENTS)
+
+
+def apply_ema(state: Mapping[str, Tensor], shadow: list[Tensor]) -> dict[str, Tensor]:
+    """Replace parameters by their moving averages, which have no names and the order of the lineage's modules."""
+    state = rename_replica(state)
+    names = list(map_state_names(state))
+    stages = [
+        [name for name in state if name in names and name.startswith(stage)] for stage in ("backbone", "denoiser")
+    ]
+    if [*stages[0], *stages[1]] != names:
+        raise ValueError("the keys are not in the lineage's order, which that of the EMA follows: convert with --raw")
+    shapes, expected = [tuple(value.shape) for value in shadow], [tuple(state[name].shape) for name in names]
+    if shapes != expected:
+        problem = f"{len(shapes)} tensors, expected {len(expected)}"
+        if len(shapes) == len(expected):
+            i = next(i for i, shape in enumerate(shapes) if shape != expected[i])
+            problem = f"{shapes[i]} at {i}, expected {expected[i]} of {names[i]}"
+        raise ValueError(f"ema.shadow_params has {problem}: {FETCH_AGAIN}, or convert with --raw")
+    return state | dict(zip(names, shadow, strict=True))
+
+
+def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | None) -> Tokenizer | None:
+    """Load the given tokenizer, that of the folder, or the bundled one by the stored name or the vocabulary's size."""
+    name = given or ("characters" if stored == "text8" else stored) or TOKENIZERS.get(vocab_size)
+    if not given and (path / "tokenizer.json").is_file():
+        name = str(path)
+    elif not given and name is not None and name not in TOKENIZERS.values():
+        raise ValueError(f"the tokenizer {name!r:.80} is not bundled: `adlm convert --tokenizer NAME` sets one")
+    tokenizer = None if name is None else load_tokenizer(str(name))
+    if tokenizer is not None and tokenizer.vocab_size != vocab_size:
+        problem = f"{name} has {tokenizer.vocab_size} tokens with the mask, the model {vocab_size}"
+        raise ValueError(f"{problem}: `adlm convert --tokenizer NAME` sets the one it was trained with")
+    return tokenizer
+
+
+def write_lightning(loaded: LoadedModel, path: Path) -> Path:
+    """Write a checkpoint that the lineage's code loads; its EMA is the weights themselves, without optimizer."""
+    config = loaded.model.config
+    required: dict[str, Any] = {"positions": "rotary", "norm_bias": False, "attention_bias": False, "tied": False}
+    required |= {"bridge": "factored"} if config.anchor_layers else {}
+    required |= {"anchor_layers": 0, "cond_dim": None} if config.is_causal else {}
+    wrong = [
+        f"{name} = {getattr(config, name)!r}" for name, value in required.items() if getattr(config, name) != value
+    ]
+    wrong += ["mask_id = None"] if config.mask_id is None else []
+    wrong += ["cond_dim = None"] if not config.is_causal and config.cond_dim is None else []
+    if wrong:
+        problem = f"the lineage's code has no model with {', '.join(wrong)}"
+        raise ValueError(f"{problem}: train with its settings (recipes owt-*), and export without quantization")
+    layers = (config.anchor_layers, config.denoiser_layers) if config.anchor_layers else (config.denoiser_layers, 0)
+    weights, state = loaded.model.state_dict(), dict[str, Tensor]()
+    frequencies = rotary_frequencies(config.dim // config.heads)
+    for name, own in map_names(*layers, is_causal=config.is_causal).items():
+        stage, _, rest = name.partition(".")
+        if rest.startswith("blocks.0.norm1"):
+            state[f"{stage}.{FREQUENCIES}"] = frequencies
+        state[name] = weights[own].detach().cpu().contiguous()
+    values = {name: getattr(config, name) for name in ("dim", "heads", "length", "dropout", "time_conditioning")}
+    values |= {
+        "layers": layers[0],
+        "wrap": loaded.rows == WRAPPED,
+        "parameterization": "ar" if config.is_causal else "subs",
+    }
+    values |= {} if config.is_causal else {"cond_dim": config.cond_dim}
+    if loaded.tokenizer is not None and loaded.tokenizer.name in TOKENIZERS.values():
+        values["tokenizer"] = loaded.tokenizer.name
+    hyper: dict[str, Any] = {"model": {}, "data": {}}
+    for dotted, own in LIGHTNING_SETTINGS.items():
+        *group, key = dotted.split(".")
+        if own in values:
+            (hyper[group[0]] if group else hyper)[key] = values[own]
+    shadow = [value for name, value in state.items() if not name.endswith(FREQUENCIES)]
+    progress = {"current": {"completed": 0}}
+    content = {
+        "state_dict": state,
+        "ema": {"decay": 0.9999, "num_updates": loaded.step, "shadow_params": shadow},
+        "hyper_parameters": {"config": hyper},
+        "epoch": 0,
+        "global_step": loaded.step,
+        "pytorch-lightning_version": LIGHTNING_VERSION,
+        "loops": {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": progress}},
+    }
+    partial = path.with_name(f".partial-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.save(content, partial)
+        os.replace(partial, path)
+    except RuntimeError as error:  # torch's for a full disk
+        raise OSError(f"{path} could not be written ({error}): make room, then run the same command") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def read_pickle(path: Path) -> Any:
+    """Read what torch.save wrote: tensors and plain values; other objects become StoredObject, or are refused."""
+    try:
+        with zipfile.ZipFile(path) as file:  # a plain pickle, as before torch 1.6, is none
+            if damaged := file.testzip():  # torch does not compare checksums
+                raise ValueError(f"{damaged} is damaged")
+        names = get_unsafe_globals_in_checkpoint(path)
+        refused = [name for name in names if name not in STORED_TYPES and name.split(".")[0] not in STORED_PACKAGES]
+        if not refused:
+            stand_ins: list[Any] = [
+                (make_dict if name.endswith(".defaultdict") else StoredObject, name) for name in names
+            ]
+            with safe_globals(stand_ins):
+                return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's readers raise errors of every kind at a damaged file
+        reason = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]
+        problem = type(error).__name__ if not reason or "weights_only" in reason else reason  # that advice runs code
+        raise ValueError(f"{path.name} cannot be read ({problem}): {FETCH_AGAIN}") from error
+    problem = f"{path.name} holds {list_names(sorted(refused))}, which could run code: nothing of the file was loaded"
+    raise ValueError(f"{problem}; have it saved with tensors and plain values only")
+
+
+def is_state_dict(content: object) -> bool:
+    """Return whether a value is a dict of tensors by name, with at least one."""
+    if not isinstance(content, dict) or not content:
+        return False
+    return all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
+
+
+def read_state_dict(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a transformers folder, whole or sharded: safetensors, or a .bin with `weights_only`."""
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        files = [name] if (folder / name).is_file() else []
+        if not files and index.is_file():
+            content = read_json(index, FETCH_AGAIN)
+            weight_map = content.get("weight_map") if isinstance(content, dict) else None
+            if not isinstance(weight_map, dict) or not all(is_file_name(part) for part in weight_map.values()):
+                raise ValueError(f"{index.name} has no weight_map to files of its folder: {FETCH_AGAIN}")
+            files = sorted(set(weight_map.values()))
+        if files:
+            return {key: value for part in files for key, value in read_tensors(folder / part).items()}
+    expected = " or ".join(f"{name}(.index.json)" for name in WEIGHT_FILES)
+    raise ValueError(f"no weights: expected {expected}; {FETCH_AGAIN}")
+
+
+def is_file_name(name: object) -> bool:
+    """Return whether a value names a file of the same folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read one file of weights; what a .bin holds besides tensors and plain containers is refused, not loaded."""
+    if path.suffix != ".safetensors":
+        content = read_pickle(path)
+    else:
+        try:
+            content = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
+    if not is_state_dict(content):
+        raise ValueError(f"{path.name} holds no state dict: {FETCH_AGAIN}, as safetensors")
+    return content
