@@ -19,10 +19,10 @@ Documents = Iterator[tuple[str, int]]
 Parts = Iterator[tuple[str, int, bool]]  # a long document in several parts: the flag is set on its last one
 
 # A line that is exactly the separator; the lookbehind comes second, so that the search is for a literal.
-SEPARATOR_LINE = rb"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
+SEPARATOR_LINE = r"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
 BLANK_LINES = re.compile(r"(?:[ \t]*\n)*")
 CHUNK_BYTES = 1 << 20
-PART_BYTES = 1 << 20  # a document of plain text that is longer comes in parts
+PART_CHARACTERS = 1 << 20  # a document of plain text that is longer comes in parts
 MAX_LINE_BYTES = 1 << 26  # of a table
 MAX_ARRAY_BYTES = 1 << 26  # of JSON
 MAX_WHOLE_BYTES = 1 << 28  # of a compressed Parquet file, or of a document that is not read in parts
@@ -34,49 +34,67 @@ MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 MAX_HEADER_ROWS = 100  # rows of a table that are searched for column names: the first may lack some
 
 
-def read_chunks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield the bytes of a file with the number of bytes read from the disk so far.
-
-    A file whose name ends in .gz is decompressed; UTF-16 and UTF-32, known by a byte order mark, become UTF-8.
-    """
-    encoding = None
+def read_bytes(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield the bytes of a file with the number of bytes read from the disk so far; .gz is decompressed."""
     with path.open("rb") as raw:
         file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
         try:
-            start = file.read(4)
-            encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), None)
-            decoder = codecs.getincrementaldecoder(encoding or "utf-8")()
-            for chunk in chain([start], iter(lambda: file.read(CHUNK_BYTES), b"")):
-                if content := decoder.decode(chunk).encode("utf-8") if encoding else chunk:
-                    yield content, raw.tell()
-            if encoding:
-                decoder.decode(b"", final=True)
+            for chunk in chain([file.read(4)], iter(lambda: file.read(CHUNK_BYTES), b"")):  # a byte order mark first
+                yield chunk, raw.tell()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a sound gzip file ({error}): make or fetch it again") from error
+
+
+def read_chunks(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the text of a file with the number of bytes read from the disk so far.
+
+    It is UTF-8, or UTF-16 or UTF-32 with a byte order mark; NUL is refused, as no text has it.
+    """
+    encoding, offset = "UTF-8", 0  # of the chunk in the (decompressed) file
+    decoder = codecs.getincrementaldecoder(encoding)()
+    for chunk, position in chain(read_bytes(path), [(b"", path.stat().st_size)]):
+        if offset == 0:
+            encoding = next((name for mark, name in MARKS.items() if chunk.startswith(mark)), encoding)
+            decoder = codecs.getincrementaldecoder(encoding)()
+        start = offset - len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            problem = f"{path} begins as {encoding} and is not sound ({error.reason})"
-            raise ValueError(f"{problem}: make or fetch it again") from error
+            problem = f"{path} begins as {encoding} and is not sound ({error.reason}): make or fetch it again"
+            if encoding == "UTF-8":
+                problem = f"{path}: byte {start + error.start} (0x{error.object[error.start]:02x}) is not UTF-8: "
+                problem += "convert the file first, for example with iconv -f latin1 -t utf-8"
+            raise ValueError(problem) from error
+        if (place := text.find("\0")) >= 0:
+            raise ValueError(
+                f"{path}: byte {start + len(text[:place].encode())} is NUL, which no UTF-8 text has: leave out a file "
+                "that is not text; convert UTF-16 without byte order mark with iconv -f utf-16le -t utf-8; remove "
+                "stray NULs with tr -d '\\0'"
+            )
+        if text := text if start else text.removeprefix("\ufeff"):
+            yield text, position
+        offset += len(chunk)
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+def read_lines(path: Path) -> Iterator[tuple[str, int]]:
     """Yield the lines of a file with their ends, and the bytes read so far; only a line feed ends a line."""
-    parts: list[bytes] = []
+    parts: list[str] = []
     position = 0
     for chunk, position in read_chunks(path):
-        *lines, rest = chunk.split(b"\n")
+        *lines, rest = chunk.split("\n")
         for line in lines:
-            yield b"".join((*parts, line, b"\n")), position
+            yield "".join((*parts, line, "\n")), position
             parts = []
         parts.append(rest)
         check_size(sum(map(len, parts)), MAX_LINE_BYTES, f"a line of {path}", "divide the text, or make the file again")
     if any(parts):
-        yield b"".join(parts), position
+        yield "".join(parts), position
 
 
 def read_whole(path: Path, limit: int, remedy: str) -> bytes:
     """Return the bytes of a file that cannot be read piece by piece, decompressed."""
     content = bytearray()
-    for chunk, _ in read_chunks(path):
+    for chunk, _ in read_bytes(path):
         content += chunk
         check_size(len(content), limit, str(path), remedy)
     return bytes(content)
@@ -86,23 +104,6 @@ def check_size(size: int, limit: int, name: str, remedy: str) -> None:
     """Raise an error if something that must fit into memory has too many bytes."""
     if size > limit:
         raise ValueError(f"{name} has more than {limit:,} bytes, which are read as a whole: {remedy}")
-
-
-def decode_bytes(data: bytes | bytearray, path: Path, offset: int) -> str:
-    """Decode bytes that begin at this offset of the (decompressed) file; NUL is refused, as no text has it."""
-    if (place := data.find(b"\0")) >= 0:
-        raise ValueError(
-            f"{path}: byte {offset + place} is NUL, which no UTF-8 text has: leave out a file that is not text; "
-            "convert UTF-16 without byte order mark with iconv -f utf-16le -t utf-8; remove stray NULs with tr -d '\\0'"
-        )
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: byte {offset + error.start} (0x{data[error.start]:02x}) is not UTF-8: convert the file first, "
-            "for example with iconv -f latin1 -t utf-8"
-        ) from error
-    return text.removeprefix("\ufeff") if offset == 0 else text
 
 
 def join_parts(parts: Parts, name: str) -> Documents:
@@ -120,10 +121,10 @@ def join_parts(parts: Parts, name: str) -> Documents:
 
 # Plain text: a rule says where one document ends and the next begins.
 
-FindCuts = Callable[[bytearray, int, bool], Iterator[tuple[int, int]]]
+FindCuts = Callable[[str, int, bool], Iterator[tuple[int, int]]]
 
 
-def _find_pattern(inside: bytes, at_end: bytes | None = None) -> FindCuts:
+def _find_pattern(inside: str, at_end: str | None = None) -> FindCuts:
     """Find a pattern, or another one where the data are the end of the file."""
     patterns = re.compile(inside), re.compile(at_end or inside)
     return lambda data, start, is_end: (match.span() for match in patterns[is_end].finditer(data, start))
@@ -141,14 +142,14 @@ class DocumentRule:
     keeps_blank: bool = False  # as the empty text; else blank documents are skipped
 
 
-_separators = DocumentRule(_find_pattern(SEPARATOR_LINE + rb"\n", SEPARATOR_LINE + rb"(?:\n|\Z)"), reach=15)
-_lines = _find_pattern(rb"\n")
+_separators = DocumentRule(_find_pattern(SEPARATOR_LINE + r"\n", SEPARATOR_LINE + r"(?:\n|\Z)"), reach=15)
+_lines = _find_pattern(r"\n")
 RULES: dict[str, DocumentRule] = {
     "auto": _separators,
     "file": DocumentRule(lambda data, start, is_end: iter(())),
     "line": DocumentRule(_lines, clean_start=str.lstrip, clean_end=str.rstrip),
     "blank": DocumentRule(
-        _find_pattern(rb"\n[ \t\r]*\n"), 1 << 12, lambda text: BLANK_LINES.sub("", text, count=1), str.rstrip
+        _find_pattern(r"\n[ \t\r]*\n"), 1 << 12, lambda text: BLANK_LINES.sub("", text, count=1), str.rstrip
     ),
     "separator": replace(_separators, needs_cut=True),
     "every-line": DocumentRule(_lines, clean_end=lambda text: f"{text}\n", keeps_blank=True),
@@ -157,9 +158,8 @@ RULES: dict[str, DocumentRule] = {
 
 def read_text(path: Path, rule: DocumentRule) -> Parts:
     """Yield the documents of a plain text file, long ones in parts."""
-    data = bytearray()
-    offset = searched = position = n_cuts = 0
-    done = 0  # bytes of `data` that were yielded: 0, or 1 inside a document, where a rule may look back at it
+    data, searched, position, n_cuts = "", 0, 0, 0
+    done = 0  # characters of `data` that were yielded: 0, or 1 inside a document, where a rule may look back at it
 
     def clean(text: str, *, is_last: bool) -> str:
         text = text.replace("\r\n", "\n") if "\r" in text else text
@@ -167,12 +167,12 @@ def read_text(path: Path, rule: DocumentRule) -> Parts:
         return rule.clean_end(text) if is_last else text
 
     def finish(start: int, stop: int) -> str | None:
-        text = decode_bytes(data[start:stop], path, offset + start)
+        text = data[start:stop]
         if not done and not text.strip():
             return "" if rule.keeps_blank else None
         return clean(text, is_last=True)
 
-    for chunk, position in chain(read_chunks(path), [(b"", path.stat().st_size)]):
+    for chunk, position in chain(read_chunks(path), [("", path.stat().st_size)]):
         data += chunk
         start = done
         for begin, end in rule.find_cuts(data, searched, not chunk):
@@ -180,20 +180,14 @@ def read_text(path: Path, rule: DocumentRule) -> Parts:
                 yield text, position, True
             n_cuts += 1
             start, done = end, 0
-        del data[: start - done]
-        offset += start - done
-        if len(data) > PART_BYTES + rule.reach + 1:  # without what may be the beginning of a cut or of a character
-            stop = len(data) - rule.reach - 1
-            while stop > done and data[stop] & 0xC0 == 0x80:
-                stop -= 1
-            text = decode_bytes(data[done:stop], path, offset + done)
-            if kept := text.rstrip():  # white space may be the end of the document, which is cleaned
-                stop -= len(text[len(kept) :].encode("utf-8"))
+        data = data[start - done :]
+        if len(data) > PART_CHARACTERS + rule.reach + 1:  # without what may be the beginning of a cut
+            # White space may be the end of the document, which is cleaned.
+            if kept := data[done : len(data) - rule.reach - 1].rstrip():
                 yield clean(kept, is_last=False), position, False
-                del data[: stop - 1]
-                offset, done = offset + stop - 1, 1
+                data, done = data[done + len(kept) - 1 :], 1
             else:
-                check_size(len(data), 16 * PART_BYTES, f"white space in {path}", "remove it")
+                check_size(len(data), 16 * PART_CHARACTERS, f"white space in {path}", "remove it")
         searched = max(done, len(data) - rule.reach)
     if rule.needs_cut and not n_cuts:
         raise ValueError(f"{path} has no line '<|endoftext|>': use documents='file', 'line' or 'blank'")
@@ -233,30 +227,27 @@ def join_columns(row: Any, names: tuple[str, ...], place: str) -> str:
 
 def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:
     """Read an array, or one value per line."""
-    starts = (chunk.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] for chunk, _ in read_chunks(path))  # without a byte order mark
-    if next(filter(None, starts), b"") != b"[":
+    starts = (chunk.lstrip(" \t\r\n")[:1] for chunk, _ in read_chunks(path))
+    if next(filter(None, starts), "") != "[":
         yield from _read_json_lines(path, names)
         return
     content = read_whole(path, MAX_ARRAY_BYTES, f"write one value per line: jq -c '.[]' FILE > {path.stem}.jsonl")
-    rows = _parse_json(decode_bytes(content, path, 0), f"{path} is not a JSON array")
+    rows = _parse_json(content, f"{path} is not a JSON array")
     for number, row in enumerate(rows, 1):
         yield _name_text(row), path.stat().st_size, f"{path}, item {number}"
 
 
 def _read_json_lines(path: Path, names: tuple[str, ...] | None) -> Rows:
-    offset = 0
     for number, (line, position) in enumerate(read_lines(path), 1):
-        text = decode_bytes(line, path, offset)
-        offset += len(line)
-        if not text.isspace():
+        if not line.isspace():
             place = f"{path}, line {number}"
-            yield _name_text(_parse_json(text, f"{place} is not JSON")), position, place
+            yield _name_text(_parse_json(line, f"{place} is not JSON")), position, place
 
 
-def _parse_json(text: str, problem: str) -> Any:
+def _parse_json(text: str | bytes, problem: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too many brackets
         raise ValueError(f"{problem} ({error}): make or fetch it again") from error
 
 
@@ -267,15 +258,14 @@ def _name_text(row: Any) -> Any:
 
 def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -> Rows:
     csv.field_size_limit(MAX_LINE_BYTES)  # the module's own limit, 128 KiB, is less than a long document
-    offset = position = 0
+    position = 0
 
-    def decode_lines() -> Iterator[str]:
-        nonlocal offset, position
+    def iterate_lines() -> Iterator[str]:
+        nonlocal position
         for line, position in read_lines(path):  # noqa: B007
-            yield decode_bytes(line, path, offset)
-            offset += len(line)
+            yield line
 
-    reader = csv.reader(decode_lines(), delimiter=delimiter, strict=True)
+    reader = csv.reader(iterate_lines(), delimiter=delimiter, strict=True)
     keys: list[str] = []
     try:
         for row in filter(None, reader):

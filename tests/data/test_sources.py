@@ -89,7 +89,7 @@ def test_chunks_do_not_matter(tmp_path: Path, name: str, size: int, monkeypatch:
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
     monkeypatch.setattr(formats, "CHUNK_BYTES", size)
-    monkeypatch.setattr(formats, "PART_BYTES", 2 * size)
+    monkeypatch.setattr(formats, "PART_CHARACTERS", 2 * size)
     expected = [text.replace("x" * 200_000, "x" * 99) for text in TEXTS]
     assert texts(open_source(tmp_path / name)) == texts(open_source(tmp_path / f"{name}.gz")) == expected
 
@@ -115,7 +115,7 @@ def test_long_documents_come_in_parts(tmp_path: Path, rule: str, monkeypatch: py
     source = open_source(tmp_path / "a.txt", documents=rule)
     whole = list(source.parts())
     assert all(is_last for _, _, is_last in whole) and [text for text, _, _ in whole] == texts(source)
-    monkeypatch.setattr(formats, "PART_BYTES", 100)
+    monkeypatch.setattr(formats, "PART_CHARACTERS", 100)
     for size in (50, 777, 1 << 20):
         monkeypatch.setattr(formats, "CHUNK_BYTES", size)
         parts = list(source.parts())
@@ -151,7 +151,7 @@ def test_what_must_fit_into_memory_is_bounded(
     tmp_path: Path, name: str, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {"MAX_LINE_BYTES": 1000, "MAX_ARRAY_BYTES": 1500, "MAX_WHOLE_BYTES": 2000}
-    limits |= {"CHUNK_BYTES": 100, "PART_BYTES": 100}
+    limits |= {"CHUNK_BYTES": 100, "PART_CHARACTERS": 100}
     for constant, value in limits.items():
         monkeypatch.setattr(formats, constant, value)
     (tmp_path / name).write_bytes(content)
