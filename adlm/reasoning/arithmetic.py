@@ -15,6 +15,7 @@ from adlm.reasoning.items import Item, draw_hops, index_words
 MODULUS = 100
 WORDS = (*map(str, range(MODULUS)), *string.ascii_lowercase, "=", "+", "-", "*", "|", "?", ";")
 MAX_HOPS = len(string.ascii_lowercase)
+LENGTH = 160  # tokens of a model that is trained from scratch
 OPERATORS = "+-*"
 CONSTANTS = np.arange(1, 10)  # of + and -
 FACTORS = CONSTANTS[np.gcd(CONSTANTS, MODULUS) == 1][1:]  # 3, 7, 9

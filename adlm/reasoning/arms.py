@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from adlm.config import Config
+from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.reasoning.items import Item, Markers
+from adlm.reasoning.tasks import ItemBatch, Task
 
 Labels = Sequence[int | None]  # of the slots; None, and slots after the last label, carry no loss
 
@@ -42,6 +45,10 @@ class Arm:
     def method(self) -> str:
         """The method of a model that is trained from scratch."""
         return self.holes or ("ar" if self.anchors is None else "a2r")
+
+    @property
+    def has_anchor_term(self) -> bool:
+        return self.anchors not in (None, "none")
 
 
 ARMS = {
@@ -98,24 +105,27 @@ class RowLayout(NamedTuple):
     trace: range  # positions of the written steps
 
 
-def lay_out(item: Item, arm: Arm, stage: int, slots: int, markers: Markers, slots_per_stage: int = 1) -> RowLayout:
-    """Lay out a problem at a stage of the arm's curriculum; `slots` is their number at the last stage.
+def choose_trace(item: Item, kind: str, stage: int | None) -> list[int]:
+    """Choose the written tokens of a stage: it removes a step (`removed`) or token (`by_token`), the last one all."""
+    if kind in ("kept", "short"):
+        return item.anchors if kind == "short" else [*chain(*item.steps)]
+    if kind == "none" or stage is None:
+        return []
+    return [*chain(*item.steps)][stage:] if kind == "by_token" else [*chain(*item.steps[stage:])]
 
-    A stage removes one step (`removed`) or one token (`by_token`) from the left.
-    """
-    row = list(item.question)
-    count = {"none": 0, "by_stage": min(stage * slots_per_stage, slots), "fixed": slots}[arm.slots]
+
+def lay_out(
+    item: Item, arm: Arm, stage: int | None, slots: int, markers: Markers, slots_per_stage: int = 1
+) -> RowLayout:
+    """Lay out a problem at a stage of the arm's curriculum, None for the last one, when it has `slots` slots."""
+    row, trace = list(item.question), choose_trace(item, arm.steps, stage)
+    is_growing = arm.slots == "by_stage" and stage is not None
+    count = min((stage or 0) * slots_per_stage, slots) if is_growing else slots * (arm.slots != "none")
     first = len(row) + 1
     if arm.slots != "none":
         row += [markers.begin_slots, *[markers.slot] * count, markers.end_slots]
     if arm.steps in ("kept", "short") or (arm.steps != "none" and arm.slots == "none"):
         row.append(markers.reasoning)
-    kept = item.steps[stage:] if arm.steps == "removed" else item.steps if arm.steps in ("kept", "by_token") else []
-    trace = [token for step in kept for token in step]
-    if arm.steps == "by_token":
-        trace = trace[stage:]
-    if arm.steps == "short":
-        trace = list(item.anchors)
     is_direct = arm.steps == arm.slots == "none"  # then the answer's marker is part of the prompt
     start = len(row)
     row += [*trace, markers.answer, *item.answer, markers.end]
@@ -130,8 +140,14 @@ def choose_labels(item: Item, foreign: Item, kind: str, order: Sequence[float]) 
         return anchors[1:] + anchors[:1] if shuffled == anchors else shuffled
     if kind == "no_answer":
         return [None if token in item.answer else token for token in item.anchors]
-    sources: dict[str, Labels] = {"none": [], "path": item.anchors, "foreign": foreign.anchors}
-    return (sources | {"off_path": item.off_path[: len(item.anchors)]})[kind]
+    off_path = item.off_path[: len(item.anchors)]
+    return {"none": [], "path": item.anchors, "foreign": foreign.anchors, "off_path": off_path}[kind]
+
+
+def choose_anchors(layout: RowLayout, item: Item, u: Sequence[float] | None) -> list[int]:
+    """Return the positions of the trace's anchors or, with random numbers, as many random positions of the trace."""
+    found = [position for position in layout.trace if layout.tokens[position] in item.anchors]
+    return found if u is None else sorted(layout.trace, key=u.__getitem__)[: len(found)]
 
 
 @dataclass(frozen=True)
@@ -177,13 +193,16 @@ def collate(
     ends = map(max, zip_longest(*(layout.slots for layout in layouts), fillvalue=0))
     weight = torch.from_numpy(weights).flatten()
     index, ones = weight.nonzero()[:, 0], torch.ones(len(layouts))
+    places = torch.tensor(
+        [row * length + position - 1 for row, own in enumerate(anchors or ()) for position in own], dtype=torch.int64
+    )
     return ReasoningBatch(
         torch.from_numpy(targets),
         torch.from_numpy(inputs),
         ones,
         0 * ones,
         Selection(index, weight[index]),
-        None if anchors is None else select_targets(anchors, length),
+        None if anchors is None else Selection(places, torch.ones(len(places))),
         torch.tensor(float(len(index))),
         is_causal=True,
         slot=torch.from_numpy(np.where(is_slot, place - first + 1, 0)) if feedback else None,
@@ -228,7 +247,63 @@ def add_auxiliary(
     return replace(batch, auxiliary=auxiliary, links=torch.tensor(links, dtype=torch.int64), tokens=tokens)
 
 
-def select_targets(positions: Sequence[Sequence[int]], length: int) -> Selection:
-    """Select the places at which the tokens of these positions are predicted, with weight 1."""
-    places = [row * length + position - 1 for row, own in enumerate(positions) for position in own]
-    return Selection(torch.tensor(places, dtype=torch.int64), torch.ones(len(places)))
+@dataclass(frozen=True)
+class ReasoningObjective:
+    """Lays problems out at their stage of the curriculum, with labels on the slots."""
+
+    arm: Arm
+    curriculum: Curriculum
+    markers: Markers
+    slots: int
+    slots_per_stage: int = 1
+    label_weight: float = 1.0
+    peak_anchor_weight: float = 3e-3
+    anchor_ramp: bool = True
+    multiple: int = 1
+
+    @staticmethod
+    def from_config(config: Config, task: Task, *, multiple: int = 1) -> ReasoningObjective:
+        """Build the objective of a run."""
+        settings, arm = config.reasoning, ARMS[config.reasoning.arm]
+        stages = settings.stages or arm.stages or max(task.hops, 1)
+        curriculum = Curriculum(stages, settings.stage_steps, settings.revisit)
+        if arm.steps == "by_token" and task.can_train:  # as long as the stages of whole steps
+            tokens = max(sum(map(len, item.steps)) for item in task.load_sample())
+            curriculum = Curriculum(tokens, max(1, stages * settings.stage_steps // tokens), settings.revisit)
+        weights = settings.label_weight, config.objective.anchor_weight, config.objective.anchor_ramp
+        slots = stages * settings.slots_per_stage
+        return ReasoningObjective(arm, curriculum, task.markers, slots, settings.slots_per_stage, *weights, multiple)
+
+    def lay_out(self, item: Item, stage: int | None = None) -> RowLayout:
+        """Lay out a problem at a stage, by default the last one."""
+        stage = None if stage == self.curriculum.stages else stage
+        return lay_out(item, self.arm, stage, self.slots, self.markers, self.slots_per_stage)
+
+    def corrupt(self, batch: ItemBatch, seed: int, step: int) -> ReasoningBatch:
+        """Make the network's inputs and targets of an optimizer step."""
+        rng, arm = CounterRng.from_seed(seed, batch.number), self.arm
+        layouts = list(map(self.lay_out, batch.items, self.curriculum.find_stages(step, rng)))
+        order: list[list[float]] = [[]] * len(layouts)
+        if arm.labels == "shuffled":
+            order = rng.uniform(step, max(1, self.slots), Purpose.LABEL).tolist()
+        pairs = zip(batch.items, batch.foreign, order, strict=True)
+        labels = [choose_labels(item, foreign, arm.labels, numbers) for item, foreign, numbers in pairs]
+        anchors = None
+        if arm.has_anchor_term:
+            u = rng.uniform(step, max(len(layout.tokens) for layout in layouts), Purpose.ANCHOR).tolist()
+            anchors = [
+                choose_anchors(layout, item, None if arm.anchors == "trace" else own)
+                for layout, item, own in zip(layouts, batch.items, u, strict=True)
+            ]
+        options: dict[str, Any] = {"feedback": arm.feedback, "label_weight": self.label_weight, "anchors": anchors}
+        made = collate(layouts, labels, **options, multiple=self.multiple)
+        if arm.auxiliary is None:
+            return made
+        sizes = self.slots_per_stage, self.multiple
+        return add_auxiliary(made, layouts, batch.items, arm.auxiliary, self.markers, *sizes)
+
+    def anchor_weight(self, step: int, steps: int) -> float | None:
+        """Gamma of A2R's anchor term at a step; None where there are no anchors."""
+        if not self.arm.has_anchor_term:
+            return None
+        return anchor_weight(step, steps, self.peak_anchor_weight) if self.anchor_ramp else self.peak_anchor_weight

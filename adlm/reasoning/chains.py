@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from adlm.reasoning.datasets import Problem, load_problems
+from adlm.reasoning.datasets import Problem, recode_problems
 from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
 
 NAMES, CLASSES, ATTRIBUTES = (tuple(f"{kind}{i}" for i in range(n)) for kind, n in (("n", 2), ("c", 24), ("p", 24)))
 WORDS = (*NAMES, *CLASSES, *ATTRIBUTES, "+", "-", "true", "false", "|", "?", ";")
 MAX_HOPS = len(ATTRIBUTES) // 2 - 1
+LENGTH = 384  # tokens of a model that is trained from scratch
 _IDS = index_words(WORDS)
 
 
@@ -87,14 +88,8 @@ def _parse_fact(sentence: str) -> tuple[str, str, str]:
 
 
 def recode_prontoqa(path: Path | str, seed: int = 0) -> list[Item]:
-    """Read published ProntoQA problems as items in this vocabulary, with symbols drawn anew for each."""
-    items = []
-    for index, problem in enumerate(load_problems("prontoqa", path)):
-        try:
-            items.append(_recode_problem(problem, np.random.default_rng((seed, index))))
-        except ValueError as error:
-            raise ValueError(f"{path}, problem {index}: {error}") from None
-    return items
+    """Read published ProntoQA problems as items in this vocabulary."""
+    return recode_problems("prontoqa", path, _recode_problem, seed)
 
 
 def _recode_problem(problem: Problem, rng: np.random.Generator) -> Item:

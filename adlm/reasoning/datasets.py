@@ -1,7 +1,7 @@
 """Reasoning problems from files: GSM8K (sentences and equations), ProntoQA and ProsQA, as text and as BPE ids."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ import numpy as np
 
 from adlm.data.formats import RULES, SURROGATE, TABLES, get_suffix, join_parts, read_text
 from adlm.data.tokenizers import Tokenizer
+from adlm.methods import look_up
 from adlm.reasoning.items import Item
-from adlm.remedies import describe_unknown
 
 ANSWER_MARK = "#### "  # GSM8K's and iCoT's
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotation, iCoT's equation
@@ -108,43 +108,36 @@ def _read_logic(path: Path) -> Iterator[Problem]:
         yield Problem(question, tuple(map(_check_text, steps, places)), answer)
 
 
-class TextTask(NamedTuple):
-    """A task that is read from files."""
+class Dataset(NamedTuple):
+    """A published set of problems: its files and how they are read."""
 
     readers: dict[str, Callable[[Path], Iterator[Problem]]]  # by suffix
     find_words: Callable[[str], list[str]]  # the rule of the anchors: words of a text, in order
     folder: str  # where the files of the splits lie, or in the folder above
-    files: dict[str, tuple[str, ...]]  # by split, without .gz; the first that exists
+    files: Mapping[str, tuple[str, ...]]  # by split, without .gz; the first that exists
 
 
-LOGIC_SPLITS = ("train", "valid", "test")
-TEXT_TASKS = {
-    "gsm8k": TextTask(
+def _describe_logic(name: str) -> Dataset:
+    files = {split: (f"{name}_{split}.json",) for split in ("train", "valid", "test")}
+    return Dataset({".json": _read_logic}, find_nodes, name, files)
+
+
+DATASETS = {
+    "gsm8k": Dataset(
         {".jsonl": partial(_read_gsm8k, find_steps=_find_sentences)},
         find_numbers,
         "gsm8k",
         {"train": ("train.jsonl",), "test": ("test.jsonl",)},
     ),
-    "gsm8k-equations": TextTask(
+    "gsm8k-equations": Dataset(
         {".txt": _read_equations, ".jsonl": partial(_read_gsm8k, find_steps=ANNOTATION.findall)},
         find_numbers,
         "icot_gsm8k",
         {"train": ("train.txt", "train_eq_noaug_derived.txt"), "valid": ("valid.txt",), "test": ("test.txt",)},
     ),
-    "prontoqa": TextTask(
-        {".json": _read_logic}, find_nodes, "prontoqa", {split: (f"prontoqa_{split}.json",) for split in LOGIC_SPLITS}
-    ),
-    "prosqa": TextTask(
-        {".json": _read_logic}, find_nodes, "prosqa", {split: (f"prosqa_{split}.json",) for split in LOGIC_SPLITS}
-    ),
+    "prontoqa": _describe_logic("prontoqa"),
+    "prosqa": _describe_logic("prosqa"),
 }
-
-
-def get_task(name: str) -> TextTask:
-    """Return the task with this name."""
-    if name not in TEXT_TASKS:
-        raise ValueError(describe_unknown("task", name, TEXT_TASKS))
-    return TEXT_TASKS[name]
 
 
 def find_file(folders: Iterable[Path], names: Sequence[str]) -> Path | None:
@@ -153,34 +146,47 @@ def find_file(folders: Iterable[Path], names: Sequence[str]) -> Path | None:
     return next(filter(Path.is_file, paths), None)
 
 
-def find_split(task: str, folder: Path, split: str | None) -> Path:
-    """Return the file of a split in the task's folder or in the folder that holds it."""
-    known = get_task(task)
-    folders = [folder, folder / known.folder]
-    files = {name: file for name, names in known.files.items() if (file := find_file(folders, names))}
+def find_splits(task: str, path: Path | str) -> dict[str, Path]:
+    """Return the files of a task's splits in its folder or in the folder that holds it; a file stands for all."""
+    dataset, path = look_up(DATASETS, task, "task"), Path(path).expanduser()
+    if path.is_file():
+        return dict.fromkeys(dataset.files, path)
+    if not path.is_dir():
+        raise ValueError(f"no file or folder {str(path)!r}: give a file of {task}, or a folder with its splits")
+    folders = [path, path / dataset.folder]
+    return {split: file for split, names in dataset.files.items() if (file := find_file(folders, names))}
+
+
+def load_problems(task: str, path: Path | str, split: str = "test") -> list[Problem]:
+    """Read the problems of a file, or of a folder's split."""
+    files, dataset = find_splits(task, path), DATASETS[task]
     if split not in files:
         there = ", ".join(f"{name} ({file.name})" for name, file in files.items()) or "none"
-        expected = ", ".join(each for names in known.files.values() for each in names)
+        expected = ", ".join(each for names in dataset.files.values() for each in names)
         raise ValueError(
-            f"{task} has no split {split!r} in {folder}, where the splits are: {there}; choose one of these, give a "
+            f"{task} has no split {split!r} in {path}, where the splits are: {there}; choose one of these, give a "
             f"file, or add one of {expected} (.gz)"
         )
-    return files[split]
-
-
-def load_problems(task: str, path: Path | str, split: str | None = None) -> list[Problem]:
-    """Read the problems of a file, or of a folder's split."""
-    path = Path(path).expanduser()
-    readers = get_task(task).readers
-    if path.is_dir():
-        path = find_split(task, path, split)
-    if not path.is_file():
-        raise ValueError(f"no file or folder {str(path)!r}: give a file of {task}, or a folder with its splits")
-    if (suffix := get_suffix(path)) not in readers:
-        raise ValueError(f"{path} ends in {suffix!r}: expected {' or '.join(readers)} (.gz) for {task}; convert it")
-    if not (problems := list(readers[suffix](path))):
-        raise ValueError(f"{path} holds no problem: expected at least one of {task}; make or fetch it again")
+    file = files[split]
+    if (suffix := get_suffix(file)) not in dataset.readers:
+        known = " or ".join(dataset.readers)
+        raise ValueError(f"{file} ends in {suffix!r}: expected {known} (.gz) for {task}; convert it")
+    if not (problems := list(dataset.readers[suffix](file))):
+        raise ValueError(f"{file} holds no problem: expected at least one of {task}; make or fetch it again")
     return problems
+
+
+def recode_problems(
+    task: str, path: Path | str, recode: Callable[[Problem, np.random.Generator], Item], seed: int
+) -> list[Item]:
+    """Read published test problems as items of a generated task, with symbols drawn anew for each."""
+    items = []
+    for index, problem in enumerate(load_problems(task, path)):
+        try:
+            items.append(recode(problem, np.random.default_rng((seed, index))))
+        except ValueError as error:
+            raise ValueError(f"{path}, problem {index}: {error}") from None
+    return items
 
 
 def encode_problems(task: str, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Item]:
@@ -190,7 +196,7 @@ def encode_problems(task: str, problems: Sequence[Problem], tokenizer: Tokenizer
     space, or the next token where the first is only the space. `off_path` has the question's words of the same kind
     that are not in the trace, each token once, none that is also an anchor.
     """
-    find_words = get_task(task).find_words
+    find_words = DATASETS[task].find_words
 
     @cache
     def encode_word(word: str) -> int:
@@ -210,7 +216,7 @@ def encode_problems(task: str, problems: Sequence[Problem], tokenizer: Tokenizer
     return items
 
 
-def load_items(task: str, path: Path | str, tokenizer: Tokenizer, split: str | None = None) -> list[Item]:
+def load_items(task: str, path: Path | str, tokenizer: Tokenizer, split: str = "test") -> list[Item]:
     """Load the problems of a file, or of a folder's split, in token ids."""
     items = encode_problems(task, load_problems(task, path, split), tokenizer)
     if not any(item.anchors for item in items):

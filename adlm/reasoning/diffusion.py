@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,7 @@ NUMBERS = index_words(arithmetic.WORDS)
 CELLS = index_words(sudoku.WORDS)
 
 
-@dataclass(frozen=True)
-class HoleTask:
+class HoleTask(NamedTuple):
     """How the problems of a task become rows with holes."""
 
     hole: int  # what stands for a hole in a layout
@@ -71,8 +70,7 @@ HOLE_TASKS = {
 }
 
 
-@dataclass(frozen=True)
-class HoleSampling:
+class HoleSampling(NamedTuple):
     """How the holes of a row are filled: a sampler of adlm.methods and its settings."""
 
     sampler: str
@@ -117,10 +115,10 @@ class HoleObjective:
         """Build the objective of a run; `sampler` is by default the first of reasoning.samplers."""
         if config.init is not None:
             raise ValueError(f"init={config.init}: arm {config.reasoning.arm} is trained from scratch; leave init out")
-        samplers, settings = config.reasoning.samplers, config.objective
-        if not samplers:
+        if not config.reasoning.samplers:
             raise ValueError(f"reasoning.samplers is empty: give at least one of {', '.join(SAMPLINGS)}")
-        samplings = {name: look_up(SAMPLINGS, name, "sampler of holes") for name in (*samplers, sampler or samplers[0])}
+        samplings = [look_up(SAMPLINGS, name, "sampler of holes") for name in config.reasoning.samplers]
+        sampling, settings = SAMPLINGS[sampler] if sampler else samplings[0], config.objective
         holes = look_up(HOLE_TASKS, task.name, f"task of arm {config.reasoning.arm}")
         rule = None
         if METHODS[config.reasoning.arm].two_stages:
@@ -134,7 +132,7 @@ class HoleObjective:
             multiple=64 if multiple > 1 else 1,
         )
         objective = Objective(process, False, settings.anchor_weight, settings.anchor_ramp)
-        return HoleObjective(holes, objective, samplings[sampler or samplers[0]], multiple)
+        return HoleObjective(holes, objective, sampling, multiple)
 
     def lay_out(self, item: Item, stage: int | None = None) -> RowLayout:
         """Lay out a problem with its solution; there are no stages, and what is given need not come first."""
@@ -150,10 +148,16 @@ class HoleObjective:
                 f"questions laid out as rows {tuple(layouts.shape)} and their solutions {tuple(x0.shape)} do not fit: "
                 "expected one step for each assignment, and a board with the puzzle's givens"
             )
-        rng = CounterRng.from_seed(seed, batch.number)
-        where: dict[str, Any] = {"index": batch.place, "total": batch.total}
-        where |= {"valid": valid, "is_fixed": is_fixed}
-        return corrupt(x0, self.objective.process, rng, step, **where)
+        return corrupt(
+            x0,
+            self.objective.process,
+            CounterRng.from_seed(seed, batch.number),
+            step,
+            index=batch.place,
+            total=batch.total,
+            valid=valid,
+            is_fixed=is_fixed,
+        )
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma of the anchor term at a step; None where there are no anchors."""

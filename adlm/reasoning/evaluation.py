@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from adlm.checkpoint import read_state
+from adlm.data.shards import hash_file
 from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import (
     Cell,
@@ -24,13 +27,13 @@ from adlm.evaluate.results import (
 )
 from adlm.models.costs import count_parameters, flops_per_token
 from adlm.reasoning import sudoku
-from adlm.reasoning.arms import Curriculum, RowLayout
+from adlm.reasoning.arms import ARMS, Curriculum, ReasoningObjective, RowLayout, choose_anchors, collate, lay_out
 from adlm.reasoning.decoding import Decoded, decode_greedily
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
 from adlm.reasoning.items import Item
-from adlm.reasoning.losses import run_with_feedback
-from adlm.reasoning.runs import LoadedRun, ReasoningObjective, choose_anchors, format_solution, load_run, solve
-from adlm.reasoning.tasks import GENERATORS, RECODED, Task, hash_items
+from adlm.reasoning.losses import compute_features
+from adlm.reasoning.runs import LoadedRun, format_solution, load_run, solve
+from adlm.reasoning.tasks import GENERATED, GENERATORS, RECODED, Task, hash_items
 from adlm.reasoning.verdicts import RESULT
 
 COUNTED_ROWS = 256  # problems whose lengths the FLOPs are counted from
@@ -51,32 +54,36 @@ def evaluate(
     given = {"reasoning.path": data and str(data), "reasoning.tests": tests}
     given = {key: value for key, value in given.items() if value is not None}
     run = load_run(folder, *changes, device=device, **given)
-    settings, task = run.config.reasoning, run.task
+    config, settings, task = run.config, run.config.reasoning, run.task
     if data is not None and task.name in GENERATORS and task.name not in RECODED:
         known = ", ".join(f"{name} ({dataset})" for name, (dataset, _) in RECODED.items())
         raise ValueError(f"--data {data}: {task.name} has no published problems, as {known} have; leave it out")
-    objectives = {settings.arm: run.objective}
-    if isinstance(run.objective, HoleObjective):
-        make = HoleObjective.from_config
-        objectives = {name: make(run.config, task, sampler=name) for name in settings.samplers}
+
+    is_masked = isinstance(run.objective, HoleObjective)
+    objectives: dict[str, ReasoningObjective | HoleObjective] = {settings.arm: run.objective}
+    if is_masked:
+        objectives = {name: HoleObjective.from_config(config, task, sampler=name) for name in settings.samplers}
     sets = task.load_tests(settings.tests)
-    measured: dict[str, dict[str, Any]] = {}
-    for number, (name, objective) in enumerate(objectives.items()):
-        measured[name] = {}
-        for place, (test, items) in enumerate(sets.items()):
-            on_progress(f"{folder}: {test}", number * len(sets) + place, len(objectives) * len(sets))
-            measured[name][test] = measure_results(task, items, solve(run.model, task, objective, items))
-    content: dict[str, Any] = {"task": task.name, "arm": settings.arm, "seed": run.config.seed}
-    content["tests"] = next(iter(measured.values()))
-    if isinstance(run.objective, HoleObjective):
-        content["samplers"] = measured
-    content |= {"flops": count_training_flops(run), "parameters": count_parameters(run.model.config)}
+    measured: dict[str, dict[str, Any]] = {name: {} for name in objectives}
+    for number, (name, test) in enumerate(product(objectives, sets)):
+        on_progress(f"{folder}: {test}", number, len(objectives) * len(sets))
+        measured[name][test] = measure_results(task, sets[test], solve(run.model, task, objectives[name], sets[test]))
+
+    is_generated = task.name in GENERATORS or read_state(run.folder)["data"].startswith(GENERATED)
+    about = {"training_problems": GENERATED if is_generated else "files", "parameters": count_parameters(run.shape)}
+    about |= {"flops": count_training_flops(run) if task.can_train else None}
     names = ("steps", "batch", "init", "ema", "model", "optimizer", "objective")
-    content["settings"] = {name: asdict(run.config)[name] for name in names} | {"step": run.step}
-    content["settings"]["reasoning"] = {
-        key: value for key, value in asdict(settings).items() if key not in ("task", "arm", "path")
+    kept = {key: value for key, value in asdict(settings).items() if key not in ("task", "arm", "path")}
+    content: dict[str, Any] = {
+        "task": task.name,
+        "arm": settings.arm,
+        "seed": config.seed,
+        "tests": next(iter(measured.values())),
+        **({"samplers": measured} if is_masked else {}),
+        **about,
+        "settings": {name: asdict(config)[name] for name in names} | {"step": run.step, "reasoning": kept},
+        "provenance": collect_provenance(run.device, weights=hash_file(run.folder / "model.safetensors")),
     }
-    content["provenance"] = collect_provenance(run.model.embed.weight.device, weights=run.sha256)
     save_json(Path(folder) / RESULT, content)
     return content
 
@@ -86,9 +93,8 @@ def measure_results(task: Task, items: Sequence[Item], results: Sequence[Decoded
 
     `right` has a bit for each problem, the first one in the highest bit of the first byte.
     """
-    count = len(items)
     is_right = np.array([result.answer == item.answer for result, item in zip(results, items, strict=True)])
-    accuracy = float(is_right.mean())
+    accuracy, count = float(is_right.mean()), len(items)
     example = int(is_right.argmax())  # the first right one, or the first
     metrics: dict[str, Any] = {
         "accuracy": accuracy,
@@ -101,25 +107,27 @@ def measure_results(task: Task, items: Sequence[Item], results: Sequence[Decoded
         "sha256": hash_items(items),
     }
     if task.name == "sudoku":
-        metrics["cells"] = sudoku.score_answers([result.answer for result in results], items).cells
+        metrics["cells"] = sudoku.score_cells([result.answer for result in results], items)
     return metrics
 
 
 def count_stages(curriculum: Curriculum, steps: int) -> np.ndarray:
     """Return how many of the optimizer steps are expected at each stage."""
-    now = np.bincount(np.minimum(np.arange(steps) // curriculum.stage_steps, curriculum.stages))
-    now = np.pad(now, (0, curriculum.stages + 1 - len(now)))
+    stages = np.minimum(np.arange(steps) // curriculum.stage_steps, curriculum.stages)
+    now = np.bincount(stages, minlength=curriculum.stages + 1)
     earlier = np.cumsum((now / np.arange(1, len(now) + 1))[::-1])[::-1]
     shares: np.ndarray = (1 - curriculum.revisit) * now + curriculum.revisit * earlier
     return shares
 
 
 def count_training_flops(run: LoadedRun) -> float:
-    """Count the training FLOPs of a run from the mean length of its rows, without padding and auxiliary networks.
+    """Count the training FLOPs of a run from the lengths of its rows, without padding.
 
-    A slot with feedback takes a pass of its own over the positions before it.
+    A slot with feedback takes a pass of its own over the positions before it, SIM-CoT's decoder one layer over the step
+    of each slot, and CODI's teacher a pass over the problem laid out as cot.
     """
-    objective, shape, items = run.objective, run.model.config, run.task.draw(0, 1, COUNTED_ROWS)
+    objective, shape, items = run.objective, run.shape, run.task.draw(0, 1, COUNTED_ROWS)
+    decoder = replace(shape, anchor_layers=0, denoiser_layers=1)
 
     def count_row(item: Item, stage: int) -> float:
         layout = objective.lay_out(item, stage)
@@ -127,9 +135,15 @@ def count_training_flops(run: LoadedRun) -> float:
         if isinstance(objective, HoleObjective):
             return flops_per_token(shape, length=length) * length
         arm = objective.arm
-        anchors = 0 if arm.anchors in (None, "none") else len(choose_anchors(layout, item, None))
+        share = len(choose_anchors(layout, item, None)) / length if arm.has_anchor_term else 0
         lengths = [length - 1, *(layout.slots if arm.feedback else ())]
-        return sum(flops_per_token(shape, length=n, anchor_share=anchors / length) * n for n in lengths)
+        written: list[int] = []
+        if arm.auxiliary == "codi":
+            lengths.append(len(lay_out(item, ARMS["cot"], 0, 0, objective.markers).tokens) - 1)
+        if arm.auxiliary == "simcot":
+            written = [len(step) for step in item.steps for _ in range(objective.slots_per_stage)][: len(layout.slots)]
+        flops = sum(flops_per_token(shape, length=n, anchor_share=share) * n for n in lengths)
+        return flops + sum(flops_per_token(decoder, length=n) * n for n in written)
 
     stages = count_stages(objective.curriculum, run.step) if isinstance(objective, ReasoningObjective) else [run.step]
     rows = [sum(count_row(item, stage) for item in items) / len(items) for stage in range(len(stages))]
@@ -155,41 +169,38 @@ def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
 def ask(folder: str | Path, question: str, *, device: str = "auto") -> dict[str, Any]:
     """Answer a question: what the model writes, its guesses at labelled slots, and the answer."""
     run = load_run(folder, device=device)
-    task, objective, model = run.task, run.objective, run.model
+    task, objective = run.task, run.objective
+    if not question.strip():
+        raise ValueError("the question is empty: give its text")
     ids = task.encode_question(question)
     guesses: list[str] | None = None
     if isinstance(objective, HoleObjective):
-        check_question(run, len(objective.task.lay_out(ids)))
-        (result,) = fill_holes(model, objective, [ids])
+        check_size(run, len(objective.task.lay_out(ids)))
+        (result,) = fill_holes(run.model, objective, [ids])
     else:
         layout, arm = objective.lay_out(Item(ids, [], [], [], [])), objective.arm
-        check_question(run, layout.prompt + 1)
-        room = model.config.length - layout.prompt
-        (result,) = decode_greedily(model, [layout], task.markers, feedback=arm.feedback, max_new_tokens=room)
-        guesses = None if arm.labels == "none" else guess_slots(run, layout)
+        check_size(run, layout.prompt + 1)
+        room = run.shape.length - layout.prompt
+        (result,) = decode_greedily(run.model, [layout], task.markers, feedback=arm.feedback, max_new_tokens=room)
+        guesses = None if arm.labels == "none" else guess_slots(run, layout, feedback=arm.feedback)
     answer = None if result.answer is None else task.decode(result.answer)
     text = task.tokenizer.decode(result.tokens)
     return {"question": question, "slots": guesses, "text": text, "answer": answer, "passes": result.passes}
 
 
-def check_question(run: LoadedRun, size: int) -> None:
+def check_size(run: LoadedRun, size: int) -> None:
     """Raise ValueError if a question is longer than the model with what follows it."""
-    if size > run.model.config.length:
+    if size > run.shape.length:
         raise ValueError(
             f"the question takes {size:,} tokens in the layout of {run.config.reasoning.arm}, and the model "
-            f"{run.model.config.length:,}: shorten the question"
+            f"{run.shape.length:,}: shorten the question"
         )
 
 
-def guess_slots(run: LoadedRun, layout: RowLayout) -> list[str]:
+def guess_slots(run: LoadedRun, layout: RowLayout, *, feedback: bool) -> list[str]:
     """Return the model's most likely token at each slot of a prompt."""
-    tokens = torch.tensor([layout.tokens[: layout.prompt]], device=run.model.embed.weight.device)
-    slot = torch.zeros_like(tokens)
-    slot[0, list(layout.slots)] = torch.arange(1, len(layout.slots) + 1, device=slot.device)
-    objective = run.objective
-    feedback = isinstance(objective, ReasoningObjective) and objective.arm.feedback
-    features = run_with_feedback(run.model, tokens, slot if feedback else None, list(layout.slots))
+    features = compute_features(run.model, collate([layout], [[]], feedback=feedback).to(run.device))
     logits = run.model.head(features.final[0, list(layout.slots)])
-    if run.model.config.mask_id is not None:
-        logits[:, run.model.config.mask_id] = -torch.inf
+    if run.shape.mask_id is not None:
+        logits[:, run.shape.mask_id] = -torch.inf
     return [run.task.tokenizer.decode([token]).strip() for token in logits.argmax(-1).tolist()]

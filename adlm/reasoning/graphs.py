@@ -1,7 +1,7 @@
 """Generated task *graphs*: which of two nodes can be reached from the root?
 
 Question `<q> 3 5 | 1 4 | 0 3 | 6 8 | 5 7 | 4 6 ? 0 8 7` (edges, root, two options), steps `0 3 ;`, `3 5 ;`, `5 7 ;`,
-anchors `3 5 7`, answer `7`, off_path `4 6 8`: the nodes of the path from another root to the distractor, as many.
+anchors `3 5 7`, answer `7`, off_path: other nodes in random order, never an option or a root, at least as many.
 
 A graph has two roots, each the start of a path of h edges: to the target and to the distractor. Branches leave a path
 and may return to it by a detour, sources have edges into everything, sinks from everything, and no edge leads from one
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adlm.reasoning.datasets import Problem, load_problems
+from adlm.reasoning.datasets import Problem, recode_problems
 from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
 
 SYMBOLS = tuple(map(str, range(40)))
@@ -23,6 +23,7 @@ WORDS = (*SYMBOLS, "|", "?", ";")
 MIN_NODES, MAX_NODES = 16, 24
 MIN_EDGES, MEAN_EDGES, MAX_EDGES = 30, 36, 42
 MAX_HOPS = MAX_NODES // 2 - 4  # leaves six nodes off both paths
+LENGTH = 288  # tokens of a model that is trained from scratch
 _IDS = index_words(WORDS)
 _BITS = 1 << np.arange(MAX_NODES)
 _SOURCE, _SINK, _ABSENT = 2, 3, 4  # the part of a node; 0: the target's, 1: the distractor's
@@ -32,29 +33,46 @@ _GROUP_PARTS = np.array([0, 1, 0, 1, _SOURCE, _SINK, _ABSENT])  # both paths, bo
 def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: int) -> list[Item]:
     """Draw items whose target is min_hops to max_hops edges away from the root, uniformly."""
     hops = draw_hops(rng, count, min_hops, max_hops, MAX_HOPS)
-    adjacency = np.zeros((count, MAX_NODES, MAX_NODES), bool)
-    pending = np.arange(count)
-    while len(pending):
-        candidates = np.repeat(pending, 1 + 32 // len(pending))  # a call for few graphs costs as much as for 32
-        graphs, is_valid = _draw_graphs(rng, hops[candidates])
-        adjacency[candidates[is_valid]] = graphs[is_valid]
-        pending = np.setdiff1d(pending, candidates[is_valid])
+    return _make_items(rng, hops, _draw_adjacency(rng, hops))
 
+
+def _make_items(rng: np.random.Generator, hops: np.ndarray, adjacency: np.ndarray) -> list[Item]:
+    """Write graphs with symbols and an order of edges and options drawn for each."""
+    count, index = len(hops), np.arange(MAX_NODES)
     symbols = rng.random((count, len(SYMBOLS))).argsort(axis=1)[:, :MAX_NODES] + _IDS["0"]
     row, source, target = adjacency.nonzero()
     edges = np.stack([symbols[row, source], symbols[row, target], np.full(len(row), _IDS["|"])], axis=1)
     tokens = edges[(row + rng.random(len(row))).argsort()].ravel().tolist()
     ends = 3 * np.bincount(row, minlength=count).cumsum()
     is_target_first = rng.random(count) < 0.5
+    # Labels that tell nothing: nodes on neither path and, where these are too few, inner nodes of the other path.
+    last = 2 * hops[:, None] + 1
+    is_used = (adjacency.any(axis=1) | adjacency.any(axis=2)) & (index > last - hops[:, None]) & (index != last)
+    keys = np.where(is_used, rng.random((count, MAX_NODES)) + (index < last), 2)
+    others = np.take_along_axis(symbols, keys.argsort(axis=1), axis=1).tolist()
+    sizes = np.maximum((keys < 1).sum(axis=1), hops).tolist()
     items, start = [], 0
-    for h, end, nodes, is_first in zip(hops.tolist(), ends.tolist(), symbols.tolist(), is_target_first.tolist()):
-        path, other = nodes[: h + 1], nodes[h + 1 : 2 * h + 2]
-        options = [path[-1], other[-1]] if is_first else [other[-1], path[-1]]
+    rows = zip(hops.tolist(), ends.tolist(), symbols.tolist(), is_target_first.tolist(), others, sizes)
+    for h, end, nodes, is_first, other, size in rows:
+        path, distractor = nodes[: h + 1], nodes[2 * h + 1]
+        options = [path[-1], distractor] if is_first else [distractor, path[-1]]
         question = [_IDS["<q>"], *tokens[start : end - 1], _IDS["?"], path[0], *options]
         steps = [[*edge, _IDS[";"]] for edge in pairwise(path)]
-        items.append(Item(question, steps, anchors=path[1:], answer=path[-1:], off_path=other[1:]))
+        items.append(Item(question, steps, anchors=path[1:], answer=path[-1:], off_path=other[:size]))
         start = end
     return items
+
+
+def _draw_adjacency(rng: np.random.Generator, hops: np.ndarray) -> np.ndarray:
+    """Draw graphs until there is a balanced one for each number of hops: adjacency [row, from, to]."""
+    adjacency = np.zeros((len(hops), MAX_NODES, MAX_NODES), bool)
+    pending = np.arange(len(hops))
+    while len(pending):
+        candidates = np.repeat(pending, 1 + 32 // len(pending))  # a call for few graphs costs as much as for 32
+        graphs, is_valid = _draw_graphs(rng, hops[candidates])
+        adjacency[candidates[is_valid]] = graphs[is_valid]
+        pending = np.setdiff1d(pending, candidates[is_valid])
+    return adjacency
 
 
 def _draw_graphs(rng: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,22 +136,50 @@ def _count_ancestors(edges: np.ndarray, nodes: np.ndarray) -> np.ndarray:
     return ((reaching[..., None] & _BITS) != 0).sum(axis=-1) - 1
 
 
+# ProsQA's words.
+_NAMES = "Alex Bob Carol Davis Eva Fae Gabriel Jack Max Oliver Polly Rex Sally Sam Stella Tom Wren"
+_STEMS = (
+    "bom boom brim chor dum fel fom ger gor grim gwom hil im jel jom ker lem lor num quim rem rom ror scrom shum ster "
+    "stor ter tim tum vum wor wum yer yim yum zhor zum"
+)
+NAMES = tuple(_NAMES.split())
+CONCEPTS = tuple(f"{stem}pus" for stem in _STEMS.split())
+
+
+def draw_problems(rng: np.random.Generator, count: int, min_hops: int, max_hops: int) -> list[Problem]:
+    """Draw graphs and write them as ProsQA does: names are nodes without an edge to them, as both roots are there."""
+    hops = draw_hops(rng, count, min_hops, max_hops, MAX_HOPS)
+    adjacency, rows = _draw_adjacency(rng, hops), np.arange(count)
+    adjacency[rows, :, 0] = adjacency[rows, :, hops + 1] = False
+    return [_write_problem(item, rng) for item in _make_items(rng, hops, adjacency)]
+
+
+def _write_problem(item: Item, rng: np.random.Generator) -> Problem:
+    facts, query = item.question[1:-4], item.question[-3:]
+    concepts = draw_symbols(rng, facts[1::3], CONCEPTS)
+    words = concepts | draw_symbols(rng, (node for node in facts[::3] if node not in concepts), NAMES)
+
+    def write(source: int, target: int) -> str:
+        return f"{'Every ' if source in concepts else ''}{words[source]} is a {words[target]}."
+
+    root, one, other = (words[node] for node in query)
+    sentences = [write(*edge) for edge in zip(facts[::3], facts[1::3])]
+    steps = tuple(write(*step[:2]) for step in item.steps)
+    question = " ".join([*sentences, f"Is {root} a {one} or {other}?"])
+    return Problem(question, steps, f"{root} is a {words[item.answer[0]]}.")
+
+
 _EDGE = re.compile(r"(?:Every )?(\w+) is an? (\w+)\.")
 _QUERY = re.compile(r"Is (\w+) an? (\w+) or (\w+)\?")
 
 
 def recode_prosqa(path: Path | str, seed: int = 0) -> list[Item]:
-    """Read published ProsQA problems as items in this vocabulary, with symbols drawn anew for each.
+    """Read published ProsQA problems as items in this vocabulary.
 
-    The edges are in the order of the sentences, the path is the published one, off_path has all other nodes.
+    The edges are in the order of the sentences, the path is the published one, off_path has all other nodes but the
+    distractor.
     """
-    items = []
-    for index, problem in enumerate(load_problems("prosqa", path)):
-        try:
-            items.append(_recode_problem(problem, np.random.default_rng((seed, index))))
-        except ValueError as error:
-            raise ValueError(f"{path}, problem {index}: {error}") from None
-    return items
+    return recode_problems("prosqa", path, _recode_problem, seed)
 
 
 def _parse_sentence(pattern: re.Pattern[str], sentence: str, example: str) -> tuple[str, ...]:
@@ -162,5 +208,5 @@ def _recode_problem(problem: Problem, rng: np.random.Generator) -> Item:
         steps=[[ids[source], ids[target], _IDS[";"]] for source, target in steps],
         anchors=[ids[node] for node in nodes[1:]],
         answer=[ids[nodes[-1]]],
-        off_path=[ids[node] for node in ids if node not in nodes],
+        off_path=[ids[node] for node in ids if node not in (*nodes, *options)],
     )

@@ -1,10 +1,11 @@
 """Reasoning problems as token ids: what every task makes and every arm reads."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+Word = TypeVar("Word", str, int)
 # The markers of REASONING's layouts, the first ids of a whole-word vocabulary: question, reasoning, answer, end,
 # begin and end of the slots, a slot.
 MARKERS = ("<q>", "<r>", "<a>", "<e>", "<b>", "<x>", "<p>")
@@ -51,7 +52,7 @@ def draw_hops(rng: np.random.Generator, count: int, min_hops: int, max_hops: int
     return rng.integers(min_hops, max_hops, count, endpoint=True)
 
 
-def draw_symbols(rng: np.random.Generator, words: Iterable[str], symbols: Sequence[str]) -> dict[str, str]:
+def draw_symbols(rng: np.random.Generator, words: Iterable[Word], symbols: Sequence[str]) -> dict[Word, str]:
     """Give every different word a symbol of its own, at random."""
     unique = list(dict.fromkeys(words))
     if len(unique) > len(symbols):

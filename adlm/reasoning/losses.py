@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from adlm.diffusion.masking import NoisyBatch
 from adlm.diffusion.objectives import Loss, diffusion_loss
 from adlm.models.language_model import Features, LanguageModel, ModelConfig
 from adlm.models.transformer import Layer, Norm
@@ -53,43 +54,45 @@ def feed_back(model: LanguageModel, tokens: Tensor, slot: Tensor | None, slot_en
     return inputs
 
 
-def run_with_feedback(
-    model: LanguageModel, tokens: Tensor, slot: Tensor | None = None, slot_ends: Sequence[int] = ()
-) -> Features:
-    """Run a causal model whose slots, if there are any, have the hidden state of the position before them as input."""
-    return model(feed_back(model, tokens, slot, slot_ends))
+def compute_features(model: LanguageModel, batch: NoisyBatch) -> Features:
+    """Run a model on a batch: problems for a causal one, with the feedback of their slots, or rows with holes."""
+    if isinstance(batch, ReasoningBatch):
+        return model(feed_back(model, batch.xt, batch.slot, batch.slot_ends))
+    return model(batch.xt, batch.noise_level, valid=batch.valid)
 
 
 def reasoning_loss(
     model: LanguageModel,
-    batch: ReasoningBatch,
+    batch: NoisyBatch,
     *,
     anchor_weight: float | Tensor | None = None,
     check: bool = True,
-    compute_features: Callable[..., Features] = run_with_feedback,
+    run: Callable[[LanguageModel, NoisyBatch], Features] = compute_features,
     decoder: StepDecoder | None = None,
 ) -> Loss:
-    """Compute the mean cross-entropy over tokens and labelled slots; with an `anchor_weight`, A2R's anchor term too.
+    """Compute the mean cross-entropy over tokens and labelled slots, or the NELBO of holes; with anchors, their term.
 
     SIM-CoT (with a decoder) and CODI (a batch with `auxiliary` and without one) add their own terms with weight 1,
     which are reported like the anchor term.
     """
-    if batch.links is None:
-        features, counts = compute_features(model, batch.xt, batch.slot, batch.slot_ends), batch.tokens[None]
-    elif decoder is not None:
-        features, counts = compute_features(model, batch.xt, batch.slot, batch.slot_ends), batch.tokens
-        term = compute_step_loss(model, decoder, features.final, batch)
+    term, means = None, batch
+    if not isinstance(batch, ReasoningBatch) or batch.links is None:
+        features = run(model, batch)
     else:
-        inputs, counts = feed_back(model, batch.xt, batch.slot, batch.slot_ends), batch.tokens
-        with model.denoiser.collect_states() as states:
-            features = model(inputs)
-        term = compute_distillation_loss(model, states, batch)
+        means = replace(batch, tokens=batch.tokens[0])
+        if decoder is not None:
+            features = run(model, batch)
+            term = compute_step_loss(model, decoder, features.final, batch)
+        else:
+            inputs = feed_back(model, batch.xt, batch.slot, batch.slot_ends)
+            with model.denoiser.collect_states() as states:
+                features = model(inputs)
+            term = compute_distillation_loss(model, states, batch)
     anchors: dict[str, Any] = {}
     if anchor_weight is not None:
         anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
-    means = replace(batch, tokens=counts[0])
     loss = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id, check=False, **anchors)
-    if batch.links is not None:
+    if term is not None:
         loss = loss._replace(total=loss.total + term, anchor=term, row_anchor=loss.row_anchor + term.detach())
     return loss.check() if check else loss
 

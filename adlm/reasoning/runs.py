@@ -1,8 +1,8 @@
-"""Training to reason with the project's loop, and the accuracy of a run."""
+"""Training to reason with the project's loop, and the problems that a run solves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,36 +13,22 @@ from torch import Tensor
 
 from adlm import checkpoint
 from adlm.bundled import MODELS, find_bundled_model
-from adlm.config import Config, ReasoningSettings, load_config
+from adlm.config import Config, load_config
 from adlm.data.shards import hash_file
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
-from adlm.diffusion.anchors import anchor_weight
-from adlm.diffusion.masking import NoisyBatch
-from adlm.diffusion.objectives import Loss, training_loss
-from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.generate import pick_device
 from adlm.interop import gpt2
 from adlm.methods import METHODS, look_up
-from adlm.models.language_model import Features, LanguageModel, ModelConfig
+from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import extend_vocabulary
-from adlm.reasoning.arms import (
-    ARMS,
-    Arm,
-    Curriculum,
-    ReasoningBatch,
-    RowLayout,
-    add_auxiliary,
-    choose_labels,
-    collate,
-    lay_out,
-)
-from adlm.reasoning.captures import LENGTHS, CapturedFeatures, CapturedModel
-from adlm.reasoning.datasets import TEXT_TASKS
+from adlm.reasoning.arms import ARMS, ReasoningObjective, lay_out
+from adlm.reasoning.captures import LENGTHS, CapturedFeatures
+from adlm.reasoning.datasets import DATASETS
 from adlm.reasoning.decoding import Decoded, decode_greedily
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
-from adlm.reasoning.items import Item, Markers
-from adlm.reasoning.losses import StepDecoder, reasoning_loss, run_with_feedback
-from adlm.reasoning.tasks import ItemBatch, ItemBatches, Task, open_task
+from adlm.reasoning.items import Item
+from adlm.reasoning.losses import StepDecoder, compute_features, reasoning_loss
+from adlm.reasoning.tasks import GENERATED, ItemBatches, Task, open_task
 from adlm.training import setup
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
 from adlm.training.loop import Run, run_training
@@ -51,173 +37,103 @@ DECODED_ROWS = 1024  # decoded at a time
 EXTRA_TOKENS = 8  # that a model may write more than the longest solution before it is cut off
 
 
-@dataclass(frozen=True)
-class ReasoningObjective:
-    """Lays problems out at their stage of the curriculum, with labels on the slots."""
-
-    arm: Arm
-    curriculum: Curriculum
-    markers: Markers
-    slots: int
-    slots_per_stage: int = 1
-    label_weight: float = 1.0
-    peak_anchor_weight: float = 3e-3
-    anchor_ramp: bool = True
-    multiple: int = 1
-
-    @staticmethod
-    def from_config(config: Config, task: Task, *, multiple: int = 1) -> ReasoningObjective:
-        """Build the objective of a run."""
-        settings = config.reasoning
-        arm = look_up(ARMS, settings.arm, "arm")
-        stages = settings.stages or arm.stages or max(task.hops, 1)
-        curriculum = Curriculum(stages, settings.stage_steps, settings.revisit)
-        if arm.steps == "by_token":  # as long as the stages of whole steps
-            tokens = max(sum(map(len, item.steps)) for item in task.draw(0, 1, 512))
-            curriculum = Curriculum(tokens, max(1, stages * settings.stage_steps // tokens), settings.revisit)
-        weights = settings.label_weight, config.objective.anchor_weight, config.objective.anchor_ramp
-        slots = stages * settings.slots_per_stage
-        return ReasoningObjective(arm, curriculum, task.markers, slots, settings.slots_per_stage, *weights, multiple)
-
-    def lay_out(self, item: Item, stage: int | None = None) -> RowLayout:
-        """Lay out a problem at a stage, by default the last one."""
-        stage = self.curriculum.stages if stage is None else stage
-        return lay_out(item, self.arm, stage, self.slots, self.markers, self.slots_per_stage)
-
-    def corrupt(self, batch: ItemBatch, seed: int, step: int) -> ReasoningBatch:
-        """Make the network's inputs and targets of an optimizer step."""
-        rng, arm = CounterRng.from_seed(seed, batch.number), self.arm
-        layouts = list(map(self.lay_out, batch.items, self.curriculum.find_stages(step, rng)))
-        order: list[list[float]] = [[]] * len(layouts)
-        if arm.labels == "shuffled":
-            order = rng.uniform(step, max(1, self.slots), Purpose.LABEL).tolist()
-        pairs = zip(batch.items, batch.foreign, order, strict=True)
-        labels = [choose_labels(item, foreign, arm.labels, numbers) for item, foreign, numbers in pairs]
-        anchors = None
-        if arm.anchors not in (None, "none"):
-            u = rng.uniform(step, max(len(layout.tokens) for layout in layouts), Purpose.ANCHOR).tolist()
-            anchors = [
-                choose_anchors(layout, item, None if arm.anchors == "trace" else own)
-                for layout, item, own in zip(layouts, batch.items, u, strict=True)
-            ]
-        made = collate(
-            layouts,
-            labels,
-            feedback=arm.feedback,
-            label_weight=self.label_weight,
-            anchors=anchors,
-            multiple=self.multiple,
-        )
-        if arm.auxiliary is None:
-            return made
-        sizes = self.slots_per_stage, self.multiple
-        return add_auxiliary(made, layouts, batch.items, arm.auxiliary, self.markers, *sizes)
-
-    def anchor_weight(self, step: int, steps: int) -> float | None:
-        """Gamma of A2R's anchor term at a step; None where there are no anchors."""
-        if self.arm.anchors in (None, "none"):
-            return None
-        return anchor_weight(step, steps, self.peak_anchor_weight) if self.anchor_ramp else self.peak_anchor_weight
-
-
-def choose_anchors(layout: RowLayout, item: Item, u: Sequence[float] | None) -> list[int]:
-    """Return the positions of the trace's anchors or, with random numbers, as many random positions of the trace."""
-    found = [position for position in layout.trace if layout.tokens[position] in item.anchors]
-    if u is None:
-        return found
-    return sorted(layout.trace, key=u.__getitem__)[: len(found)]
-
-
 def train(task: str, arm: str, recipe: str = "reason", *changes: str, **settings: Any) -> Run:
     """Train a model on a task by an arm; the same call resumes an interrupted run."""
-    return run_training(
-        load_config(recipe, f"reasoning.task={task}", f"reasoning.arm={arm}", *changes, **settings), open_run
-    )
+    names = f"reasoning.task={task}", f"reasoning.arm={arm}"
+    return run_training(load_config(recipe, *names, *changes, **settings), open_run)
 
 
 def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     """Open the task of a run, with the arm's model and objective."""
-    look_up(ARMS, config.reasoning.arm, "arm")
+    name = config.reasoning.arm
+    arm, is_cuda = look_up(ARMS, name, "arm"), context.device.type == "cuda"
     if config.parallel.kind in ("fsdp", "hsdp"):
         raise ValueError(f"parallel.kind={config.parallel.kind} shards weights, and one process decodes: use ddp")
-    base = load_base(config)
-    task = open_task(config.reasoning, find_tokenizer(config.reasoning, base))
-    arm = ARMS[config.reasoning.arm]
-    method = arm.method if base is None else base.method
-    if method != arm.method and (arm.anchors is not None or arm.auxiliary == "codi"):
-        raise ValueError(
-            f"init={config.init} is {method}, and arm {config.reasoning.arm} trains {arm.method}: choose another model"
-        )
     if arm.labels == "foreign" and config.batch < 2:
-        raise ValueError(f"batch={config.batch} has no other problem's labels for {config.reasoning.arm}: give 2")
-    config = replace(config, method=method)
-    multiple = LENGTHS if context.device.type == "cuda" else 1
-    objective = build_reasoning_objective(config, task, multiple=multiple)
+        raise ValueError(f"batch={config.batch} has no other problem's labels for {name}: give 2")
+
+    base = load_base(config)
+    config = replace(config, method=arm.method if base is None else base.method)
+    if config.method != arm.method and (arm.anchors is not None or arm.auxiliary == "codi"):
+        raise ValueError(
+            f"init={config.init} is {config.method}, and arm {name} trains {arm.method}: choose another model"
+        )
+    task = open_task(config.reasoning, find_tokenizer(config, base))
+    objective = build_reasoning_objective(config, task, multiple=LENGTHS if is_cuda else 1)
+
+    longest = measure_longest(task, objective)
     init = None if base is None else fit_vocabulary(base, task.tokenizer)
-    sample = task.draw(0, 1, 512)
-    layouts = [objective.lay_out(item, stage) for item in sample for stage in (0, None)]
-    if arm.auxiliary == "codi":
-        layouts += [lay_out(item, ARMS["cot"], 0, 0, task.markers) for item in sample]
-    longest = max(len(layout.tokens) for layout in layouts)
     shape = build_shape(config, task, init, longest)
-    check_length(config, task, shape, longest)
+    if longest > shape.length:
+        raise ValueError(
+            f"a problem of {task.name} has {longest} tokens in the layout of {name}, and the model takes "
+            f"{shape.length}: choose another model or fewer hops"
+        )
+
+    can_capture = is_cuda and context.world_size == 1 and shape.dropout == 0 and not shape.time_conditioning
+    modules = {"decoder": StepDecoder(shape, seed=config.seed)} if arm.auxiliary == "simcot" else None
+    run = CapturedFeatures() if can_capture else compute_features
     valid = task.load_valid(config.valid.rows or 1024)
-    is_captured = context.device.type == "cuda" and context.world_size == 1 and shape.dropout == 0
-    compute = CapturedFeatures() if is_captured else run_with_feedback
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
         results = context.run_on_rank0(lambda: solve(parallel.model, task, objective, valid))
         right = sum(result.answer == item.answer for result, item in zip(results, valid, strict=True))
         return {"val/accuracy": right / len(valid), "val/error": 1 - right / len(valid)}
 
-    def write_samples(weights: dict[str, Tensor], step: int, device: torch.device) -> str:
-        model = LanguageModel(shape)
-        model.load_state_dict(checkpoint.restore_tied_head(weights, model))
-        items = valid[: config.samples.rows]
-        texts = [
-            format_solution(task, item, result)
-            for item, result in zip(items, solve(model.to(device), task, objective, items), strict=True)
-        ]
-        path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts) + "\n", "utf-8")
-        return f"step {step:,}: {path}: {texts[0]}"
-
+    data_hash = task.hash_problems()
+    problems = "generated problems" if data_hash.startswith(GENERATED) else "problems"
     return setup.TrainingTask(
         config,
         shape,
         init,
         objective,
         ItemBatches(task, config.batch, seed=config.seed, rank=context.rank, size=context.world_size),
-        build_loss=partial(
-            LossModule,
-            loss_fn=hole_loss if arm.holes else reasoning_loss,
-            modules={"decoder": StepDecoder(shape, seed=config.seed)} if arm.auxiliary == "simcot" else None,
-            compute_features=compute,
-        ),
+        build_loss=partial(LossModule, loss_fn=reasoning_loss, modules=modules, run=run),
         validate=validate,
         format_metrics=format_accuracy,
-        write_samples=write_samples,
-        data_hash=task.sha256,
-        description=f"{task.name}, arm {config.reasoning.arm}; {config.steps:,} steps of {config.batch} problems of at "
-        f"most {longest} tokens, vocabulary {shape.vocab_size:,}",
+        write_samples=partial(write_solutions, config, shape, task, objective, valid[: config.samples.rows]),
+        data_hash=data_hash,
+        description=f"{task.name}, arm {name}; {config.steps:,} steps of {config.batch} {problems} of at most "
+        f"{longest} tokens, vocabulary {shape.vocab_size:,}",
         length=longest,
         tokenizer=task.tokenizer,
         best_metric="val/error",
     )
 
 
-def hole_loss(
-    model: LanguageModel, batch: NoisyBatch, *, compute_features: Callable[..., Features], **options: Any
-) -> Loss:
-    """Compute the NELBO or ANELBO of the holes."""
-    is_captured = isinstance(compute_features, CapturedFeatures)
-    return training_loss(CapturedModel(model, compute_features) if is_captured else model, batch, **options)
+def measure_longest(task: Task, objective: ReasoningObjective | HoleObjective) -> int:
+    """Return the tokens of the longest row: at the first stage, at the last one, or as CODI's teacher reads it."""
+    sample = task.load_sample()
+    layouts = [objective.lay_out(item, stage) for item in sample for stage in (0, None)]
+    if isinstance(objective, ReasoningObjective) and objective.arm.auxiliary == "codi":
+        layouts += [lay_out(item, ARMS["cot"], 0, 0, task.markers) for item in sample]
+    return max(len(layout.tokens) for layout in layouts)
 
 
 def format_accuracy(metrics: Mapping[str, float]) -> str:
     """Format the validation metrics of a reasoning run."""
     return f"accuracy {metrics['val/accuracy']:.1%} of the validation problems"
+
+
+def write_solutions(
+    config: Config,
+    shape: ModelConfig,
+    task: Task,
+    objective: ReasoningObjective | HoleObjective,
+    items: Sequence[Item],
+    weights: dict[str, Tensor],
+    step: int,
+    device: torch.device,
+) -> str:
+    """Write what the current weights answer to problems to the run's folder; return the path and the first answer."""
+    model = LanguageModel(shape)
+    model.load_state_dict(checkpoint.restore_tied_head(weights, model))
+    results = solve(model.to(device), task, objective, items)
+    texts = [format_solution(task, item, result) for item, result in zip(items, results, strict=True)]
+    path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(texts) + "\n", "utf-8")
+    return f"step {step:,}: {path}: {texts[0]}"
 
 
 @dataclass(frozen=True)
@@ -243,24 +159,22 @@ def load_base(config: Config) -> BaseModel | None:
     settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if isinstance(settings, dict) and "model_type" in settings:  # of transformers
         model = gpt2.load(path)
-        base = BaseModel("ar", model.config, gpt2.load_gpt2_tokenizer(path), model)
-    else:
-        folder = checkpoint.find_model_folder(path)
-        loaded = checkpoint.load_model(folder)
-        sha256 = hash_file(folder / "model.safetensors")
-        base = BaseModel(loaded.method, loaded.model.config, loaded.tokenizer, loaded.model, sha256)
-    if not base.shape.is_causal:
+        return BaseModel("ar", model.config, gpt2.load_gpt2_tokenizer(path), model)
+    folder = checkpoint.find_model_folder(path)
+    loaded = checkpoint.load_model(folder)
+    if not loaded.model.config.is_causal:
         raise ValueError(
-            f"init={config.init} is a masked model ({base.method}): reasoning arms train a causal one (ar, a2r)"
+            f"init={config.init} is a masked model ({loaded.method}): reasoning arms train a causal one (ar, a2r)"
         )
-    return base
+    sha256 = hash_file(folder / "model.safetensors")
+    return BaseModel(loaded.method, loaded.model.config, loaded.tokenizer, loaded.model, sha256)
 
 
-def find_tokenizer(settings: ReasoningSettings, base: BaseModel | None) -> Tokenizer | None:
+def find_tokenizer(config: Config, base: BaseModel | None) -> Tokenizer | None:
     """Return the tokenizer of a text task: that of the base model, by default GPT-2's; other tasks have their own."""
-    if settings.task not in TEXT_TASKS:
+    if config.reasoning.task not in DATASETS:
         return None
-    return (base and base.tokenizer) or load_tokenizer(settings.tokenizer or "gpt2")
+    return (base and base.tokenizer) or load_tokenizer(config.reasoning.tokenizer or "gpt2")
 
 
 def fit_vocabulary(base: BaseModel, tokenizer: Tokenizer) -> setup.InitModel:
@@ -291,15 +205,6 @@ def build_shape(config: Config, task: Task, init: setup.InitModel | None, longes
     length = task.length or -(-(longest + EXTRA_TOKENS) // 64) * 64
     changes |= {"vocab_size": task.tokenizer.vocab_size, "mask_id": task.tokenizer.mask_id, "length": length}
     return ModelConfig(**({"cond_dim": None, "is_causal": method.is_causal} | changes))
-
-
-def check_length(config: Config, task: Task, shape: ModelConfig, longest: int) -> None:
-    """Raise ValueError if problems are longer than the model."""
-    if longest > shape.length:
-        raise ValueError(
-            f"a problem of {task.name} has {longest} tokens in the layout of {config.reasoning.arm}, and the model "
-            f"takes {shape.length}: choose another model or fewer hops"
-        )
 
 
 def build_reasoning_objective(config: Config, task: Task, *, multiple: int = 1) -> ReasoningObjective | HoleObjective:
@@ -348,7 +253,15 @@ class LoadedRun:
     task: Task
     objective: ReasoningObjective | HoleObjective
     step: int
-    sha256: str  # of its weights
+    folder: Path  # of its weights
+
+    @property
+    def shape(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.weight.device
 
 
 def load_run(folder: str | Path, *changes: str, device: str = "auto", **settings: Any) -> LoadedRun:
@@ -362,5 +275,5 @@ def load_run(folder: str | Path, *changes: str, device: str = "auto", **settings
     place, source = pick_device(device), checkpoint.find_model_folder(folder)
     loaded = checkpoint.load_model(source)
     task = open_task(config.reasoning, loaded.tokenizer)
-    objective, sha256 = build_reasoning_objective(config, task), hash_file(source / "model.safetensors")
-    return LoadedRun(config, loaded.model.to(place).eval(), task, objective, loaded.step, sha256)
+    objective = build_reasoning_objective(config, task)
+    return LoadedRun(config, loaded.model.to(place).eval(), task, objective, loaded.step, source)

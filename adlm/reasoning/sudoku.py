@@ -1,9 +1,8 @@
-"""Sudoku: boards from files, the split by hash, whole-word items and the score."""
+"""Sudoku: boards from files, the split by hash, whole-word items and the share of right cells."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,31 +10,15 @@ from numpy.typing import NDArray
 from adlm.data.formats import MAX_WHOLE_BYTES, read_whole
 from adlm.reasoning.datasets import find_file
 from adlm.reasoning.items import MARKERS, Item
-from adlm.remedies import describe_unknown
 
 Boards = NDArray[np.uint8]  # (N, 81): row by row, 0 is an empty cell
 
 LEVELS = ("kids", "easy", "medium", "expert", "evil")
-SPLITS = ("train", "test")
 WORDS = (".", *"123456789")  # the word of a cell is at its digit; an empty cell is a dot
+LENGTH = 192  # tokens of a model that is trained from scratch
 TEST_EVERY = 5  # a puzzle is for testing if this divides its hash: one in five
 CELLS = np.arange(81).reshape(9, 9)
 UNITS = np.concatenate([CELLS, CELLS.T, CELLS.reshape(3, 3, 3, 3).swapaxes(1, 2).reshape(9, 9)])  # rows, columns, boxes
-
-
-class SudokuBoards(NamedTuple):
-    """Puzzles with their solutions."""
-
-    puzzles: Boards
-    solutions: Boards
-    level: NDArray[np.uint8]  # (N,): the index in `LEVELS`
-
-
-class SudokuScore(NamedTuple):
-    """Shares of the boards that equal their solution, and of the puzzles' empty cells that do."""
-
-    solved: float
-    cells: float
 
 
 def read_boards(path: Path) -> Boards:
@@ -66,27 +49,18 @@ def is_for_testing(puzzles: Boards) -> NDArray[np.bool_]:
     return np.array([int.from_bytes(digest, "big") % TEST_EVERY == 0 for digest in digests], dtype=bool)
 
 
-def load_sudoku(folder: Path | str, levels: Iterable[str] = LEVELS, split: str | None = None) -> SudokuBoards:
-    """Load the boards of these levels, by default all of them, from <level>_puzzles.txt and <level>_solutions.txt.
+def load_sudoku(folder: Path | str, levels: Iterable[str] = LEVELS, *, split: str | None) -> tuple[Boards, Boards]:
+    """Load the puzzles of these levels and their solutions from <level>_puzzles.txt and <level>_solutions.txt (.gz).
 
-    A file may have the suffix .gz. `split` is train (about 8,000 of 10,000), test, or None for both.
+    `split` is train (about 8,000 of 10,000), test, or None for both.
     """
-    folder = Path(folder).expanduser()
-    if split not in (*SPLITS, None):
-        raise ValueError(describe_unknown("split", str(split), SPLITS))
-    parts = [_load_level(folder, level) for level in dict.fromkeys(levels)]
-    if not parts:
-        raise ValueError(f"no level is given: expected at least one of {', '.join(LEVELS)}")
-    boards = SudokuBoards(*map(np.concatenate, zip(*parts)))
-    if split is None:
-        return boards
-    keep = is_for_testing(boards.puzzles) == (split == "test")
-    return SudokuBoards(*(each[keep] for each in boards))
+    parts = [_load_level(Path(folder).expanduser(), level) for level in levels]
+    puzzles, solutions = map(np.concatenate, zip(*parts))
+    keep = np.ones(len(puzzles), bool) if split is None else is_for_testing(puzzles) == (split == "test")
+    return puzzles[keep], solutions[keep]
 
 
-def _load_level(folder: Path, level: str) -> SudokuBoards:
-    if level not in LEVELS:
-        raise ValueError(describe_unknown("level", level, LEVELS))
+def _load_level(folder: Path, level: str) -> tuple[Boards, Boards]:
     paths = []
     for kind in ("puzzles", "solutions"):
         name = f"{level}_{kind}.txt"
@@ -108,7 +82,7 @@ def _load_level(folder: Path, level: str) -> SudokuBoards:
         if is_bad.any():
             place = f"{paths[1]}, line {is_bad.argmax() + 1}"
             raise ValueError(f"{place} {problem}: expected a solution; correct it or leave it out of both files")
-    return SudokuBoards(puzzles, solutions, np.full(len(puzzles), LEVELS.index(level), dtype=np.uint8))
+    return puzzles, solutions
 
 
 def make_items(puzzles: Boards, solutions: Boards) -> list[Item]:
@@ -139,23 +113,8 @@ def draw_symmetries(rng: np.random.Generator, puzzles: Boards, solutions: Boards
     return apply(puzzles), apply(solutions)
 
 
-def score_answers(answers: Sequence[Sequence[int] | None], items: Sequence[Item]) -> SudokuScore:
-    """Score answers in token ids; cells that are missing are wrong."""
-    given = [[*(answer or ()), *[0] * 81][:81] for answer in answers]
-    rows = (given, [item.answer for item in items], [item.question[1:] for item in items])
-    boards, solutions, puzzles = (np.array(each) - len(MARKERS) for each in rows)
-    return score_boards(boards, solutions, puzzles)
-
-
-def score_boards(
-    boards: NDArray[np.integer], solutions: NDArray[np.integer], puzzles: NDArray[np.integer]
-) -> SudokuScore:
-    """Score boards against the solutions, of which a proper puzzle has one."""
-    is_empty = puzzles == 0
-    if not boards.shape == solutions.shape == puzzles.shape or not is_empty.any():
-        raise ValueError(
-            f"boards {boards.shape}, solutions {solutions.shape} and puzzles {puzzles.shape}: expected one shape "
-            "(N, 81), with at least one empty cell; pass the arrays of the same puzzles"
-        )
-    is_right = boards == solutions
-    return SudokuScore(float(is_right.all(axis=1).mean()), float(is_right[is_empty].mean()))
+def score_cells(answers: Sequence[Sequence[int] | None], items: Sequence[Item]) -> float:
+    """Return the share of the puzzles' empty cells that answers in token ids fill rightly; missing cells are wrong."""
+    boards = np.array([[*(answer or ()), *[0] * 81][:81] for answer in answers])
+    is_empty = np.array([item.question[1:] for item in items]) == len(MARKERS)
+    return float((boards == np.array([item.answer for item in items]))[is_empty].mean())

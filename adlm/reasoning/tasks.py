@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,67 +19,18 @@ from adlm.config import ReasoningSettings
 from adlm.data.tokenizers import Tokenizer
 from adlm.methods import look_up
 from adlm.reasoning import arithmetic, chains, datasets, graphs, sudoku
-from adlm.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers
+from adlm.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers, index_words
 
 Entry = TypeVar("Entry")
 TRAIN, TEST, VALID, SYMMETRY = 0, 1, 2, 3  # streams of random problems; those for tests do not depend on the run's seed
 EXTRA_HOPS = (0, 1, 2)  # test problems have the most hops of training, one more and two more
+SAMPLED = 512  # problems whose lengths stand for those of all that are generated
+GENERATED = "generated"  # how the hash of generated problems of a text task begins
 GENERATORS: dict[str, Any] = {"arithmetic": arithmetic, "graphs": graphs, "chains": chains}
-LENGTHS = {"arithmetic": 160, "graphs": 288, "chains": 384, "sudoku": 192}  # of a model that is trained from scratch
 RECODED: dict[str, tuple[str, Callable[[Path], list[Item]]]] = {
     "graphs": ("prosqa", graphs.recode_prosqa),
     "chains": ("prontoqa", chains.recode_prontoqa),
 }
-
-
-@dataclass(frozen=True)
-class Task:
-    """Problems for training and tests; `draw(seed, step, count)` gives those of an optimizer step."""
-
-    name: str
-    tokenizer: Tokenizer
-    markers: Markers
-    hops: int  # the most of training: the number of slots, and of stages
-    length: int | None  # of a model from scratch; None: the longest problem decides
-    draw: Callable[[int, int, int], list[Item]]
-    load_tests: Callable[[int], dict[str, list[Item]]]  # at most so many problems of each set
-    load_valid: Callable[[int], list[Item]]
-    sha256: str  # of its problems
-
-    def encode_question(self, text: str) -> list[int]:
-        """Return the ids of a question, as they begin an Item."""
-        words = text.split() if self.markers.question is not None else []
-        vocabulary = self.tokenizer.bpe.get_vocab() if words else {}
-        for word in words:
-            if word not in vocabulary or word in MARKERS:
-                known = " ".join(word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in MARKERS)
-                raise ValueError(f"{word!r} is no word of {self.name}: its words are {known}")
-        if not text.strip():
-            raise ValueError("the question is empty: give its text")
-        if self.markers.question is None:
-            return self.tokenizer.encode(f"{text}\n")
-        return [self.markers.question, *self.tokenizer.encode(text)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids without markers."""
-        return self.tokenizer.decode([i for i in ids if i not in self.markers]).strip()
-
-
-def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
-    """Open a task by its settings; text tasks take the tokenizer of the model that is trained."""
-    names = [*GENERATORS, *datasets.TEXT_TASKS, "sudoku"]
-    kind = look_up(
-        dict.fromkeys(names, 0) | dict.fromkeys(datasets.TEXT_TASKS, 1) | {"sudoku": 2}, str(settings.task), "task"
-    )
-    return (open_generated, open_text, open_sudoku)[kind](settings, tokenizer)
-
-
-def make_word_tokenizer(words: Sequence[str], name: str) -> Tokenizer:
-    """Make the tokenizer of a whole-word vocabulary: the markers, the words, and the mask as the last id."""
-    vocabulary = {word: index for index, word in enumerate((*MARKERS, *words))}
-    bpe = tokenizers.Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=words[0]))
-    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return Tokenizer(bpe, name=name)
 
 
 def make_rng(seed: int, stream: int, number: int) -> np.random.Generator:
@@ -90,38 +41,6 @@ def make_rng(seed: int, stream: int, number: int) -> np.random.Generator:
 def hash_items(items: Sequence[Item]) -> str:
     """Identify problems."""
     return hashlib.sha256(repr([tuple(item) for item in items]).encode("utf-8")).hexdigest()
-
-
-def open_generated(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
-    """Open a generated task: new problems at every step, of 1 to `hops` hops."""
-    name, hops = str(settings.task), settings.hops
-    module = GENERATORS[name]
-    if not 1 <= hops <= module.MAX_HOPS - max(EXTRA_HOPS):
-        raise ValueError(
-            f"reasoning.hops={hops} is out of range for {name}: give 1 to {module.MAX_HOPS - max(EXTRA_HOPS)}"
-        )
-
-    def draw(seed: int, step: int, count: int) -> list[Item]:
-        items: list[Item] = module.draw_items(make_rng(seed, TRAIN, step), count, 1, hops)
-        return items
-
-    def load_tests(count: int) -> dict[str, list[Item]]:
-        sets = {
-            f"{n} hops": module.draw_items(make_rng(0, TEST, n), count, n, n)
-            for n in (hops + more for more in EXTRA_HOPS)
-        }
-        if settings.path is not None and name in RECODED:
-            dataset, recode = RECODED[name]
-            sets[dataset] = recode(datasets.find_split(dataset, Path(settings.path), "test"))[:count]
-        return sets
-
-    def load_valid(count: int) -> list[Item]:
-        items: list[Item] = module.draw_items(make_rng(0, VALID, hops), count, hops, hops)
-        return items
-
-    words = make_word_tokenizer(module.WORDS, name)
-    sha256 = hash_items(draw(0, 0, 64))
-    return Task(name, words, WORD_MARKERS, hops, LENGTHS[name], draw, load_tests, load_valid, sha256)
 
 
 def draw_from(items: Sequence[Entry], seed: int, step: int, count: int) -> list[Entry]:
@@ -136,29 +55,183 @@ def _permute(seed: int, epoch: int, count: int) -> list[int]:
     return make_rng(seed, TRAIN, epoch).permutation(count).tolist()
 
 
-def open_text(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
-    """Open a task of text files; the markers follow the vocabulary of the tokenizer."""
+class Task:
+    """Problems for training and tests in a whole-word vocabulary: the markers, the words, and the mask at the end."""
+
+    can_train = True  # whether there are training problems
+    markers = WORD_MARKERS
+
+    def __init__(self, name: str, words: Sequence[str], hops: int, length: int | None) -> None:
+        self.name = name
+        self.hops = hops  # the most of training: the number of stages
+        self.length = length  # of a model from scratch; None: the longest problem decides
+        bpe = tokenizers.Tokenizer(models.WordLevel(vocab=index_words(words), unk_token=words[0]))
+        bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        self.tokenizer = Tokenizer(bpe, name=name)
+
+    def draw(self, seed: int, step: int, count: int) -> list[Item]:
+        """Return the problems of an optimizer step."""
+        raise NotImplementedError
+
+    def load_tests(self, count: int) -> dict[str, list[Item]]:
+        """Return the test sets by name, at most so many problems of each."""
+        raise NotImplementedError
+
+    def load_valid(self, count: int) -> list[Item]:
+        """Return at most so many validation problems."""
+        raise NotImplementedError
+
+    def load_sample(self) -> list[Item]:
+        """Return problems that are as long as any in training."""
+        return self.draw(0, 1, SAMPLED)
+
+    def hash_problems(self) -> str:
+        """Identify the training problems."""
+        return hash_items(self.draw(0, 0, 64))
+
+    def encode_question(self, text: str) -> list[int]:
+        """Return the ids of a question, as they begin an Item."""
+        vocabulary = self.tokenizer.bpe.get_vocab()
+        for word in text.split():
+            if word not in vocabulary or word in MARKERS:
+                known = " ".join(word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in MARKERS)
+                raise ValueError(f"{word!r} is no word of {self.name}: its words are {known}")
+        return [MARKERS.index("<q>"), *self.tokenizer.encode(text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without markers."""
+        return self.tokenizer.decode([i for i in ids if i not in self.markers]).strip()
+
+
+class GeneratedTask(Task):
+    """New problems at every step, of 1 to `hops` hops."""
+
+    def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
+        name = str(settings.task)
+        self.generator, self.path = GENERATORS[name], settings.path
+        limit = self.generator.MAX_HOPS - max(EXTRA_HOPS)
+        if not 1 <= settings.hops <= limit:
+            raise ValueError(f"reasoning.hops={settings.hops} is out of range for {name}: give 1 to {limit}")
+        super().__init__(name, self.generator.WORDS, settings.hops, self.generator.LENGTH)
+
+    def _draw(self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int) -> list[Item]:
+        items: list[Item] = self.generator.draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
+        return items
+
+    def draw(self, seed: int, step: int, count: int) -> list[Item]:
+        return self._draw(seed, TRAIN, step, count, 1, self.hops)
+
+    def load_tests(self, count: int) -> dict[str, list[Item]]:
+        hops = [self.hops + more for more in EXTRA_HOPS]
+        sets = {f"{n} hops": self._draw(0, TEST, n, count, n, n) for n in hops}
+        if self.path is not None and self.name in RECODED:
+            dataset, recode = RECODED[self.name]
+            sets[dataset] = recode(Path(self.path))[:count]
+        return sets
+
+    def load_valid(self, count: int) -> list[Item]:
+        return self._draw(0, VALID, self.hops, count, self.hops, self.hops)
+
+
+class TextTask(Task):
+    """Problems of files in the vocabulary of a model's tokenizer, which the markers follow.
+
+    ProsQA's training problems are not published: where there is no file of them, they are generated as *graphs*.
+    """
+
+    def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
+        self.name, self.hops, self.length, self.path = str(settings.task), settings.hops, None, get_path(settings)
+        if tokenizer is None:
+            raise ValueError(
+                f"{self.name} needs a tokenizer: give init=MODEL, or the name of one as reasoning.tokenizer"
+            )
+        self.tokenizer, self.markers = add_markers(tokenizer)
+        self.splits = datasets.find_splits(self.name, self.path)
+        self.is_generated = self.name == "prosqa" and "train" not in self.splits
+        self.can_train = self.is_generated or "train" in self.splits
+
+    def _load(self, split: str) -> list[Item]:
+        return datasets.load_items(self.name, self.path, self.tokenizer, split)
+
+    @cached_property
+    def _train(self) -> list[Item]:
+        return self._load("train")
+
+    def draw(self, seed: int, step: int, count: int) -> list[Item]:
+        if not self.is_generated:
+            return draw_from(self._train, seed, step, count)
+        problems = graphs.draw_problems(make_rng(seed, TRAIN, step), count, 1, self.hops)
+        return datasets.encode_problems(self.name, problems, self.tokenizer)
+
+    def load_tests(self, count: int) -> dict[str, list[Item]]:
+        return {"test": self._load("test")[:count]}
+
+    def load_valid(self, count: int) -> list[Item]:
+        return self._load("valid" if "valid" in self.splits else "test")[:count]
+
+    def load_sample(self) -> list[Item]:
+        """Return all problems of all splits."""
+        train = super().load_sample() if self.is_generated else self._train
+        return [*train, *(item for split in self.splits if split != "train" for item in self._load(split))]
+
+    def hash_problems(self) -> str:
+        return f"{GENERATED} {super().hash_problems()}" if self.is_generated else hash_items(self._train)
+
+    def encode_question(self, text: str) -> list[int]:
+        return self.tokenizer.encode(f"{text}\n")
+
+
+class SudokuTask(Task):
+    """The puzzle is the question, the board the answer; training draws a symmetry of each puzzle."""
+
+    def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
+        super().__init__("sudoku", sudoku.WORDS, 0, sudoku.LENGTH)
+        self.path = get_path(settings)
+
+    @cached_property
+    def _train(self) -> tuple[sudoku.Boards, sudoku.Boards]:
+        return sudoku.load_sudoku(self.path, split="train")
+
+    def draw(self, seed: int, step: int, count: int) -> list[Item]:
+        puzzles, solutions = self._train
+        numbers, rng = draw_from(range(len(puzzles)), seed, step, count), make_rng(seed, SYMMETRY, step)
+        return sudoku.make_items(*sudoku.draw_symmetries(rng, puzzles[numbers], solutions[numbers]))
+
+    def load_tests(self, count: int) -> dict[str, list[Item]]:
+        tests = {level: sudoku.load_sudoku(self.path, [level], split="test") for level in sudoku.LEVELS}
+        return {level: sudoku.make_items(*(boards[:count] for boards in test)) for level, test in tests.items()}
+
+    def load_valid(self, count: int) -> list[Item]:
+        return [item for items in self.load_tests(count // len(sudoku.LEVELS)).values() for item in items]
+
+    def hash_problems(self) -> str:
+        return hash_items(sudoku.make_items(*(boards[:64] for boards in self._train)))
+
+    def encode_question(self, text: str) -> list[int]:
+        """Return the ids of a puzzle; spaces between its cells are optional, and 0 is an empty cell too."""
+        cells = "".join(text.split()).replace("0", ".")
+        if len(cells) != sudoku.CELLS.size:
+            raise ValueError(f"the Sudoku has {len(cells)} cells: give 81 digits row by row, a dot for an empty cell")
+        return super().encode_question(" ".join(cells))
+
+
+TASKS: dict[str, type[GeneratedTask | TextTask | SudokuTask]] = {
+    **dict.fromkeys(GENERATORS, GeneratedTask),
+    **dict.fromkeys(datasets.DATASETS, TextTask),
+    "sudoku": SudokuTask,
+}
+
+
+def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
+    """Open a task by its settings; text tasks take the tokenizer of the model that is trained."""
+    return look_up(TASKS, str(settings.task), "task")(settings, tokenizer)
+
+
+def get_path(settings: ReasoningSettings) -> Path:
+    """Return the folder of a task's files."""
     if settings.path is None:
         raise ValueError(f"reasoning.path is required for {settings.task}: the folder with its files")
-    if tokenizer is None:
-        raise ValueError(
-            f"{settings.task} needs a tokenizer: give init=MODEL, or the name of one as reasoning.tokenizer"
-        )
-    tokenizer, markers = add_markers(tokenizer)
-    name, path = str(settings.task), Path(settings.path)
-    load = partial(datasets.load_items, name, path, tokenizer)
-    train = load("train")
-    return Task(
-        name,
-        tokenizer,
-        markers,
-        settings.hops,
-        None,
-        partial(draw_from, train),
-        lambda count: {"test": load("test")[:count]},
-        lambda count: load("valid" if "valid" in datasets.TEXT_TASKS[name].files else "test")[:count],
-        hash_items(train),
-    )
+    return Path(settings.path)
 
 
 def add_markers(tokenizer: Tokenizer) -> tuple[Tokenizer, Markers]:
@@ -167,30 +240,6 @@ def add_markers(tokenizer: Tokenizer) -> tuple[Tokenizer, Markers]:
     bpe.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in MARKERS[1:]])
     ids = [bpe.token_to_id(marker) or 0 for marker in MARKERS[1:]]
     return replace(tokenizer, bpe=bpe, own_mask_id=None, source=None), Markers(None, *ids)
-
-
-def open_sudoku(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
-    """Open Sudoku: the puzzle is the question, the board the answer; training draws a symmetry of each puzzle."""
-    if settings.path is None:
-        raise ValueError("reasoning.path is required for sudoku: the folder with its files")
-    load = partial(sudoku.load_sudoku, settings.path)
-    puzzles, solutions, _ = load(split="train")
-
-    def draw(seed: int, step: int, count: int) -> list[Item]:
-        numbers = draw_from(range(len(puzzles)), seed, step, count)
-        rng = make_rng(seed, SYMMETRY, step)
-        return sudoku.make_items(*sudoku.draw_symmetries(rng, puzzles[numbers], solutions[numbers]))
-
-    def load_tests(count: int) -> dict[str, list[Item]]:
-        tests = {level: load([level], split="test") for level in sudoku.LEVELS}
-        return {level: sudoku.make_items(test.puzzles[:count], test.solutions[:count]) for level, test in tests.items()}
-
-    def load_valid(count: int) -> list[Item]:
-        return [item for items in load_tests(count // len(sudoku.LEVELS)).values() for item in items]
-
-    words = make_word_tokenizer(sudoku.WORDS, "sudoku")
-    sha256 = hash_items(sudoku.make_items(puzzles[:64], solutions[:64]))
-    return Task("sudoku", words, WORD_MARKERS, 0, LENGTHS["sudoku"], draw, load_tests, load_valid, sha256)
 
 
 @dataclass(frozen=True)

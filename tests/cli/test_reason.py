@@ -15,7 +15,7 @@ import pytest
 from adlm.cli import reason
 from adlm.config import load_config
 from adlm.reasoning.arms import ARMS, Curriculum
-from adlm.reasoning.datasets import TEXT_TASKS
+from adlm.reasoning.datasets import DATASETS
 from adlm.reasoning.evaluation import count_stages, count_training_flops
 from adlm.reasoning.runs import load_run
 from adlm.reasoning.tasks import GENERATORS
@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_help_names_all_tasks_and_arms() -> None:
-    assert set(reason.TASKS) == {*GENERATORS, *TEXT_TASKS, "sudoku"}
+    assert set(reason.TASKS) == {*GENERATORS, *DATASETS, "sudoku"}
     assert set(ARMS) <= set(re.findall(r"\w+", reason.ARM_HELP))
 
 

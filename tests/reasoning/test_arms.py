@@ -9,10 +9,18 @@ import torch
 
 from adlm.data.tokenizers import load_tokenizer
 from adlm.diffusion.rng import CounterRng
-from adlm.reasoning.arms import ARMS, Curriculum, ReasoningBatch, choose_labels, collate, lay_out
+from adlm.reasoning.arms import (
+    ARMS,
+    Curriculum,
+    ReasoningBatch,
+    ReasoningObjective,
+    choose_anchors,
+    choose_labels,
+    collate,
+    lay_out,
+)
 from adlm.reasoning.datasets import load_items
 from adlm.reasoning.items import WORD_MARKERS
-from adlm.reasoning.runs import ReasoningObjective, choose_anchors
 from adlm.reasoning.tasks import ItemBatch, add_markers
 from tests.reasoning.examples import EXAMPLE, FOREIGN, NAMES, QUESTION, draw_examples
 
@@ -114,6 +122,20 @@ def test_an_arm_at_the_end_of_training(name: str) -> None:
 @pytest.mark.parametrize(("name", "stage"), STAGES)
 def test_an_arm_at_a_stage(name: str, stage: int) -> None:
     assert " ".join(render(collate_example(name, stage), NAMES)) == f"{QUESTION} {STAGES[name, stage]}"
+
+
+@pytest.mark.parametrize("name", [name for name, arm in ARMS.items() if arm.steps in ("removed", "by_token")])
+def test_the_last_stage_removes_all_steps_as_in_coconut(name: str) -> None:
+    """Also where the trace is longer than the stages; where it is not, that stage is as any other."""
+    long = EXAMPLE._replace(steps=EXAMPLE.steps + EXAMPLE.steps[::-1])
+    objective = replace(make_objective(name), curriculum=Curriculum(9 if name == "icot" else 3, 2))
+    last = objective.lay_out(long)
+    assert last == objective.lay_out(long, objective.curriculum.stages) and len(last.trace) == 0
+    assert last == objective.lay_out(EXAMPLE) == objective.lay_out(EXAMPLE._replace(steps=[]))  # no step is in a prompt
+    before = objective.lay_out(long, objective.curriculum.stages - 1)
+    assert len(before.trace) == (18 - 8 if name == "icot" else 18 - 2 * 3)
+    stages = 9 if name == "icot" else 3
+    assert objective.lay_out(EXAMPLE) == lay_out(EXAMPLE, ARMS[name], stages, 3, WORD_MARKERS)
 
 
 def test_a_prompt_ends_before_the_first_loss() -> None:

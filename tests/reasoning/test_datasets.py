@@ -11,7 +11,7 @@ import pytest
 
 from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.reasoning.datasets import (
-    TEXT_TASKS,
+    DATASETS,
     Problem,
     encode_problems,
     find_nodes,
@@ -103,7 +103,7 @@ def test_prosqa_is_labelled_with_the_path_of_its_graph(tokenizer: Tokenizer) -> 
     assert tokenizer.decode(items[0].answer) == " Sally is a sterpus."
 
 
-@pytest.mark.parametrize("task", TEXT_TASKS)
+@pytest.mark.parametrize("task", DATASETS)
 def test_off_path_tokens_are_in_the_question_and_are_no_labels(task: str, tokenizer: Tokenizer) -> None:
     for item in load_items(task, EXCERPTS / FILES[task], tokenizer):
         assert len(set(item.off_path)) == len(item.off_path)
@@ -156,7 +156,7 @@ def test_splits_are_found_in_the_folder_and_in_the_folder_above(tmp_path: Path, 
         assert [len(load_items("gsm8k-equations", place, tokenizer, split)) for split in ("train", "test")] == [2, 7]
     (folder / "train.txt").write_bytes(lines[0])  # the augmented file comes first
     assert len(load_items("gsm8k-equations", tmp_path, tokenizer, "train")) == 1
-    for split in ("valid", "dev", None):
+    for split in ("valid", "dev"):
         with pytest.raises(ValueError, match=r"no split .* the splits are: train \(train.txt\), test \(test.txt\);"):
             load_problems("gsm8k-equations", tmp_path, split)
     with pytest.raises(ValueError, match=r"prosqa has no split 'train' .* are: none; .*prosqa_train\.json"):

@@ -164,6 +164,12 @@ def test_arms_train_and_are_evaluated_as_all_others(task: str, arm: str, boards:
     else:
         assert list(result["samplers"]) == ["entropy_bounded", "confidence"]
         assert result["tests"] == result["samplers"]["entropy_bounded"]
+        puzzle = "53..7...." + 72 * "0"
+        if task == "sudoku":
+            reply = evaluation.ask(tmp_path, puzzle)
+            assert reply["answer"].replace(" ", "").startswith("53") and reply["passes"] == 81 - 3
+            with pytest.raises(ValueError, match="the Sudoku has 80 cells: give 81 digits row by row, a dot for an"):
+                evaluation.ask(tmp_path, puzzle[1:])
     shape = runs.load_run(tmp_path).model.config
     assert (shape.anchor_layers, shape.denoiser_layers, shape.is_causal) == {
         "adlm": (1, 1, False), "mdlm": (0, 2, False), "no_cot": (0, 2, True)

@@ -64,7 +64,8 @@ def check_item(item: Item) -> tuple[list[tuple[str, ...]], str, str]:
     assert [words(step) for step in item.steps] == [f"{a} {b} ;" for a, b in pairwise(path)]
     assert set(pairwise(path)) <= set(edges)
     assert len(set(item.off_path)) == len(item.off_path) >= len(item.anchors)
-    assert set(item.off_path) <= set(item.question) and not {item.question[-3], *item.anchors} & set(item.off_path)
+    assert set(item.off_path) <= set(item.question)
+    assert not {*item.question[-3:], *item.anchors} & set(item.off_path)  # nor the distractor, which gives all away
     return edges, target, distractor
 
 
@@ -72,8 +73,8 @@ def check_item(item: Item) -> tuple[list[tuple[str, ...]], str, str]:
 def test_the_target_is_reached_and_the_distractor_is_not(hops: int) -> None:
     items = draw(150, hops, hops, seed=hops)
     for item in items:
-        edges, target, distractor = check_item(item)
-        assert len(item.steps) == hops == len(item.off_path)
+        edges, target, _ = check_item(item)
+        assert len(item.steps) == hops
         assert count_shortest_paths(edges, parse(item)[1])[target][1] == 1
         nodes = {node for edge in edges for node in edge}
         assert 16 <= len(nodes) <= 24 and 30 <= len(edges) <= 42
@@ -81,8 +82,6 @@ def test_the_target_is_reached_and_the_distractor_is_not(hops: int) -> None:
         while sources := {a for a, _ in remaining} - {b for _, b in remaining}:
             remaining = [edge for edge in remaining if edge[0] not in sources]
         assert not remaining  # no cycle
-        others = words(item.off_path).split()
-        assert others[-1] == distractor and set(pairwise(others)) <= set(edges)
     counts, _ = count_features(items)
     assert (counts[:, 1, :2] == counts[:, 2, :2]).all()
     assert (abs(counts[:, 1, 2] - counts[:, 2, 2]) <= 1).all()
@@ -92,7 +91,7 @@ def test_a_written_item() -> None:
     """The counts are those of the drawing: 0 → 3 → 5 → 7 and 1 → 4 → 6 → 8."""
     question = "<q> 3 5 | 1 4 | 0 3 | 6 8 | 5 7 | 4 6 ? 0 8 7"
     ids = [[VOCABULARY.index(word) for word in text.split()] for text in (question, "0 3 ;", "3 5 ;", "5 7 ;", "3 5 7")]
-    item = Item(ids[0], ids[1:4], ids[4], ids[4][-1:], [VOCABULARY.index(word) for word in ("4", "6", "8")])
+    item = Item(ids[0], ids[1:4], ids[4], ids[4][-1:], [VOCABULARY.index(word) for word in ("4", "6", "1")])
     edges, target, distractor = check_item(item)
     assert (len(edges), target, distractor) == (6, "7", "8")
     counts, is_first = count_features([item])
@@ -160,16 +159,29 @@ def test_no_count_tells_the_target_at_any_distance(hops: int) -> None:
 
 
 def test_the_balance_check_finds_a_shortcut() -> None:
-    """Where the distractor is a node in the middle of its path, its counts tell it."""
+    """Where the distractor is a node before that of its path, its counts tell it."""
 
     def plant(item: Item) -> Item:
-        options = [option if option in item.answer else item.off_path[1] for option in item.question[-2:]]
+        edges, _, distractor = check_item(item)
+        before = ZERO + int(next(a for a, b in edges if b == distractor))
+        options = [option if option in item.answer else before for option in item.question[-2:]]
         return item._replace(question=item.question[:-2] + options)
 
     items = list(map(plant, draw(2000, 3, 3)))
     counts, is_first = count_features(items)
     assert shortcut_accuracies(counts, is_first)["ancestors"] > 0.8
     assert probe_accuracy(probe_features(counts, items), is_first, 1000) > 0.8
+
+
+def test_labels_off_the_path_do_not_tell_the_distractor() -> None:
+    """The first ones, which are the labels, reach the distractor as often as the target."""
+    reached = np.zeros(2)
+    for item in draw(3000, 1, 6):
+        edges, target, distractor = check_item(item)
+        for label in words(item.off_path[: len(item.anchors)]).split():
+            found = count_shortest_paths(edges, label)
+            reached += [target in found, distractor in found]
+    assert abs(reached[0] / reached.sum() - 0.5) < 0.02
 
 
 def test_items_depend_on_the_generator_alone() -> None:
@@ -208,7 +220,24 @@ def test_prosqa_keeps_its_edges_and_its_path(tmp_path: Path) -> None:
         assert [symbols[names[record[field]]] for field in fields] == [root, target, distractor]
         query = record["question"].rpartition("Is ")[2].rstrip("?").split()
         assert [symbols[query[2]], symbols[query[4]]] == options
-        assert len(item.off_path) == len(names) - len(item.anchors) - 1
+        assert len(item.off_path) == len(names) - len(item.anchors) - 2
+
+
+def test_graphs_are_written_as_prosqa(tmp_path: Path) -> None:
+    problems = graphs.draw_problems(np.random.default_rng(0), 100, 1, 6)
+    assert problems == graphs.draw_problems(np.random.default_rng(0), 100, 1, 6)
+    path = tmp_path / "prosqa_train.json"
+    path.write_text(json.dumps([problem._asdict() for problem in problems]), "utf-8")
+    for problem, item in zip(problems, graphs.recode_prosqa(path), strict=True):  # it checks sentences and steps
+        edges, target, _ = check_item(item)
+        assert count_shortest_paths(edges, parse(item)[1])[target][1] == 1
+        *facts, query = problem.question.replace("Every ", "").replace("?", ".").split(". ")
+        subjects, objects = ({fact.split()[place] for fact in facts} for place in (0, 3))
+        assert query.split()[1] in subjects - objects and subjects - objects <= set(graphs.NAMES)
+        assert objects <= set(graphs.CONCEPTS)
+    published = {symbol for record in json.loads(EXCERPT.read_text("utf-8")) for symbol in record["idx_to_symbol"]}
+    assert published <= {*graphs.NAMES, *graphs.CONCEPTS}
+    assert (len(set(graphs.NAMES)), len(set(graphs.CONCEPTS))) == (17, 38)
 
 
 @pytest.mark.parametrize(

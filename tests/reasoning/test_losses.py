@@ -9,11 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.models.language_model import LanguageModel
-from adlm.reasoning.arms import ARMS, Curriculum, Labels, ReasoningBatch, RowLayout, collate, lay_out
+from adlm.reasoning.arms import (
+    ARMS,
+    Curriculum,
+    Labels,
+    ReasoningBatch,
+    ReasoningObjective,
+    RowLayout,
+    collate,
+    lay_out,
+)
 from adlm.reasoning.decoding import make_predict
 from adlm.reasoning.items import WORD_MARKERS
-from adlm.reasoning.losses import StepDecoder, reasoning_loss, run_with_feedback
-from adlm.reasoning.runs import ReasoningObjective
+from adlm.reasoning.losses import StepDecoder, compute_features, reasoning_loss
 from adlm.reasoning.tasks import ItemBatch
 from tests.reasoning.examples import build_model, draw_examples, unroll
 
@@ -66,7 +74,7 @@ def test_feedback_is_the_unrolled_computation_and_the_decoder(kind: str) -> None
     model, (layouts, labels) = build_model(kind), lay_out_rows("coconut")
     batch = collate(layouts, labels, feedback=True)
     assert batch.slot is not None and len({len(layout.tokens) for layout in layouts}) > 2
-    features = run_with_feedback(model, batch.xt, batch.slot, batch.slot_ends)
+    features = compute_features(model, batch)
     plain = model(batch.xt)
     predict = make_predict(model, batch.slot.bool(), batch.xt.shape[1], feedback=True)
     with torch.no_grad():

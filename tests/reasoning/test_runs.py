@@ -17,7 +17,10 @@ from adlm.config import load_config
 from adlm.data.tokenizers import END_OF_TEXT, train_bpe
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.reasoning.arms import ARMS
+from adlm.reasoning.evaluation import evaluate
+from adlm.reasoning.graphs import NAMES
 from adlm.reasoning.runs import load_run, open_run, solve, train
+from adlm.training.distributed import DistributedContext
 from adlm.training.loop import Run, run_training
 from tests.training.runs import assert_close, assert_same, curve, shelf, tensors, torchrun
 from tests.training.runs import run as run_text
@@ -217,6 +220,46 @@ def test_a_run_starts_from_a_run_of_another_arm(tmp_path: Path) -> None:
         run(tmp_path / "acot", "acot", "steps=4", f"init={tmp_path / 'cot'}", "optimizer.lr=1e-9")
     shutil.rmtree(tmp_path / "cot")
     assert run(tmp_path / "acot", "acot", "steps=4", f"init={tmp_path / 'cot'}", "optimizer.lr=1e-9").step == 4
+
+
+TEXT_MODEL = ("model.dim=8", "model.heads=2", "model.denoiser_layers=1", "reasoning.tokenizer=bytes", "ema=null")
+
+
+def test_prosqa_without_a_training_file_trains_on_generated_problems(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    shutil.copy(EXCERPTS / "text_prosqa.json", tmp_path / "data/prosqa_test.json")
+    changes = *TEXT_MODEL, f"reasoning.path={tmp_path / 'data'}", "batch=2", "steps=1", "valid.rows=2", "valid.every=1"
+    run(tmp_path / "run", "cot", *changes, "checkpoint.every=1", task="prosqa")
+    result = evaluate(tmp_path / "run", tests=1)
+    assert result["training_problems"] == "generated" and result["tests"]["test"]["problems"] == 1
+    assert result["flops"] > 0
+    task = load_run(tmp_path / "run").task
+    item, other = task.draw(0, 1, 2)
+    assert task.decode(item.question).startswith(("Every ", *NAMES)) and item != other
+    assert len(item.steps) <= 2 and task.decode(item.answer).endswith("pus.")
+
+
+def test_a_folder_with_test_problems_alone_is_enough_to_evaluate(gsm8k: Path, tmp_path: Path) -> None:
+    changes = *TEXT_MODEL, "batch=2", "steps=1", "valid.rows=2", "valid.every=1", "checkpoint.every=1"
+    run(tmp_path / "run", "icot", *changes, f"reasoning.path={gsm8k}", task="gsm8k")
+    (tmp_path / "data").mkdir()
+    shutil.copy(gsm8k / "test.jsonl", tmp_path / "data")
+    result = evaluate(tmp_path / "run", data=tmp_path / "data", tests=2)
+    assert result["training_problems"] == "files" and result["tests"]["test"]["problems"] == 2
+    assert result["flops"] is None
+    with pytest.raises(ValueError, match="gsm8k has no split 'train'"):
+        run(tmp_path / "other", "cot", *changes, f"reasoning.path={tmp_path / 'data'}", task="gsm8k")
+
+
+def test_all_problems_of_a_text_task_must_fit_the_model(gsm8k: Path, tmp_path: Path) -> None:
+    problems = [json.loads(line) for line in (gsm8k / "test.jsonl").read_text("utf-8").splitlines()]
+    short = {"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}
+    lines = [json.dumps(each) for each in [*[short] * 600, problems[0]]]
+    (tmp_path / "train.jsonl").write_text("\n".join([*lines, ""]), "utf-8")
+    (tmp_path / "test.jsonl").write_text(f"{lines[0]}\n", "utf-8")
+    config = load_config(*arguments(tmp_path, "cot", *TEXT_MODEL, f"reasoning.path={tmp_path}", task="gsm8k"))
+    opened = open_run(config, DistributedContext(torch.device("cpu")))
+    assert opened.length > len(problems[0]["question"]) and opened.shape.length >= opened.length
 
 
 def test_words_of_another_task_are_refused(tmp_path: Path) -> None:
