@@ -179,3 +179,35 @@ def test_texts_do_not_depend_on_the_batch_with_deterministic():
     assert lm.generate("The old man ", length=48, n=5, seed=3, steps=24, batch=2).texts == texts
     assert all(text.startswith("The old man ") for text in texts) and len(set(texts)) == 5
     assert lm.score(texts)[0].nll > 0
+
+
+@pytest.mark.parametrize("arm", ["acot", "coconut", "mdlm"])
+def test_captured_reasoning_passes_train_as_eager_ones(arm):
+    from adlm.config import load_config
+    from adlm.reasoning.captures import LENGTHS, CapturedFeatures
+    from adlm.reasoning.losses import compute_features, reasoning_loss
+    from adlm.reasoning.runs import build_reasoning_objective, build_shape
+    from adlm.reasoning.tasks import ItemBatches, open_task
+
+    changes = [f"reasoning.arm={arm}", "reasoning.task=arithmetic", "reasoning.hops=2", "reasoning.stage_steps=2"]
+    changes += ["model.dim=64", "model.heads=4", "model.denoiser_layers=2", "model.dropout=0", "folder=run"]
+    config = load_config("reason", *changes, method="mdlm" if arm == "mdlm" else "ar")
+    task = open_task(config.reasoning)
+    objective = build_reasoning_objective(config, task, multiple=LENGTHS)
+
+    def train(run):
+        model = LanguageModel(build_shape(config, task, None, 64)).cuda()
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step, batch in zip(range(1, 9), ItemBatches(task, 16, seed=0)):  # every stage, and shapes that come back
+            loss = reasoning_loss(model, objective.corrupt(batch, 0, step).to("cuda"), run=run)
+            optimizer.zero_grad()
+            loss.total.backward()
+            optimizer.step()
+            losses.append(loss.total.item())
+        return losses, list(model.parameters())
+
+    captured = CapturedFeatures()
+    (losses, weights), (expected, eager_weights) = train(captured), train(compute_features)
+    assert captured.passes and losses[-1] < losses[0]
+    torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(weights, eager_weights, atol=1e-4, rtol=1e-3)
