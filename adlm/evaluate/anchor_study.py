@@ -347,13 +347,7 @@ def find_guess(study: Row, head: str = "anchor", state: str = "hidden", kind: st
 def get_metric(study: Row, name: str) -> Estimate:
     """A metric of the unperturbed model; NaN where it was not measured."""
     rows = [find_guess(study)] if name == ACCURACY else study["losses" if name == "nll" else "samples"]
-    return get_estimate(rows[0], "accuracy" if name == ACCURACY else name) if rows else Estimate(math.nan)
-
-
-def get_estimate(row: Row, name: str) -> Estimate:
-    """A value of a row with its standard error, NaN and unknown as far as they are missing."""
-    value, error = row[name], row[f"{name}_se"]
-    return Estimate(math.nan if value is None else value, None if error is None or math.isnan(error) else error)
+    return Estimate.from_row(rows[0], "accuracy" if name == ACCURACY else name) if rows else Estimate(math.nan)
 
 
 def find_run(study: Row) -> str:
@@ -426,7 +420,10 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
             names = {key: COLUMN_NAMES.get(key, key.replace("_", " ")) for key in (*texts, *numbers)}
             columns = [Column(names[key], 1 if key in ("nfe", "gen_ppl") else 3, key in texts) for key in names]
             rows = [
-                [*(HEADS.get(row[key], row[key]) for key in texts), *(_get_cell(row, key) for key in numbers)]
+                [
+                    Estimate.from_row(row, key) if f"{key}_se" in row else HEADS.get(row[key], row[key])
+                    for key in (*texts, *numbers)
+                ]
                 for row in study[part]
                 if part != "guesses" or (row["mask_rate"] == ALL_RATES and row["kind"] != "every")
             ]
@@ -455,8 +452,3 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
 def _format_test(each: Row, name: str, prefix: str) -> list[Any]:
     p_value, *interval = (each[f"{prefix}{key}"] for key in ("p_value", "low", "high"))
     return [Estimate(each[name], interval=tuple(interval)), "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"]
-
-
-def _get_cell(row: Row, name: str) -> Any:
-    cell = get_estimate(row, name) if f"{name}_se" in row else row[name]
-    return None if isinstance(cell, Estimate) and math.isnan(cell.value) else cell

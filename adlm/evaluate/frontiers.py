@@ -139,10 +139,8 @@ def tabulate_points(points: Sequence[Point], reference: Point | None, settings: 
         rows[-1] += [f"{point['temperature']:g}", f"{point['top_p']:g}", point["nfe"], speed]
     rows += [] if reference is None else [["", "held-out text", "", *[None] * 5]]
     for row, values in zip(rows, [*points, *([] if reference is None else [reference])], strict=True):
-        quality = [
-            (values[name], values[f"{name}_se"]) for name in ("gen_ppl", "entropy", "distinct_2", "repetition_4")
-        ]
-        row += [values["tokens"], *(None if value is None else Estimate(value, stderr) for value, stderr in quality)]
+        metrics = ("gen_ppl", "entropy", "distinct_2", "repetition_4")
+        row += [values["tokens"], *(Estimate.from_row(values, name) for name in metrics)]
     size = f"Batches of {min(settings['batch'], settings['n'])} texts on {settings['device']}"
     notes = [f"{NOTE} {size}, {settings['threads']} threads."]
     notes += [] if settings["scorer"] else ["There is no Gen-PPL without a scoring model (--judge)."]

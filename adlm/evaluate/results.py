@@ -22,6 +22,11 @@ class Estimate:
     stderr: float | None = None
     interval: tuple[float, float] | None = None
 
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], name: str) -> "Estimate":
+        """The value NAME of a flat row, NaN where there is none, with its standard error NAME_se."""
+        return cls(math.nan if row[name] is None else row[name], row[f"{name}_se"])
+
     def as_dict(self) -> dict[str, Any]:
         """`{"value": …, "stderr": …}`, with `"interval"` where there is one."""
         fields: dict[str, Any] = {"value": self.value, "stderr": self.stderr}
@@ -54,7 +59,8 @@ class Column:
 
     def format(self, cell: Cell) -> str:
         """A cell as text; a missing value is a dash."""
-        if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        value = cell.value if isinstance(cell, Estimate) else cell
+        if cell is None or (isinstance(value, float) and math.isnan(value)):
             return "–"
         if isinstance(cell, Estimate):
             return cell.format(self.digits)
