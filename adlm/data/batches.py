@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -49,24 +49,6 @@ def is_valid(lengths: Tensor, length: int) -> Tensor:
     return torch.arange(length) < lengths[:, None]
 
 
-class TrainingBatch(Protocol):
-    """What the training loop reads of a batch; its rows are known to the objective."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def lengths(self) -> Tensor | None: ...
-    @property
-    def number(self) -> Tensor: ...
-    @property
-    def place(self) -> Tensor: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def state(self) -> dict[str, Any]: ...
-    def split(self, rows: int) -> Sequence[TrainingBatch]: ...
-
-
 @dataclass(frozen=True)
 class Batch:
     """The rows of a global batch that belong to this process."""
@@ -82,13 +64,11 @@ class Batch:
         """Return a mask (n, L) that is False at padding, or None without padding."""
         return None if self.lengths is None else is_valid(self.lengths, self.tokens.shape[1])
 
-    def split(self, rows: int) -> list[Batch]:
+    def split(self, rows: int) -> list[Self]:
         """Split into batches of at most so many rows."""
-        if rows >= len(self.tokens):
-            return [self]
-        names = [name for name in ("tokens", "lengths", "number", "place") if getattr(self, name) is not None]
-        parts = zip(*(getattr(self, name).split(rows) for name in names))
-        return [replace(self, **dict(zip(names, part))) for part in parts]
+        names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor | list)]
+        parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
+        return [replace(self, **{name: getattr(self, name)[part] for name in names}) for part in parts]
 
 
 def _build_loader(rows: Any, **options: Any) -> Any:

@@ -14,8 +14,10 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from adlm.config import ReasoningSettings
+from adlm.data.batches import Batch
 from adlm.data.tokenizers import Tokenizer
 from adlm.methods import look_up
 from adlm.reasoning import arithmetic, chains, datasets, graphs, sudoku
@@ -243,31 +245,20 @@ def add_markers(tokenizer: Tokenizer) -> tuple[Tokenizer, Markers]:
 
 
 @dataclass(frozen=True)
-class ItemBatch:
-    """The problems of an optimizer step that belong to this process; `foreign` are their neighbors in the batch."""
+class ItemBatch(Batch):
+    """The problems of an optimizer step that belong to this process; the tokens are their questions, padded."""
 
     items: list[Item]
-    foreign: list[Item]
-    number: Tensor  # (n,): keys the random numbers
-    place: Tensor  # (n,): positions in the global batch
-    total: int
-    state: dict[str, Any]
+    foreign: list[Item]  # their neighbors in the batch
 
-    @property
-    def lengths(self) -> Tensor:
-        return torch.tensor([len(item.question) for item in self.items])
-
-    @property
-    def tokens(self) -> Tensor:
-        """The questions, padded."""
-        length = max(len(item.question) for item in self.items)
-        return torch.tensor([item.question + [0] * (length - len(item.question)) for item in self.items])
-
-    def split(self, rows: int) -> list[ItemBatch]:
-        """Split into batches of at most so many rows."""
-        parts = [slice(start, start + rows) for start in range(0, len(self.items), rows)]
-        names = ("items", "foreign", "number", "place")
-        return [replace(self, **{name: getattr(self, name)[part] for name in names}) for part in parts]
+    @classmethod
+    def from_items(
+        cls, items: list[Item], foreign: list[Item], number: Tensor, place: Tensor, total: int, state: dict[str, Any]
+    ) -> ItemBatch:
+        """Make the batch of these problems."""
+        tokens = pad_sequence([torch.tensor(item.question) for item in items], batch_first=True)
+        lengths = torch.tensor([len(item.question) for item in items])
+        return cls(tokens, lengths, number, place, total, state, items, foreign)
 
 
 class ItemBatches:
@@ -287,4 +278,5 @@ class ItemBatches:
             mine, place = slice(self.rank, None, self.size), torch.arange(self.rank, self.batch, self.size)
             foreign = items[1:] + items[:1]
             state = {"epoch": 0, "step": self.step}
-            yield ItemBatch(items[mine], foreign[mine], self.step * self.batch + place, place, self.batch, state)
+            numbers = self.step * self.batch + place
+            yield ItemBatch.from_items(items[mine], foreign[mine], numbers, place, self.batch, state)

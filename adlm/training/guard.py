@@ -13,7 +13,7 @@ from types import FrameType
 from safetensors.torch import save_file
 
 from adlm.checkpoint import write_json
-from adlm.data.batches import TrainingBatch
+from adlm.data.batches import Batch
 
 # 75 is EX_TEMPFAIL: the run is saved, start the same command again.
 EXIT_CODES: dict[int, int] = {signal.SIGTERM: 75, signal.SIGINT: 130}
@@ -23,7 +23,7 @@ EXIT_CODES |= {signal.SIGUSR1: 75} if hasattr(signal, "SIGUSR1") else {}  # Wind
 class Diverged(RuntimeError):
     """The loss is not finite or spiked; has the step and its batch."""
 
-    def __init__(self, message: str, step: int, batch: TrainingBatch, *, is_spike: bool = False) -> None:
+    def __init__(self, message: str, step: int, batch: Batch, *, is_spike: bool = False) -> None:
         super().__init__(message)
         self.step, self.batch, self.is_spike = step, batch, is_spike
 
@@ -42,7 +42,7 @@ class LossGuard:
     def __init__(self, spike: float | None, window: int) -> None:
         self.spike, self.recent = spike, deque[float](maxlen=window)
 
-    def check(self, loss: float, gradient_norm: float, step: int, batch: TrainingBatch) -> None:
+    def check(self, loss: float, gradient_norm: float, step: int, batch: Batch) -> None:
         """Raise Diverged if the loss or the gradient is not finite or the loss spiked; remember the loss otherwise."""
         for name, value in {"loss": loss, "gradient norm": gradient_norm}.items():
             if not math.isfinite(value):  # of the gradient: the updated weights must not be saved

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from adlm.config import Config
-from adlm.data.batches import TrainingBatch
+from adlm.data.batches import Batch
 from adlm.data.shards import PreparedData, fsync_path, write_atomically
 from adlm.methods import look_up
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
@@ -45,7 +45,7 @@ class StepMetrics:
     values: Tensor  # (4,) on the device, in the order of STEP_METRICS: this rank's share of the losses, the norm
     lr_multiplier: float  # of the peak learning rates
     anchor_weight: float
-    batch: TrainingBatch
+    batch: Batch
     stall: float  # seconds spent waiting for the dataloader
 
 

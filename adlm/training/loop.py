@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
-from adlm.data.batches import TrainingBatch
+from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
 from adlm.models.language_model import LanguageModel
 from adlm.training import setup
@@ -36,7 +36,7 @@ from adlm.training.optim import build_optimizers, get_lr_multiplier, get_trainin
 def train_steps(
     parallel: ParallelModel,
     objective: TrainingObjective,
-    batches: Iterator[TrainingBatch],
+    batches: Iterator[Batch],
     optimizers: Sequence[Optimizer],
     *,
     steps: int,
@@ -58,7 +58,7 @@ def train_steps(
     device, on_gpu = context.device, context.device.type == "cuda"
     parallel.model.train()
 
-    def prepare(step: int) -> tuple[TrainingBatch, Sequence[TrainingBatch], list[NoisyBatch], float]:
+    def prepare(step: int) -> tuple[Batch, Sequence[Batch], list[NoisyBatch], float]:
         """Corrupt a step's batch on the CPU, while the device computes the step before."""
         start = time.perf_counter()
         batch = next(batches)

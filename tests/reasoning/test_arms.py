@@ -253,7 +253,7 @@ def make_objective(name: str) -> ReasoningObjective:
 
 def make_batch(count: int = 8) -> ItemBatch:
     items, numbers = draw_examples(count), torch.arange(count)
-    return ItemBatch(items, items[1:] + items[:1], numbers + 100, numbers, count, {})
+    return ItemBatch.from_items(items, items[1:] + items[:1], numbers + 100, numbers, count, {})
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -126,7 +126,7 @@ def test_padding_changes_nothing() -> None:
 
 def make_batch(count: int = 8) -> ItemBatch:
     items, numbers = draw_examples(count), torch.arange(count)
-    return ItemBatch(items, items[1:] + items[:1], numbers + 100, numbers, count, {})
+    return ItemBatch.from_items(items, items[1:] + items[:1], numbers + 100, numbers, count, {})
 
 
 def make_objective(name: str, *, stage_steps: int = 2, slots_per_stage: int = 1) -> ReasoningObjective:
