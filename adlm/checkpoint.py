@@ -31,6 +31,7 @@ MODEL_FORMAT = 1  # of config.json and model.safetensors
 RUN_FORMAT = 2  # of state.json and training/
 WRAPPED, DOCUMENTS = "wrapped", "documents"
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", *CONFIG_FILES)  # that are loaded
+EXPORTED_WEIGHTS, EXPORTED_PREFIX = "model/model.safetensors", "model."  # of a folder that `adlm export` wrote
 FLOAT_DTYPES = ("F32", "F16", "BF16")  # of stored tensors; matrices may also be int8
 SCALE = ".scale"  # of an int8 matrix
 INT8_MAX = 127
@@ -299,10 +300,16 @@ def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the weights for inference, by name."""
+    file = find_weights_file(path)
     try:
-        return load_file(path / "model.safetensors")
+        return {name.removeprefix(EXPORTED_PREFIX): weight for name, weight in load_file(file).items()}
     except SafetensorError as error:
-        raise ValueError(f"{path / 'model.safetensors'} is damaged ({error}): {COPY_AGAIN}") from error
+        raise ValueError(f"{file} is damaged ({error}): {COPY_AGAIN}") from error
+
+
+def find_weights_file(folder: Path) -> Path:
+    """Return the file of a model folder's weights."""
+    return folder / (EXPORTED_WEIGHTS if (folder / EXPORTED_WEIGHTS).is_file() else "model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -351,9 +358,7 @@ def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
         model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
     except RuntimeError as error:
         problem = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"{folder / 'model.safetensors'} does not fit config.json ({problem}): {COPY_AGAIN}"
-        ) from error
+        raise ValueError(f"{find_weights_file(folder)} does not fit config.json ({problem}): {COPY_AGAIN}") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content["rows"])
 
@@ -381,10 +386,10 @@ def read_config_json(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
     """Raise ValueError unless the header of model.safetensors has the model's tensors, in float (matrices: or int8)."""
-    path = folder / "model.safetensors"
+    path = find_weights_file(folder)
     try:
         with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            slices = {name.removeprefix(EXPORTED_PREFIX): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             stored = {name: tuple(part.get_shape()) for name, part in slices.items()}
             dtypes = {name: part.get_dtype() for name, part in slices.items()}
     except SafetensorError as error:

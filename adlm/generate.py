@@ -3,19 +3,21 @@
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame, continue_tokens, denoise
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
 from adlm.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from adlm.data.tokenizers import Tokenizer
 
 Inputs = tuple[Tensor | None, ...]
 ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
@@ -203,7 +205,7 @@ def stream_tokens(
 
 def generate_texts(
     predictor: Predictor,
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     sampler: Plan | Order | None,
     *,
     rows: int = 1,

@@ -12,6 +12,7 @@ from adlm.models.language_model import PRESETS, ModelConfig
 from adlm.remedies import describe_unknown
 
 Entry = TypeVar("Entry")
+DEFAULT_STEPS = 128  # of a plan
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,12 @@ def check_known(kind: str, name: str, known: Collection[str]) -> None:
 def takes_steps(sampler: str) -> bool:
     """Return whether a sampler has a number of steps."""
     return "steps" in inspect.signature(look_up(SAMPLERS, sampler, "sampler")).parameters
+
+
+def choose_steps(sampler: str, steps: int | None, hidden: int) -> int:
+    """Return a sampler's steps: by default DEFAULT_STEPS; confidence and margin reveal one hidden token a step."""
+    is_order = look_up(SAMPLERS, sampler, "sampler") in (orders.confidence, orders.margin)
+    return steps if steps is not None else hidden if is_order else DEFAULT_STEPS
 
 
 def build_sampler(name: str, **options: Any) -> Plan | Order:

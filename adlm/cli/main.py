@@ -12,6 +12,7 @@ from adlm.cli.demo import demo
 from adlm.cli.doctor import doctor
 from adlm.cli.errors import Commands
 from adlm.cli.eval import app as eval_app
+from adlm.cli.export import export
 from adlm.cli.generate import infill, sample
 from adlm.cli.list import models, recipes
 from adlm.cli.output import print_json
@@ -58,7 +59,7 @@ def version(is_json: options.Json = False) -> None:
         typer.echo(__version__)
 
 
-for command in (demo, sample, infill, score, prepare, train, plot, convert, models, recipes, doctor):
+for command in (demo, sample, infill, score, prepare, train, plot, convert, export, models, recipes, doctor):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
 app.add_typer(reason_app, name="reason")

@@ -16,7 +16,7 @@ from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.generate import Predictor
-from adlm.methods import SAMPLERS, build_sampler, look_up
+from adlm.methods import SAMPLERS, build_sampler, choose_steps, look_up
 from adlm.text.templates import (
     Hole,
     Layout,
@@ -28,7 +28,6 @@ from adlm.text.templates import (
     tokenize_piece,
 )
 
-DEFAULT_STEPS = 128  # of a plan
 DEFAULT_BATCH = 16  # rows that are sampled at a time
 Templates = Template | Sequence[Template]
 ALIASES = {  # names of transformers, diffusers and LLaDA
@@ -312,8 +311,8 @@ def choose_sampler(
     if unknown := [option for option in options if option not in own]:
         known = [f"{each} (of {name})" for each in own] + list(SHARED_SETTINGS)
         raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(known)}")
-    if "steps" in own and steps is None:
-        steps = hidden if factory in (SAMPLERS["confidence"], SAMPLERS["margin"]) else DEFAULT_STEPS
+    if "steps" in own:
+        steps = choose_steps(name, steps, hidden)
     settings = {**({} if steps is None else {"steps": steps}), **options}
     return build_sampler(name, **settings), {"sampler": name, **settings}
 

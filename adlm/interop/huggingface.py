@@ -1,0 +1,236 @@
+"""Exports models to Hugging Face folders; importing this registers the classes with transformers.
+
+A folder holds the weights once and loads in `adlm.load` and in transformers: with this package, or without it from the
+code files (`trust_remote_code=True`), copies of the package's modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from adlm.checkpoint import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel, build_config_json, write_json
+from adlm.data.tokenizers import Tokenizer
+from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
+from adlm.models.costs import count_parameters
+from adlm.text.lm import LM
+from adlm.text.templates import classify_tokens, joins_blanks
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MASK_TOKEN = "<|mask|>"  # of tokenizers without their own; "[MASK]" in a text stays text
+MODELING = "adlm.interop.modeling_adlm"
+PACKAGE = Path(__file__).resolve().parents[1]
+
+AutoConfig.register("adlm", AdlmConfig, exist_ok=True)
+AutoModelForMaskedLM.register(AdlmConfig, AdlmForMaskedLM, exist_ok=True)
+AutoModelForCausalLM.register(AdlmConfig, AdlmForCausalLM, exist_ok=True)
+
+
+def export(lm: LM, folder: str | Path, *, dtype: str = "float32") -> Path:
+    """Write a model as a Hugging Face folder, its weights in float32 or bfloat16."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
+    folder, loaded = Path(folder), lm.loaded
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: give a new folder")
+    (folder / "model").mkdir(parents=True)
+    tokenizer = export_tokenizer(lm, folder)
+    weights = {
+        EXPORTED_PREFIX + name: tensor.to(DTYPES[dtype]).contiguous()
+        for name, tensor in lm.model.state_dict().items()
+        if not (lm.model.config.tied and name == "head.weight")
+    }
+    save_file(weights, folder / EXPORTED_WEIGHTS, metadata={"format": "pt"})
+    (folder / EXPORTED_WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner can read
+    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(weights, EXPORTED_WEIGHTS)}
+    write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / "config.json", build_hub_config(loaded, tokenizer, dtype))
+    write_code(folder, MODELING)
+    (folder / "README.md").write_text(write_card(lm, dtype), "utf-8")
+    return folder
+
+
+def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:
+    """Write the tokenizer with a mask and a pad token; it puts the tokens that begin and end a text around it."""
+    own, shape = lm.tokenizer, lm.model.config
+    bpe = tokenizers.Tokenizer.from_str(own.json)
+    mask_id = own.own_mask_id
+    if mask_id is None and shape.mask_id is not None:
+        mask_id = shape.mask_id
+        token = AddedToken(MASK_TOKEN, lstrip=joins_blanks(own), normalized=False, special=True)
+        if bpe.token_to_id(MASK_TOKEN) is not None or not bpe.add_special_tokens([token]):
+            raise ValueError(
+                f"the tokenizer already has {MASK_TOKEN!r}, but not as its mask: set mask_token in its config"
+            )
+        if bpe.token_to_id(MASK_TOKEN) != mask_id:
+            at = bpe.token_to_id(MASK_TOKEN)
+            raise ValueError(f"a new mask token has id {at}, the model's {mask_id}: use a vocabulary without gaps")
+    names = {i: bpe.id_to_token(i) for i in (own.bos_id, own.eos_id) if i is not None}
+    first = [names[own.bos_id]] if own.bos_id is not None else []
+    last = [names[own.eos_id]] if own.eos_id is not None and lm.row_format.is_framed else []
+    template = processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", "$B", *last],
+        special_tokens=[(t, i) for i, t in names.items()],
+    )
+    is_kept = isinstance(bpe.post_processor, processors.ByteLevel)  # it changes offsets alone
+    bpe.post_processor = processors.Sequence([bpe.post_processor, template]) if is_kept else template
+    pad_id = next((i for i in (own.pad_id, own.eos_id, mask_id) if i is not None), None)
+    exported = Tokenizer(bpe, own.bos_id, own.eos_id, pad_id, mask_id, own.name)
+    exported.save(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    write_json(path, config | {"model_max_length": shape.length, "padding_side": "left"})
+    return exported
+
+
+def build_hub_config(loaded: LoadedModel, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+    """Return a config.json that both libraries read: ours and the keys of transformers."""
+    shape = loaded.model.config
+    special = classify_tokens(tokenizer).special[: shape.vocab_size]
+    beyond = range(len(special), shape.vocab_size)  # ids without a token
+    kind = "CausalLM" if shape.is_causal else "MaskedLM"
+    modeling, ids = MODELING.rpartition(".")[2], (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    return build_config_json(shape, loaded.method, loaded.step, loaded.rows) | {
+        "model_type": AdlmConfig.model_type,
+        "architectures": [f"AdlmFor{kind}"],
+        "auto_map": {"AutoConfig": f"{modeling}.AdlmConfig", f"AutoModelFor{kind}": f"{modeling}.AdlmFor{kind}"},
+        "dtype": dtype,
+        "tie_word_embeddings": shape.tied,
+        "special_token_ids": [*special.nonzero()[:, 0].tolist(), *beyond],
+        "transformers_version": version("transformers"),
+        **{f"{role}_token_id": token for role, token in zip(("bos", "eos", "pad"), ids, strict=True)},
+    }
+
+
+def write_code(folder: Path, *modules: str) -> None:
+    """Write the code files of modules and of all that they import from this package."""
+    folder.mkdir(exist_ok=True)
+    for name, source in collect_code(*modules).items():
+        (folder / f"{name}.py").write_text(source, "utf-8")
+
+
+def collect_code(*modules: str) -> dict[str, str]:
+    """Return the sources of modules and of all that they import from this package, by the names of flat files."""
+    files: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        name = name_code_file(module)
+        if origins.setdefault(name, module) != module:
+            raise ValueError(f"{module} and {origins[name]} have the same file name: rename one of them")
+        if name not in files:
+            path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+            source, needed = rewrite_imports(path.read_text("utf-8"))
+            files[name] = f"# Copied from {module} of adlm {version('adlm')} (Apache-2.0); change it there.\n{source}"
+            todo += needed
+    return files
+
+
+def name_code_file(module: str) -> str:
+    """Return the flat name of a module of this package: that of transformers for a model, else adlm_<name>."""
+    name = module.rpartition(".")[2]
+    return name if module.startswith("adlm.interop.") else f"adlm_{name}"
+
+
+def rewrite_imports(source: str) -> tuple[str, list[str]]:
+    """Make a module's imports from this package relative to its folder; return the source and the imported modules."""
+    lines, needed, tree = source.splitlines(), list[str](), ast.parse(source)
+    typing_only = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in node.body
+    }
+    for node in ast.walk(tree):
+        replacement: list[str] = []
+        if isinstance(node, ast.Import) and node.names[0].name.startswith("triton"):
+            # transformers requires what a file imports, and this file is imported with CUDA alone.
+            alias = node.names[0]
+            replacement = [f'{alias.asname or alias.name} = __import__("importlib").import_module("{alias.name}")']
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "adlm":
+            assert node.module is not None
+            for alias in node.names:
+                name = alias.asname or alias.name
+                module = f"{node.module}.{alias.name}"
+                is_module = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
+                module = module if is_module else node.module
+                imported = "__name__" if is_module else alias.name
+                replacement.append(f"from .{name_code_file(module)} import {imported} as {name}")
+                if is_module:
+                    replacement.append(f'{name} = __import__("sys").modules[{name}]')
+                if id(node) not in typing_only:
+                    needed.append(module)
+            replacement = ["pass"] if id(node) in typing_only else replacement
+        if replacement and isinstance(node, ast.stmt):
+            start, end = node.lineno - 1, node.end_lineno or node.lineno
+            indent = " " * node.col_offset
+            lines[start:end] = ["\n".join(indent + line for line in replacement)] + [""] * (end - start - 1)
+    # Several copies of an operator may be loaded into one process.
+    text = "\n".join(lines).replace('custom_op("adlm::', 'custom_op(__name__.replace(".", "_") + "::')
+    return text + "\n", needed
+
+
+def write_card(lm: LM, dtype: str) -> str:
+    """Return the model card."""
+    shape, is_causal = lm.model.config, lm.model.config.is_causal
+    auto_class = "AutoModelForCausalLM" if is_causal else "AutoModelForMaskedLM"
+    layers = f"{shape.anchor_layers} layers of anchor network and " if shape.anchor_layers else ""
+    title, last = Path(lm.name).name, "decoder" if is_causal else "denoiser"
+    sampling = "" if is_causal else ', sampler="remask_loop", steps=128'
+    fill = "" if is_causal else f'\npipeline("fill-mask", model=model, tokenizer=tokenizer)("Once{MASK_TOKEN} a time")'
+    return f"""---
+library_name: transformers
+pipeline_tag: {"text-generation" if is_causal else "fill-mask"}
+tags: [adlm, {lm.method}, {"autoregressive" if is_causal else "masked-diffusion"}]
+---
+# {title}
+
+A language model of the method `{lm.method}` ([arXiv 2505.18456](https://arxiv.org/abs/2505.18456)), exported with
+adlm {version("adlm")}.
+
+| | |
+|---|---|
+| parameters | {count_parameters(shape):,} |
+| architecture | dim {shape.dim}, {shape.heads} heads, {layers}{shape.denoiser_layers} of {last} |
+| rows | {shape.length} tokens, {lm.loaded.rows} |
+| vocabulary | {shape.vocab_size:,} tokens, tokenizer `{lm.tokenizer.name}` |
+| training | {lm.step:,} steps |
+| weights | {dtype} |
+
+```python
+from transformers import AutoTokenizer, {auto_class}, pipeline
+
+tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)
+model = {auto_class}.from_pretrained("{title}", trust_remote_code=True)
+prompt = tokenizer("It was", return_tensors="pt")
+tokens = model.generate(**prompt, max_new_tokens=64{sampling}, seed=0)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True)){fill}
+```
+
+Without `trust_remote_code`, install adlm and `import adlm.interop.huggingface`. `adlm.load` reads this folder, too.
+"""
+
+
+def push_to_hub(folder: str | Path, repo: str, *, is_private: bool = True) -> str:
+    """Upload an exported folder to OWNER/NAME on the Hub and return the address of its commit."""
+    from huggingface_hub import HfApi
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() or not (folder / EXPORTED_WEIGHTS).is_file():
+        raise ValueError(f"{folder} is no exported model: write it with `adlm export MODEL --out {folder}` first")
+    api = HfApi()
+    api.create_repo(repo, private=is_private, exist_ok=True)
+    commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model exported with adlm")
+    return str(commit.commit_url)

@@ -1,0 +1,248 @@
+"""The four models as transformers classes; `huggingface.py` copies this file into exported folders as remote code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
+
+from adlm.diffusion.categorical import SamplingParams, TokenLimits
+from adlm.diffusion.denoising import Frame
+from adlm.diffusion.plans import mean_noise_level
+from adlm.generate import Predictor, stream_tokens
+from adlm.methods import build_sampler, choose_steps, takes_steps
+from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
+
+DEFAULT_SAMPLER = "remask_loop"
+
+
+class AdlmConfig(PreTrainedConfig):
+    """The content of config.json, which `adlm.load` reads too: `model` has the settings of `ModelConfig`."""
+
+    model_type = "adlm"
+
+    def __init__(
+        self,
+        model: dict[str, Any] | None = None,
+        method: str = "adlm",
+        step: int = 0,
+        rows: str = "wrapped",
+        format: int = 1,
+        special_token_ids: list[int] | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.model, self.method, self.step, self.rows, self.format = model or {}, method, step, rows, format
+        self.special_token_ids = special_token_ids or []  # never sampled, except the end token
+        kwargs.setdefault("tie_word_embeddings", self.model.get("tied", False))
+        kwargs |= {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model["vocab_size"]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model["dim"]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.model["heads"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.model["anchor_layers"] + self.model["denoiser_layers"]
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.model["length"]
+
+
+class AdlmPreTrainedModel(PreTrainedModel):
+    """A `LanguageModel` that transformers loads, saves and generates with."""
+
+    config_class = AdlmConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}  # noqa: RUF012
+    _no_split_modules = ["Layer"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(self, config: AdlmConfig) -> None:
+        super().__init__(config)
+        shape = ModelConfig(**config.model)
+        if torch.get_default_device().type == "meta":  # `from_pretrained`: the weights follow
+            self.model = build_on_meta(shape)
+        else:
+            self.model = LanguageModel(shape)
+            for module in self.model.modules():
+                module._is_hf_initialized = True  # transformers leaves them as they are
+        self.post_init()
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.model.embed
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.model.head
+
+    def compute_logits(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, noise_level: Tensor | None = None
+    ) -> Tensor:
+        """Return logits (B, L, V), the mask's as good as minus infinity.
+
+        The noise level of a model with time conditioning is by default that of the share of tokens that are hidden.
+        """
+        shape = self.model.config
+        valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        if shape.time_conditioning and noise_level is None:
+            counted = torch.ones_like(input_ids, dtype=torch.bool) if valid is None else valid
+            hidden = ((input_ids == shape.mask_id) & counted).sum(-1) / counted.sum(-1)
+            noise_level = mean_noise_level(hidden)
+        logits = self.model.head(self.model(input_ids, noise_level, valid=valid).final)
+        if shape.mask_id is None:
+            return logits
+        return logits.index_fill(-1, torch.tensor(shape.mask_id, device=logits.device), NEG_INF)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        sampler: str | None = None,
+        steps: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 0.9,
+        top_k: int | None = None,
+        do_sample: bool = True,
+        seed: int | None = None,
+        block: int | None = None,
+        num_return_sequences: int = 1,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """Continue the rows of input_ids and fill their mask tokens; return them with the new tokens, padded left.
+
+        By default a row is as long as the model allows, or where it has mask tokens, as it is. The sampler takes its
+        own options (eta, bound, …). Without a seed, one is drawn from torch's global generator. A model of whole
+        documents puts the end token after the new tokens instead of after the prompt.
+        """
+        shape, config = self.model.config, self.config
+        eos, pad = config.eos_token_id, config.pad_token_id
+        is_framed = config.rows == "documents" and not shape.is_causal and eos is not None
+        rows = [row if mask is None else row[mask.bool()] for row, mask in self._pair_rows(input_ids, attention_mask)]
+        rows = [row[:-1] if is_framed and len(row) > 1 and int(row[-1]) == eos else row for row in rows]
+        if max_new_tokens is None:
+            has_holes = shape.mask_id is not None and bool((input_ids == shape.mask_id).any())
+            max_new_tokens = 0 if has_holes else shape.length - is_framed - max(len(row) for row in rows)
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}: a prompt must be shorter than {shape.length} tokens")
+        hole = input_ids.new_full((max_new_tokens,), 0 if shape.mask_id is None else shape.mask_id)
+        end = input_ids.new_full((int(is_framed),), eos if is_framed else 0)
+        numbers = torch.arange(num_return_sequences).repeat(len(rows))
+        rows = [torch.cat([row, hole, end]) for row in rows for _ in range(num_return_sequences)]
+        positions = torch.arange(max(map(len, rows)))
+        lengths = torch.tensor([len(row) for row in rows])[:, None]
+        is_new = (positions >= lengths - len(hole) - len(end)) & (positions < lengths - len(end))
+        xt = pad_sequence(rows, batch_first=True, padding_value=int(shape.mask_id == 0))  # nothing reads the padding
+        is_free = is_new if shape.is_causal else is_new | (xt.cpu() == shape.mask_id)
+        if not shape.is_causal:
+            sampler = sampler or DEFAULT_SAMPLER
+            if steps is not None or takes_steps(sampler):
+                options["steps"] = choose_steps(sampler, steps, int(is_free.sum(-1).max()))
+        elif sampler is not None or steps is not None or options:
+            raise ValueError("a causal model samples from left to right: leave sampler, steps and their options out")
+        kinds = is_free.long() if is_framed else torch.where(is_new, 2, 1)
+        frames = stream_tokens(
+            Predictor(self._copy_model(), self.device, self.dtype, is_compiled=False),
+            xt,
+            None if sampler is None else build_sampler(sampler, **options),
+            seed=int(torch.randint(2**62, ())) if seed is None else seed,
+            rows=numbers,
+            sampling=SamplingParams(temperature if do_sample else 0.0, top_k, top_p),
+            is_fixed=~is_free,
+            valid=None if bool((positions < lengths).all()) else positions < lengths,
+            limits=TokenLimits(kinds, self._banned_tokens()),
+            block=block,
+        )
+        frame = self._stream(frames, rows, len(hole) + len(end), streamer)
+        tokens = frame.tokens
+        if not is_framed and eos is not None and bool(is_new.any()):  # the text ends at the first end token
+            is_end = (tokens == eos) & is_new.to(tokens.device)
+            is_after = is_end.long().cumsum(-1) - is_end.long() > 0
+            tokens = torch.where(is_after & is_new.to(tokens.device), eos if pad is None else pad, tokens)
+        shortest = [F.pad(row[:n], (len(positions) - n, 0), value=pad or 0) for row, n in zip(tokens, lengths[:, 0])]
+        return torch.stack(shortest)
+
+    @staticmethod
+    def _pair_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+        """Return every row with its attention mask."""
+        masks = [None] * len(input_ids) if attention_mask is None else list(attention_mask)
+        return list(zip(input_ids, masks, strict=True))
+
+    def _copy_model(self) -> LanguageModel:
+        """Copy the model to memory of its own: sums round by the alignment of their addresses, and so would tokens."""
+        copy = build_on_meta(self.model.config)
+        copy.load_state_dict({name: tensor.clone() for name, tensor in self.model.state_dict().items()}, assign=True)
+        return copy.eval()
+
+    def _banned_tokens(self) -> Tensor:
+        """Return the banned tokens (3, V): none; special ones; special ones except the end token."""
+        banned = torch.zeros(3, self.config.vocab_size, dtype=torch.bool)
+        banned[1:, self.config.special_token_ids] = True
+        if self.config.eos_token_id is not None:
+            banned[2, self.config.eos_token_id] = False
+        return banned
+
+    def _stream(self, frames: Iterator[Frame], rows: list[Tensor], new: int, streamer: Any) -> Frame:
+        """Run the sampler, show a streamer the prompt, a draft per step and the result; return the last frame."""
+        given, put_draft = len(rows[0]) - new, getattr(streamer, "put_draft", None)
+        if streamer is not None:
+            streamer.put(rows[0][:given].cpu())
+        for frame in frames:
+            if put_draft is not None:
+                put_draft(value=frame.tokens[:, given:].cpu())
+        if streamer is not None:
+            streamer.put(frame.tokens[:, given:].cpu())
+            streamer.end()
+        return frame
+
+
+class AdlmForMaskedLM(AdlmPreTrainedModel):
+    """MDLM and ADLM (and SEDD): predicts the mask tokens of a row from all the others."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        noise_level: Tensor | None = None,
+        **_: Any,
+    ) -> MaskedLMOutput:
+        """Return logits (B, L, V) and, with labels (-100: none), the mean cross-entropy."""
+        logits: Any = self.compute_logits(input_ids, attention_mask, noise_level)
+        loss: Any = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return MaskedLMOutput(loss=loss, logits=logits)
+
+
+class AdlmForCausalLM(AdlmPreTrainedModel):
+    """AR and A2R: predicts the next token."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_: Any
+    ) -> CausalLMOutput:
+        """Return logits (B, L, V) and, with labels (-100: none), the mean cross-entropy of each next token."""
+        logits: Any = self.compute_logits(input_ids, attention_mask)
+        loss: Any = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
