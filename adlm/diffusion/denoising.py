@@ -58,6 +58,7 @@ class SamplerState:
     sampling: SamplingParams
     valid: Tensor | None = None
     limits: TokenLimits | None = None
+    max_numbers: int = MAX_RANDOM_NUMBERS
     step: int = 0  # frames so far
     clock: int = 0  # which random numbers are next: not `step`, because how many a block takes depends on all rows
     nfe: Tensor = field(init=False)
@@ -69,7 +70,7 @@ class SamplerState:
     def random_numbers(self, steps: int = 1) -> tuple[Tensor, Tensor]:
         """Return uniform numbers (k, B, L) of at most `steps` steps: one for each position, one for its token."""
         if self._numbers is None or not 0 <= self.clock - self._numbers[0] < len(self._numbers[1]):
-            made = max(1, MAX_RANDOM_NUMBERS // max(1, self.xt.numel()))
+            made = max(1, self.max_numbers // max(1, self.xt.numel()))
             self._numbers = (self.clock, *self.rng.pairs(self.clock, made, self.xt.shape[1], Purpose.SAMPLE))
         first = self.clock - self._numbers[0]
         return self._numbers[1][first : first + steps], self._numbers[2][first : first + steps]

@@ -15,8 +15,8 @@ class Order:
 
     name: str
     score: Callable[[Tensor], Tensor] | None  # logits (N, V) -> (N,); None: at random
-    steps: int | None = None  # evaluations per row; None: one position each
-    entropy_bound: float | None = None
+    steps: int | Tensor | None = None  # evaluations per row, or (B, 1) for each; None: one position each
+    entropy_bound: float | Tensor | None = None  # or (B, 1)
 
 
 def first_hitting() -> Order:
@@ -54,7 +54,7 @@ def entropy(logits: Tensor) -> Tensor:
     return torch.special.entr(logits.softmax(-1)).sum(-1)  # 0 log 0 is 0: ruled-out tokens have logit -inf
 
 
-def next_positions(order: Order, scores: Tensor, is_hidden: Tensor, step: int) -> Tensor:
+def next_positions(order: Order, scores: Tensor, is_hidden: Tensor, step: int | Tensor) -> Tensor:
     """Choose the hidden positions (B, L) to reveal in this step by every position's score."""
     ranked, by_rank = scores.masked_fill(~is_hidden, -torch.inf).sort(dim=-1, descending=True, stable=True)
     rank = by_rank.argsort(-1)
@@ -64,7 +64,7 @@ def next_positions(order: Order, scores: Tensor, is_hidden: Tensor, step: int) -
         fits = (entropies.cumsum(-1) - entropies <= order.entropy_bound) & ranked.isfinite()
         count = fits.long().cumprod(-1).sum(-1, keepdim=True).clamp(min=1)
     elif order.steps is not None:
-        left = max(order.steps - step, 1)
+        left = torch.as_tensor(order.steps - step).clamp(min=1)
         count = (hidden + left - 1) // left
     else:
         count = torch.ones_like(hidden)

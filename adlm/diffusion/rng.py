@@ -56,6 +56,7 @@ class CounterRng:
 
     seed: Tensor  # () or (B,), int64
     rows: Tensor  # (B,), int64
+    start: Tensor | int = 0  # or (B,): added to every step, for rows that have begun at different times
 
     @staticmethod
     def from_seed(seed: int, rows: int | Tensor) -> CounterRng:
@@ -74,5 +75,5 @@ class CounterRng:
     def pairs(self, step: int, steps: int, length: int, purpose: Purpose) -> tuple[Tensor, Tensor]:
         """Return two (steps, B, length) tensors of numbers, for `steps` steps from `step` on."""
         seed = self.seed if self.seed.dim() == 0 else self.seed[:, None]
-        when = torch.arange(step, step + steps)[:, None, None]
+        when = (torch.arange(step, step + steps)[:, None] + self.start)[..., None]
         return uniform_pair(seed, self.rows[:, None], when, torch.arange(length), int(purpose))

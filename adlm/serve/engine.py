@@ -1,0 +1,338 @@
+"""The serving engine: a queue of requests, and one thread that samples all of them in one running batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from adlm.serve.batches import CausalBatch, MaskedBatch, Row, StepResult
+from adlm.text.generation import GenerationRequest
+from adlm.text.lm import LM, GeneratedRow
+from adlm.text.templates import Layout
+
+log = logging.getLogger("adlm.serve")
+T = TypeVar("T")
+LAST, SETTLED, ALL = "last", "settled", "all"  # the frames of a row that are delivered
+
+
+class QueueFullError(RuntimeError):
+    """The queue has no room for a request; `retry_after` is a guess in seconds."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits of the engine and of one request."""
+
+    max_rows: int = 64  # texts that are sampled at once
+    max_waiting: int = 256  # texts in the queue
+    max_texts: int = 128  # of one request
+    max_steps: int = 4096  # of one text
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raise if a request exceeds the limits of one."""
+        count, steps = len(request.layouts) * request.config.n, request.steps
+        if count > self.max_texts:
+            raise ValueError(f"the request is for {count} texts, at most {self.max_texts} are allowed: ask for fewer")
+        if steps is None and "steps" in request.settings:  # every block takes all of them
+            blocks = -(-max(len(layout) for layout in request.layouts) // (request.config.block or 1))
+            steps = request.settings["steps"] * blocks
+        if steps is not None and steps > self.max_steps:
+            raise ValueError(f"a text takes {steps} steps, at most {self.max_steps} are allowed: use fewer steps")
+
+
+@dataclass
+class EngineStats:
+    """Counts since the start."""
+
+    steps: int = 0  # of the batch
+    row_steps: int = 0  # of all rows: divided by `steps`, the mean number of rows in the batch
+    nfe: int = 0
+    texts: int = 0
+    tokens: int = 0  # generated, in finished texts
+    cancelled: int = 0
+
+
+@dataclass(frozen=True)
+class RowFrame:
+    """A row of a request after a step."""
+
+    index: int  # among the rows of the request
+    layout: Layout
+    step: int
+    ids: list[int]
+    settled: int  # leading positions that can no longer change
+    nfe: int
+    is_done: bool
+
+    @property
+    def row(self) -> GeneratedRow:
+        """The row as `LM.generate` returns it."""
+        return GeneratedRow(self.layout, self.ids, self.nfe)
+
+
+Notify = Callable[[list[RowFrame] | Exception], None]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request in the engine; `notify` is called in the engine's thread with its new frames, or with an error."""
+
+    request: GenerationRequest
+    notify: Notify
+    frames: str
+    skipped: set[int] = field(default_factory=set)  # rows that are no longer wanted
+
+
+class Engine:
+    """Samples the requests of many clients with one model.
+
+    A text does not depend on the other requests: it is the one that `LM.generate` or `LM.infill` returns.
+    """
+
+    def __init__(self, lm: LM, limits: EngineLimits | None = None) -> None:
+        self.lm, self.limits, self.stats = lm, limits or EngineLimits(), EngineStats()
+        self.wake = threading.Condition()  # guards what follows
+        self.waiting, self.calls = deque[Row](), deque[tuple[Future[Any], Callable[[], Any]]]()
+        self.is_stopping = self.is_draining = False
+        self.running = 0  # rows in the batch
+        self.seconds_per_text = 1.0  # a moving average, for Retry-After
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> Engine:
+        """Start the thread."""
+        assert self.thread is None, "an engine starts once"
+        self.thread = threading.Thread(target=self._run, name="adlm-engine", daemon=True)
+        self.thread.start()
+        return self
+
+    def stop(self, *, drain: bool = False, timeout: float = 30.0) -> None:
+        """Stop the thread at the next step or, to drain, when all requests are answered; the others get an error."""
+        with self.wake:
+            self.is_stopping, self.is_draining = True, drain
+            self.wake.notify_all()
+        if self.thread is not None:
+            self.thread.join(timeout)
+            if self.thread.is_alive() and drain:
+                self.stop(timeout=timeout)
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered."""
+        return self.thread is not None and self.thread.is_alive() and not self.is_stopping
+
+    def submit(
+        self, request: GenerationRequest, notify: Notify, frames: str = LAST, skipped: set[int] | None = None
+    ) -> Ticket:
+        """Put a request into the queue; raise QueueFullError where its texts do not fit.
+
+        A row whose index is added to `skipped` leaves the batch before the next step.
+        """
+        self.limits.check_request(request)
+        ticket = Ticket(request, notify, frames, set() if skipped is None else skipped)
+        rows = [Row(layout, request, number, i, ticket) for i, (layout, number) in enumerate(request.rows)]
+        with self.wake:
+            if self.is_stopping:
+                raise QueueFullError("the server is shutting down: retry later", 5)
+            room = max(0, self.limits.max_rows - self.running)
+            if len(self.waiting) + len(rows) > self.limits.max_waiting + room:
+                seconds = self.seconds_per_text * (len(self.waiting) + self.running) / self.limits.max_rows
+                raise QueueFullError(
+                    f"{len(self.waiting)} texts are waiting, at most {self.limits.max_waiting} may: retry later",
+                    max(1, min(60, round(seconds))),
+                )
+            self.waiting.extend(rows)
+            self.wake.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop a request: it leaves the queue now, the batch before the next step."""
+        with self.wake:
+            ticket.skipped |= set(range(len(ticket.request.rows)))
+            self.waiting = deque(row for row in self.waiting if not is_skipped(row))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function in the engine's thread, between two steps."""
+        future: Future[T] = Future()
+        with self.wake:
+            if self.is_stopping:
+                raise QueueFullError("the server is shutting down: retry later", 5)
+            if len(self.calls) >= self.limits.max_waiting:
+                raise QueueFullError(f"{len(self.calls)} calls are waiting: retry later", 1)
+            self.calls.append((future, function))
+            self.wake.notify_all()
+        return future
+
+    def _run(self) -> None:
+        """The thread: calls, then rows that leave and join, then a step; until it is stopped."""
+        batch = self._new_batch()
+        while True:
+            with self.wake:
+                while not (has_work := bool(batch.rows or self.waiting or self.calls)) and not self.is_stopping:
+                    self.wake.wait()
+                if self.is_stopping and not (self.is_draining and has_work):
+                    break
+                calls, self.calls = self.calls, deque()
+            run_calls(calls)
+            try:
+                self._exchange_rows(batch)
+                if batch.rows:
+                    self._step(batch)
+            except Exception as error:
+                log.exception("a step failed; its requests are answered with an error")
+                fail(batch.rows, error)
+                batch = self._new_batch()
+        stopped = QueueFullError("the server has stopped: retry later", 5)
+        with self.wake:
+            rows, calls = [*batch.rows, *self.waiting], self.calls
+            self.waiting, self.calls, self.running = deque(), deque(), 0
+        fail(rows, stopped)
+        for future, _ in calls:
+            future.set_exception(stopped)
+
+    def _new_batch(self) -> MaskedBatch | CausalBatch:
+        return (CausalBatch if self.lm.row_format.is_causal else MaskedBatch)(self.lm.predictor)
+
+    def _exchange_rows(self, batch: MaskedBatch | CausalBatch) -> None:
+        """Remove cancelled rows, then add waiting ones while there is room."""
+        with self.wake:
+            is_kept = torch.tensor([not is_skipped(row) for row in batch.rows], dtype=torch.bool)
+            room = self.limits.max_rows - int(is_kept.sum())
+            joining = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+            self.running = int(is_kept.sum()) + len(joining)
+        if not bool(is_kept.all()):
+            self.stats.cancelled += int((~is_kept).sum())
+            batch.keep(is_kept)
+        if joining:
+            batch.join(joining)
+
+    def _step(self, batch: MaskedBatch | CausalBatch) -> None:
+        """Take a step, deliver its frames and remove the rows that are done."""
+        began, rows = time.perf_counter(), batch.rows
+        result = batch.step()
+        nfe = result.nfe.tolist()
+        self.stats.nfe += sum(nfe) - sum(row.nfe for row in rows)
+        for row, row_nfe in zip(rows, nfe, strict=True):
+            row.nfe = row_nfe
+        self.stats.steps, self.stats.row_steps = self.stats.steps + 1, self.stats.row_steps + len(rows)
+        deliver(rows, result)
+        done = result.is_done.nonzero()[:, 0].tolist()
+        for i in done:
+            self.stats.texts += 1
+            self.stats.tokens += len(rows[i].layout) - sum(rows[i].layout.is_fixed)
+        if done:
+            batch.keep(~result.is_done)
+            mean_steps = float(result.step[result.is_done].double().mean())
+            self.seconds_per_text += 0.2 * ((time.perf_counter() - began) * mean_steps - self.seconds_per_text)
+        with self.wake:
+            self.running = len(batch.rows)
+
+
+async def stream_rows(
+    engine: Engine, request: GenerationRequest, frames: str = SETTLED, skipped: set[int] | None = None
+) -> AsyncIterator[RowFrame]:
+    """Yield the frames of the rows of a request, not of those in `skipped`, to which the caller may add.
+
+    Closing the iterator cancels what is left of the request.
+    """
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[RowFrame] | Exception]()
+
+    def notify(news: list[RowFrame] | Exception) -> None:
+        loop.call_soon_threadsafe(queue.put_nowait, news)
+
+    ticket = engine.submit(request, notify, frames, skipped)
+    left = set(range(len(request.rows)))
+    try:
+        while left - ticket.skipped:
+            news = await queue.get()
+            if isinstance(news, Exception):
+                raise news
+            for frame in news:
+                if frame.is_done:
+                    left.discard(frame.index)
+                if frame.index not in ticket.skipped:
+                    yield frame
+    finally:
+        if left:
+            engine.cancel(ticket)
+
+
+async def generate_rows(engine: Engine, request: GenerationRequest) -> list[GeneratedRow]:
+    """Return the rows of a request."""
+    frames = [frame async for frame in stream_rows(engine, request, LAST)]
+    return [frame.row for frame in sorted(frames, key=lambda frame: frame.index)]
+
+
+def is_skipped(row: Row) -> bool:
+    """Whether a row is no longer wanted."""
+    return row.index in row.owner.skipped
+
+
+def run_calls(calls: Sequence[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    """Call functions and set their futures."""
+    for future, function in calls:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+
+def deliver(rows: Sequence[Row], result: StepResult) -> None:
+    """Send every request the frames that it wants: the last ones, those with newly settled text, or all."""
+    settled, is_done = result.settled.tolist(), result.is_done.tolist()
+    wants = []
+    for i, row in enumerate(rows):
+        frames = row.owner.frames
+        if is_done[i] or frames == ALL or (frames == SETTLED and settled[i] > row.delivered):
+            wants.append(i)
+    if not wants:
+        return
+    tokens = result.tokens[torch.tensor(wants, device=result.tokens.device)].tolist()
+    steps, nfe, news = result.step.tolist(), result.nfe.tolist(), dict[Ticket, list[RowFrame]]()
+    for i, ids in zip(wants, tokens, strict=True):
+        row = rows[i]
+        row.delivered = settled[i]
+        frame = RowFrame(row.index, row.layout, steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i])
+        news.setdefault(row.owner, []).append(frame)
+    for ticket, frames in news.items():
+        notify(ticket, frames)
+
+
+def fail(rows: Sequence[Row], error: Exception) -> None:
+    """Answer the requests of rows with an error."""
+    for ticket in dict.fromkeys(row.owner for row in rows):
+        ticket.skipped |= set(range(len(ticket.request.rows)))
+        notify(ticket, error)
+
+
+def notify(ticket: Ticket, news: list[RowFrame] | Exception) -> None:
+    """Call a request's callback; one whose event loop is closed is cancelled."""
+    try:
+        ticket.notify(news)
+    except RuntimeError:
+        log.warning("the receiver of a request has gone; it is cancelled")
+        ticket.skipped |= set(range(len(ticket.request.rows)))

@@ -1,0 +1,170 @@
+"""The engine's thread: texts equal those generated alone, cancellation frees slots, the queue is bounded."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from adlm.serve.engine import ALL, Engine, EngineLimits, QueueFullError, RowFrame, generate_rows, stream_rows
+from adlm.text.generation import GenerationRequest
+from tests.text.models import lm
+
+SLOW = {"sampler": "ancestral", "steps": 2000, "max_new_tokens": 16}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("the condition did not become true in 5 s")
+
+
+def submit(engine: Engine, request: GenerationRequest) -> tuple[Any, Future[list[RowFrame]]]:
+    frames, future = list[RowFrame](), Future[list[RowFrame]]()
+
+    def notify(news: list[RowFrame] | Exception) -> None:
+        if isinstance(news, Exception):
+            future.set_exception(news)
+            return
+        frames.extend(news)
+        if sum(frame.is_done for frame in frames) == len(request.rows):
+            future.set_result(frames)
+
+    return engine.submit(request, notify), future
+
+
+@pytest.mark.parametrize("method", ["adlm", "ar"])
+def test_concurrent_requests_equal_those_alone(method: str) -> None:
+    model = lm(method)
+    own = {"steps": 6} if method == "adlm" else {}
+    settings = [{"seed": seed, "n": 1 + seed % 2, "max_new_tokens": 4 + seed, **own} for seed in range(8)]
+    requests = [model.build_request("the", **each) for each in settings]
+
+    async def run(engine: Engine) -> list[list[str]]:
+        rows = await asyncio.gather(*(generate_rows(engine, request) for request in requests))
+        return [[row.text for row in each] for each in rows]
+
+    with Engine(model, EngineLimits(max_rows=5)) as engine:
+        assert asyncio.run(run(engine)) == [model.run_request(request).texts for request in requests]
+        assert engine.stats.texts == 12
+        assert engine.stats.nfe == sum(sum(model.run_request(request).nfe_each) for request in requests)
+        assert engine.stats.steps < engine.stats.row_steps <= 5 * engine.stats.steps
+
+
+def test_all_frames_are_those_of_a_stream() -> None:
+    model = lm()
+    request = model.build_request("the", steps=6, max_new_tokens=9, seed=3)
+
+    async def run(engine: Engine) -> list[list[int]]:
+        return [frame.ids async for frame in stream_rows(engine, request, ALL)]
+
+    with Engine(model) as engine:
+        assert asyncio.run(run(engine)) == [step.frame.tokens[0].tolist() for step in model.stream_request(request)][1:]
+
+
+def test_cancellation_frees_the_slot_and_spares_the_others() -> None:
+    model = lm()
+    slow, fast = model.build_request("the", **SLOW), model.build_request("a", steps=4, max_new_tokens=5)
+    with Engine(model, EngineLimits(max_rows=1)) as engine:
+        ticket, first = submit(engine, slow)
+        wait_for(lambda: engine.running == 1)
+        _, second = submit(engine, fast)
+        assert not second.done()
+        steps = engine.stats.steps
+        engine.cancel(ticket)
+        (frame,) = second.result(10)
+        assert frame.row.text == model.run_request(fast).texts[0]
+        assert engine.stats.steps - steps < 500, "the slot was free long before the slow request's end"
+        assert not first.done() and engine.stats.cancelled == 1
+
+
+def test_closing_a_stream_cancels_its_request() -> None:
+    model = lm()
+
+    async def run(engine: Engine) -> None:
+        async with aclosing(stream_rows(engine, model.build_request("the", **SLOW), ALL)) as frames:
+            async for _ in frames:
+                break
+
+    with Engine(model) as engine:
+        asyncio.run(run(engine))
+        wait_for(lambda: engine.running == 0)
+        assert engine.stats.texts == 0 and engine.stats.cancelled == 1
+
+
+def test_a_skipped_row_leaves_and_the_others_finish() -> None:
+    model, skipped = lm(), set[int]()
+    request = model.build_request("the", n=3, steps=6, max_new_tokens=9)
+
+    async def run(engine: Engine) -> list[RowFrame]:
+        frames = []
+        async for frame in stream_rows(engine, request, ALL, skipped):
+            frames.append(frame)
+            skipped.add(1)
+        return frames
+
+    with Engine(model) as engine:
+        done = [frame for frame in asyncio.run(run(engine)) if frame.is_done]
+    texts = model.run_request(request).texts
+    assert {frame.index: frame.row.text for frame in done} == {0: texts[0], 2: texts[2]}
+
+
+def test_the_queue_is_bounded_and_recovers() -> None:
+    model = lm()
+    slow = model.build_request("the", **SLOW)
+    with Engine(model, EngineLimits(max_rows=2, max_waiting=3)) as engine:
+        tickets = [submit(engine, slow)[0] for _ in range(5)]
+        with pytest.raises(QueueFullError, match="at most 3 may") as caught:
+            submit(engine, slow)
+        assert 1 <= caught.value.retry_after <= 60
+        for ticket in tickets:
+            engine.cancel(ticket)
+        assert submit(engine, model.build_request("the", steps=2, max_new_tokens=3))[1].result(10)
+    with pytest.raises(QueueFullError, match="shutting down"):
+        submit(engine, slow)
+
+
+def test_limits_of_a_request_name_their_values() -> None:
+    model = lm()
+    limits = EngineLimits(max_texts=2, max_steps=50)
+    with pytest.raises(ValueError, match="3 texts, at most 2"):
+        limits.check_request(model.build_request("the", n=3))
+    with pytest.raises(ValueError, match="51 steps, at most 50"):
+        limits.check_request(model.build_request("the", steps=51))
+    with pytest.raises(ValueError, match="steps, at most 50"):
+        limits.check_request(model.build_request("the", steps=20, block=4, sampler="ancestral"))
+    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
+        EngineLimits(max_rows=0)
+
+
+def test_a_failing_step_answers_its_requests_and_the_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm("mdlm")
+    request = model.build_request("the", steps=4, max_new_tokens=5)
+    with Engine(model) as engine:
+        monkeypatch.setattr(model.predictor, "logits_at", lambda features: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            submit(engine, request)[1].result(10)
+        monkeypatch.undo()
+        assert submit(engine, request)[1].result(10)
+        assert engine.call(lambda: 7).result(10) == 7
+        with pytest.raises(ZeroDivisionError):
+            engine.call(lambda: 1 // 0).result(10)
+
+
+def test_stopping_answers_or_finishes_what_is_left() -> None:
+    model = lm()
+    engine = Engine(model).start()
+    _, future = submit(engine, model.build_request("the", steps=50, max_new_tokens=9))
+    engine.stop(drain=True)
+    assert future.result(0)
+    engine = Engine(model).start()
+    _, future = submit(engine, model.build_request("the", **SLOW))
+    engine.stop()
+    with pytest.raises(QueueFullError, match="stopped"):
+        future.result(5)
+    assert not engine.is_ready
