@@ -66,6 +66,8 @@ class Batch:
 
     def split(self, rows: int) -> list[Self]:
         """Split into batches of at most so many rows."""
+        if rows >= len(self.tokens):
+            return [self]
         names = [each.name for each in fields(self) if isinstance(getattr(self, each.name), Tensor | list)]
         parts = [slice(start, start + rows) for start in range(0, len(self.tokens), rows)]
         return [replace(self, **{name: getattr(self, name)[part] for name in names}) for part in parts]
