@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -59,19 +59,15 @@ class GenerationOptions:
 
 def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command whose first argument is GenerationOptions: its fields become command-line options."""
-    shared, hints = get_type_hints(GenerationOptions, include_extras=True), get_type_hints(command, include_extras=True)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [p.replace(annotation=hints[p.name], kind=keyword) for p in inspect.signature(command).parameters.values()]
-    defaults = {each.name: each.default for each in fields(GenerationOptions)}
-    more = [inspect.Parameter(name, keyword, default=defaults[name], annotation=shared[name]) for name in defaults]
-    parameters = [*own[1:], *more]
+    own, shared = (inspect.signature(each, eval_str=True).parameters for each in (command, GenerationOptions))
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own.values(), *shared.values())][1:]
 
     def run(**values: Any) -> None:
         command(GenerationOptions(**{name: values.pop(name) for name in shared}), **values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in keywords}
     return run
 
 
