@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import MAX_BLOCK_STEPS, Frame, SamplerState, continue_tokens
 from adlm.diffusion.orders import Order, next_positions
@@ -100,8 +101,6 @@ class MaskedBatch:
         self.sampling = torch.tensor([[self.samplings.index(each) for each in pair] for pair in samplings])
         self.table, self.offset = stack_plans(samplers)
         valid = torch.arange(wide["xt"].shape[1]) < narrow["length"][:, None]
-        banned = find_banned_tokens(self.rows[0].layout.tokenizer)
-        extra = self.predictor.head[1].numel() - banned.shape[1]  # a head may be wider than the vocabulary
         assert config.mask_id is not None
         self.state = SamplerState(
             wide["xt"].contiguous(),
@@ -113,7 +112,7 @@ class MaskedBatch:
             CounterRng(narrow["seed"], narrow["number"], narrow["window"] * MAX_BLOCK_STEPS + narrow["step"]),
             SamplingParams(),
             None if bool(valid.all()) else valid.to(self.predictor.device),
-            TokenLimits(wide["kinds"], F.pad(banned, (0, extra), value=True).to(self.predictor.device)),
+            build_limits(wide["kinds"], self.predictor, self.rows[0].layout.tokenizer),
             max_numbers=NUMBERS_AHEAD * wide["xt"].numel(),
         )
         self.state.nfe, wide["xt"] = narrow["nfe"], self.state.xt
@@ -210,6 +209,13 @@ class MaskedBatch:
             self.narrow = enter_window(wide, narrow, is_over & has_next)
             self._recompose()
         return result
+
+
+def build_limits(kinds: Tensor, predictor: Predictor, tokenizer: Tokenizer) -> TokenLimits:
+    """Return the banned tokens of positions by their kinds (B, L); a head may be wider than the vocabulary."""
+    banned = find_banned_tokens(tokenizer)
+    extra = predictor.head[1].numel() - banned.shape[1]
+    return TokenLimits(kinds, F.pad(banned, (0, extra), value=True).to(predictor.device))
 
 
 def choose_at_random(order: Order, state: SamplerState, rows: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,8 +350,6 @@ class _CausalGroup:
         self.length = torch.tensor([len(layout) for layout in layouts])
         xt = stack([torch.tensor(layout.ids) for layout in layouts]).to(predictor.device)
         self.is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
-        banned = find_banned_tokens(layouts[0].tokenizer)
-        extra = predictor.head[1].numel() - banned.shape[1]
         kinds = stack([torch.tensor(layout.kinds) for layout in layouts])
         seeds, numbers = (
             torch.tensor(x) for x in zip(*((row.request.config.seed, row.number) for row in rows), strict=True)
@@ -363,7 +367,7 @@ class _CausalGroup:
             is_fixed=self.is_fixed,
             rng=CounterRng(seeds, numbers),
             sampling=rows[0].request.sampling,
-            limits=TokenLimits(kinds, F.pad(banned, (0, extra), value=True).to(predictor.device)),
+            limits=build_limits(kinds, predictor, layouts[0].tokenizer),
         )
 
     @property
