@@ -1,6 +1,5 @@
 """Converts checkpoints of the lineage (ADLM, MDLM, ReMDM, AR): Lightning's files and MDLM's folder on the Hub."""
 
-import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -54,11 +53,11 @@ class StoredObject:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    @property
-    def value(self) -> Any:
-        """What an OmegaConf node holds."""
-        state = self.state if isinstance(self.state, dict) else {}
-        return state.get("_content", state.get("_val"))
+    def get(self, key: str) -> Any:
+        """Return what an OmegaConf dict holds under a key."""
+        content = self.state.get("_content") if isinstance(self.state, dict) else None
+        node: Any = content.get(key) if isinstance(content, dict) else None
+        return node.state.get("_val", node) if isinstance(getattr(node, "state", None), dict) else node
 
 
 def make_dict(*_: object) -> dict[Any, Any]:
@@ -77,19 +76,18 @@ class LineageCheckpoint(NamedTuple):
 
 def map_names(layers: int, denoiser_layers: int, *, is_causal: bool) -> dict[str, str]:
     """Map the lineage's names of parameters to ours, in its order; the second number is 0 for one stage."""
-    names: dict[str, str] = {}
+    names = {EMBEDDING: "embed.weight"}
+    modulation = {} if is_causal else {MODULATION: "modulation"}
     for stage, count in (("backbone", layers), ("denoiser", denoiser_layers)):
         ours = "anchor" if stage == "backbone" and denoiser_layers else "denoiser"
-        modulation = {} if is_causal else {MODULATION: "modulation"}
         parts = {} if stage == "backbone" else {"vocab_embed.0": "bridge"}
         parts |= {} if is_causal else {name: f"{ours}.{own}" for name, own in CONDITION_NAMES.items()}
         for i in range(count):
-            layer = LAYER_NAMES | modulation
-            parts |= {f"blocks.{i}.{name}": f"{ours}.layers.{i}.{own}" for name, own in layer.items()}
-        head = "anchor_head" if ours == "anchor" else "head"
-        parts |= {"output_layer.norm_final": f"{ours}.norm", "output_layer.linear": head}
+            layer = (LAYER_NAMES | modulation).items()
+            parts |= {f"blocks.{i}.{name}": f"{ours}.layers.{i}.{own}" for name, own in layer}
+        parts |= {"output_layer.norm_final": f"{ours}.norm"}
+        parts |= {"output_layer.linear": "anchor_head" if ours == "anchor" else "head"}
         parts |= {f"output_layer.{name}": f"{ours}.{own}" for name, own in modulation.items()}
-        names |= {EMBEDDING: "embed.weight"} if stage == "backbone" else {}
         for name, own in parts.items() if count else ():
             names[f"{stage}.{name}.weight"] = f"{own}.weight"
             if own.rpartition(".")[2] in WITH_BIAS:
@@ -102,11 +100,11 @@ def map_state_names(state: Mapping[str, Tensor]) -> dict[str, str]:
     layers = count_layers(state)
     names = map_names(*layers, is_causal=CONDITION not in state)
     buffers = [f"backbone.{FREQUENCIES}", f"denoiser.{FREQUENCIES}"][: 2 if layers[1] else 1]
-    if leftover := [name for name in state if name not in names and name not in buffers]:
+    if leftover := [name for name in state if name not in {*names, *buffers}]:
         listed = list_names(leftover)
         raise ValueError(f"{len(leftover)} keys of the state dict are not the lineage's: {listed}; remove them")
     if missing := [name for name in names if name not in state]:
-        raise ValueError(f"{len(missing)} keys of the state dict are missing: {list_names(missing)}; {FETCH_AGAIN}")
+        raise ValueError(f"{len(missing)} keys are missing: {list_names(missing)}; {FETCH_AGAIN}")
     return names
 
 
@@ -143,8 +141,7 @@ def read_embedding_shape(state: Mapping[str, Tensor]) -> tuple[int, int]:
             f"the state dict has no matrix {EMBEDDING!r}, its keys start with {list_names(sorted(state)[:3])}: give "
             "the lineage's `state_dict` itself, with its names unchanged"
         )
-    vocab_size, dim = state[EMBEDDING].shape
-    return vocab_size, dim
+    return state[EMBEDDING].shape[0], state[EMBEDDING].shape[1]
 
 
 def from_state_dict(
@@ -167,20 +164,10 @@ def from_state_dict(
             raise ValueError("the number of heads is unknown: keep rotary_emb.inv_freq, or give heads")
         heads = max(1, dim // sizes.pop())
     layers, denoiser_layers = count_layers(state)
-    config = ModelConfig(
-        vocab_size=vocab_size,
-        mask_id=mask_id,
-        dim=dim,
-        heads=heads,
-        anchor_layers=layers if denoiser_layers else 0,
-        denoiser_layers=denoiser_layers or layers,
-        length=length,
-        is_causal=cond is None,
-        bridge="factored",
-        cond_dim=None if cond is None else cond.shape[0],
-        time_conditioning=time_conditioning,
-        dropout=dropout,
-    )
+    shape = (layers, denoiser_layers) if denoiser_layers else (0, layers)
+    settings: dict[str, Any] = {"time_conditioning": time_conditioning, "dropout": dropout}
+    settings["cond_dim"] = None if cond is None else cond.shape[:1].numel()
+    config = ModelConfig(vocab_size, mask_id, dim, heads, *shape, length, cond is None, **settings)
     expected = rotary_frequencies(dim // heads)
     for name, value in buffers.items():
         if value.shape != expected.shape or not torch.allclose(value.float().cpu(), expected, rtol=1e-4):
@@ -209,8 +196,7 @@ def is_lineage(path: Path) -> bool:
 def read_lineage(path: Path) -> LineageCheckpoint:
     """Read a Lightning checkpoint, or a folder in MDLM's layout on the Hub."""
     if path.is_file():
-        content = read_pickle(path)
-        content = content if isinstance(content, dict) else {}
+        content = found if isinstance(found := read_pickle(path), dict) else {}
         state = content.get("state_dict", content)
         ema, hyper, step = (content.get(name) for name in ("ema", "hyper_parameters", "global_step"))
         shadow = ema.get("shadow_params") if isinstance(ema, dict) else None
@@ -226,7 +212,7 @@ def read_lineage(path: Path) -> LineageCheckpoint:
         state, shadow, step, settings = read_state_dict(path), None, 0, read_settings(config, HUB_SETTINGS)
     if not is_state_dict(state):
         raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
-    return LineageCheckpoint(dict(state), shadow, settings, step if is_whole(step) and step >= 0 else 0)
+    return LineageCheckpoint(rename_replica(state), shadow, settings, step if is_whole(step) and step >= 0 else 0)
 
 
 def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -234,27 +220,18 @@ def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
     settings = {}
     for dotted, own in names.items():
         value = config
-        for key in [*dotted.split("."), None]:
-            value = value.value if isinstance(value, StoredObject) else value
-            if key is not None:
-                value = value.get(key) if isinstance(value, dict) else None
+        for key in dotted.split("."):
+            value = value.get(key) if isinstance(value, dict | StoredObject) else None
         if isinstance(value, int | float) or (isinstance(value, str) and "${" not in value and value != "???"):
             settings[own] = value
     return settings
 
 
-def load_lineage(
-    path: Path,
-    *,
-    weights: str | None = None,
-    tokenizer: str | None = None,
-    length: int | None = None,
-    time_conditioning: bool | None = None,
-) -> tuple[LoadedModel, str]:
+def load_lineage(path: Path, *, weights: str | None = None, tokenizer: str | None = None) -> tuple[LoadedModel, str]:
     """Load a model of the lineage with its weights `ema` or `raw`, and return which; by default ema if there is one.
 
-    The other arguments set what the file does not: by default 1,024 tokens, no time conditioning, and the tokenizer
-    by its name or the size of its vocabulary.
+    Where the file has no settings, rows have 1,024 tokens and there is no time conditioning. By default the tokenizer
+    is that of the folder, or a bundled one by its name or the size of the vocabulary.
     """
     try:
         stored = read_lineage(path)
@@ -263,35 +240,22 @@ def load_lineage(
         weights = weights or ("raw" if stored.shadow is None else "ema")
         if stored.shadow is not None and weights == "ema":
             stored = stored._replace(state=apply_ema(stored.state, stored.shadow))
-        return build_loaded_model(stored, path, tokenizer, length, time_conditioning), weights
+        return build_loaded_model(stored, path, tokenizer), weights
     except (ValueError, RuntimeError) as error:  # RuntimeError: torch's for sizes that no memory holds
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def build_loaded_model(
-    stored: LineageCheckpoint,
-    path: Path,
-    tokenizer_name: str | None,
-    length: int | None,
-    time_conditioning: bool | None,
-) -> LoadedModel:
-    """Build the model of a checkpoint; settings that contradict each other or the weights are errors."""
-    state, settings = stored.state, dict(stored.settings)
-    for name, value in {"length": length, "time_conditioning": time_conditioning}.items():
-        if value is not None and settings.setdefault(name, value) != value:
-            raise ValueError(f"{name} is {settings[name]!r:.80} in the checkpoint, not {value!r}: leave it out")
+def build_loaded_model(stored: LineageCheckpoint, path: Path, tokenizer_name: str | None) -> LoadedModel:
+    """Build the model of a checkpoint; settings that contradict the weights are errors."""
+    state, settings = stored.state, stored.settings
     vocab_size, _ = read_embedding_shape(state)
     tokenizer = choose_tokenizer(path, settings.get("tokenizer"), vocab_size, tokenizer_name)
     mask_id = vocab_size - 1 if tokenizer is None else tokenizer.mask_id
     names = ("heads", "time_conditioning", "length", "dropout")
     model = from_state_dict(state, mask_id=mask_id, **{name: settings[name] for name in names if name in settings})
     config = model.config
-    actual: dict[str, Any] = {
-        "dim": config.dim,
-        "layers": config.anchor_layers or config.denoiser_layers,
-        "vocab_size": vocab_size,
-    }
-    actual["parameterization"] = "ar" if config.is_causal else "subs"
+    actual: dict[str, Any] = {"dim": config.dim, "layers": config.anchor_layers or config.denoiser_layers}
+    actual |= {"vocab_size": vocab_size, "parameterization": "ar" if config.is_causal else "subs"}
     actual |= {} if config.is_causal else {"cond_dim": config.cond_dim}  # a setting without weights in causal models
     for name, value in actual.items():
         if settings.get(name, value) != value:
@@ -302,21 +266,17 @@ def build_loaded_model(
 
 def apply_ema(state: Mapping[str, Tensor], shadow: list[Tensor]) -> dict[str, Tensor]:
     """Replace parameters by their moving averages, which have no names and the order of the lineage's modules."""
-    state = rename_replica(state)
     names = list(map_state_names(state))
-    stages = [
-        [name for name in state if name in names and name.startswith(stage)] for stage in ("backbone", "denoiser")
-    ]
-    if [*stages[0], *stages[1]] != names:
+    stages = ("backbone", "denoiser")
+    if [name for stage in stages for name in state if name in names and name.startswith(stage)] != names:
         raise ValueError("the keys are not in the lineage's order, which that of the EMA follows: convert with --raw")
-    shapes, expected = [tuple(value.shape) for value in shadow], [tuple(state[name].shape) for name in names]
-    if shapes != expected:
-        problem = f"{len(shapes)} tensors, expected {len(expected)}"
-        if len(shapes) == len(expected):
-            i = next(i for i, shape in enumerate(shapes) if shape != expected[i])
-            problem = f"{shapes[i]} at {i}, expected {expected[i]} of {names[i]}"
+    wrong = [name for name, average in zip(names, shadow) if average.shape != state[name].shape]
+    if wrong or len(shadow) != len(names):
+        problem = (
+            f"{len(shadow)} tensors for {len(names)} parameters, with wrong shapes of {list_names(wrong) or 'none'}"
+        )
         raise ValueError(f"ema.shadow_params has {problem}: {FETCH_AGAIN}, or convert with --raw")
-    return state | dict(zip(names, shadow, strict=True))
+    return {**state, **dict(zip(names, shadow))}
 
 
 def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | None) -> Tokenizer | None:
@@ -335,60 +295,40 @@ def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | N
 
 def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     """Write a checkpoint that the lineage's code loads; its EMA is the weights themselves, without optimizer."""
-    config = loaded.model.config
-    required: dict[str, Any] = {"positions": "rotary", "norm_bias": False, "attention_bias": False, "tied": False}
-    required |= {"bridge": "factored"} if config.anchor_layers else {}
-    required |= {"anchor_layers": 0, "cond_dim": None} if config.is_causal else {}
-    wrong = [
-        f"{name} = {getattr(config, name)!r}" for name, value in required.items() if getattr(config, name) != value
-    ]
-    wrong += ["mask_id = None"] if config.mask_id is None else []
-    wrong += ["cond_dim = None"] if not config.is_causal and config.cond_dim is None else []
-    if wrong:
-        problem = f"the lineage's code has no model with {', '.join(wrong)}"
-        raise ValueError(f"{problem}: train with its settings (recipes owt-*), and export without quantization")
+    config, is_causal = loaded.model.config, loaded.model.config.is_causal
     layers = (config.anchor_layers, config.denoiser_layers) if config.anchor_layers else (config.denoiser_layers, 0)
+    required: dict[str, Any] = {"positions": "rotary", "norm_bias": False, "attention_bias": False, "tied": False}
+    required |= {"anchor_layers": 0, "cond_dim": None} if is_causal else {}
+    required |= {"bridge": "factored"} if config.anchor_layers else {}
+    wrong = [name for name, value in required.items() if getattr(config, name) != value]
+    wrong += [name for name in ("mask_id", "cond_dim")[: 2 - is_causal] if getattr(config, name) is None]
+    if wrong:
+        listed = ", ".join(f"{name} = {getattr(config, name)!r}" for name in wrong)
+        raise ValueError(f"the lineage's code has no model with {listed}: train one with its settings (recipes owt-*)")
     weights, state = loaded.model.state_dict(), dict[str, Tensor]()
     frequencies = rotary_frequencies(config.dim // config.heads)
-    for name, own in map_names(*layers, is_causal=config.is_causal).items():
-        stage, _, rest = name.partition(".")
-        if rest.startswith("blocks.0.norm1"):
-            state[f"{stage}.{FREQUENCIES}"] = frequencies
+    for name, own in map_names(*layers, is_causal=is_causal).items():
+        if name.endswith(".blocks.0.norm1.weight"):
+            state[f"{name.partition('.')[0]}.{FREQUENCIES}"] = frequencies
         state[name] = weights[own].detach().cpu().contiguous()
-    values = {name: getattr(config, name) for name in ("dim", "heads", "length", "dropout", "time_conditioning")}
-    values |= {
-        "layers": layers[0],
-        "wrap": loaded.rows == WRAPPED,
-        "parameterization": "ar" if config.is_causal else "subs",
-    }
-    values |= {} if config.is_causal else {"cond_dim": config.cond_dim}
-    if loaded.tokenizer is not None and loaded.tokenizer.name in TOKENIZERS.values():
-        values["tokenizer"] = loaded.tokenizer.name
-    hyper: dict[str, Any] = {"model": {}, "data": {}}
+    values = vars(config) | {"layers": layers[0], "parameterization": "ar" if is_causal else "subs"}
+    tokenizer = getattr(loaded.tokenizer, "name", None)
+    values |= {"wrap": loaded.rows == WRAPPED, "tokenizer": tokenizer if tokenizer in TOKENIZERS.values() else None}
+    settings: dict[str, Any] = {"model": {}, "data": {}}
     for dotted, own in LIGHTNING_SETTINGS.items():
         *group, key = dotted.split(".")
-        if own in values:
-            (hyper[group[0]] if group else hyper)[key] = values[own]
+        (settings[group[0]] if group else settings)[key] = values[own]
     shadow = [value for name, value in state.items() if not name.endswith(FREQUENCIES)]
-    progress = {"current": {"completed": 0}}
-    content = {
-        "state_dict": state,
-        "ema": {"decay": 0.9999, "num_updates": loaded.step, "shadow_params": shadow},
-        "hyper_parameters": {"config": hyper},
-        "epoch": 0,
-        "global_step": loaded.step,
-        "pytorch-lightning_version": LIGHTNING_VERSION,
-        "loops": {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": progress}},
-    }
-    partial = path.with_name(f".partial-{path.name}")
+    content = {"state_dict": state, "hyper_parameters": {"config": settings}, "global_step": loaded.step, "epoch": 0}
+    content["ema"] = {"decay": 0.9999, "num_updates": loaded.step, "shadow_params": shadow}
+    progress = {"current": {"completed": 0}}  # which its loader reads
+    content["loops"] = {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": progress}}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        torch.save(content, partial)
-        os.replace(partial, path)
-    except RuntimeError as error:  # torch's for a full disk
+        torch.save(content | {"pytorch-lightning_version": LIGHTNING_VERSION}, path)
+    except (RuntimeError, OSError) as error:  # RuntimeError: torch's for a full disk
+        path.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written ({error}): make room, then run the same command") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 
@@ -401,10 +341,8 @@ def read_pickle(path: Path) -> Any:
         names = get_unsafe_globals_in_checkpoint(path)
         refused = [name for name in names if name not in STORED_TYPES and name.split(".")[0] not in STORED_PACKAGES]
         if not refused:
-            stand_ins: list[Any] = [
-                (make_dict if name.endswith(".defaultdict") else StoredObject, name) for name in names
-            ]
-            with safe_globals(stand_ins):
+            stand_ins = {name: make_dict if name.endswith(".defaultdict") else StoredObject for name in names}
+            with safe_globals([(stand_in, name) for name, stand_in in stand_ins.items()]):
                 return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's readers raise errors of every kind at a damaged file
         reason = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,13 +28,6 @@ def convert(
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer the model was trained with. [default: by its name or vocabulary]")
     ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per row. [default: that of the checkpoint, or 1024]")
-    ] = None,
-    time_conditioning: Annotated[
-        bool | None,
-        typer.Option("--time-conditioning/--no-time-conditioning", help="[default: that of the checkpoint, or no]"),
-    ] = None,
     is_json: options.Json = False,
 ) -> None:
     """Convert a checkpoint of ADLM, MDLM, ReMDM or AR to a model folder, or a model to a Lightning checkpoint.
@@ -51,20 +44,16 @@ def convert(
         from adlm.text.lm import find_model
 
         found = find_model(source)
-        given: dict[str, Any] = {"tokenizer": tokenizer, "length": length, "time_conditioning": time_conditioning}
-        given["weights"] = None if is_ema is None else "ema" if is_ema else "raw"
+        weights = None if is_ema is None else "ema" if is_ema else "raw"
         if is_lineage(found):
-            loaded, weights = load_lineage(found, **given)
-        elif to is None or any(value is not None for value in given.values()):
+            loaded, weights = load_lineage(found, weights=weights, tokenizer=tokenizer)
+        elif to is None or weights or tokenizer:
             raise ValueError(f"{source} is a model folder of adlm already: the only conversion of it is --to lightning")
         else:
-            loaded, weights = load_model(found), "averaged"
-        if to:
-            write_lightning(loaded, path)
-        else:
-            export_model(loaded, path, is_quantized=False)
+            loaded, weights = load_model(found), "for inference"
+        written = write_lightning(loaded, path) if to else export_model(loaded, path, is_quantized=False)
     config = loaded.model.config
-    summary = {"out": str(path), "method": loaded.method, "weights": weights, "step": loaded.step}
+    summary: dict[str, object] = {"out": str(written), "method": loaded.method, "weights": weights, "step": loaded.step}
     summary |= {"parameters": count_parameters(config), "layers": [config.anchor_layers, config.denoiser_layers]}
     summary |= {name: getattr(config, name) for name in ("dim", "heads", "length", "vocab_size", "time_conditioning")}
     summary["tokenizer"] = None if loaded.tokenizer is None else loaded.tokenizer.name
@@ -73,6 +62,3 @@ def convert(
         return
     shown = ", ".join(f"{name} {value}" for name, value in summary.items() if name != "out")
     status_console().print(f"{path}: {shown}", markup=False, soft_wrap=True)
-    if loaded.tokenizer is None:
-        note = "no tokenizer is known for this vocabulary: give --tokenizer to generate text with the model"
-        status_console().print(note, markup=False, soft_wrap=True)

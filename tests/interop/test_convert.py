@@ -135,14 +135,13 @@ def make_tokenizer(folder: Path) -> str:
     return str(folder / "tokenizer.json")
 
 
-@pytest.mark.parametrize("time_conditioning", [False, True])
 @pytest.mark.parametrize("is_ema", [False, True])
-@pytest.mark.parametrize("kind", ["adlm", "mdlm", "ar"])
+@pytest.mark.parametrize(
+    ("kind", "time_conditioning"), [("adlm", False), ("adlm", True), ("mdlm", False), ("mdlm", True), ("ar", False)]
+)
 def test_a_converted_checkpoint_gives_the_golden_log_probs(
     tmp_path: Path, kind: str, is_ema: bool, time_conditioning: bool
 ) -> None:
-    if kind == "ar" and time_conditioning:
-        pytest.skip("a causal model has no noise level")
     path = save_checkpoint(tmp_path / "last.ckpt", kind, is_ema=is_ema, time_conditioning=time_conditioning)
     summary = answer_json("convert", path, "--out", tmp_path / "model")
     assert summary["method"] == kind and summary["weights"] == ("ema" if is_ema else "raw") and summary["step"] == 7
@@ -242,8 +241,7 @@ def test_a_tokenizer_is_kept_and_must_fit(tmp_path: Path) -> None:
         ({"model__cond_dim": 128}, (), "cond_dim is 128, but the weights are of 16"),
         ({"parameterization": "sedd"}, (), "parameterization is 'sedd', but the weights are of 'subs'"),
         ({"model__length": "long"}, (), "length must be a whole number"),
-        ({}, ("--length", 32), "length is 16 in the checkpoint, not 32"),
-        ({}, ("--time-conditioning",), "time_conditioning is False in the checkpoint, not True"),
+        ({"time_conditioning": 1}, (), "time_conditioning must be true or false"),
         ({"is_ema": False}, ("--ema",), "there is no EMA: convert with --raw"),
     ],
 )
@@ -261,9 +259,8 @@ def test_settings_that_the_file_lacks(tmp_path: Path) -> None:
     torch.save(checkpoint, tmp_path / "bare.ckpt")
     loaded, _ = load_lineage(tmp_path / "bare.ckpt")
     assert loaded.model.config.heads == HEADS and loaded.model.config.length == 1024  # heads by the frequencies
-    words = ("--length", 16, "--time-conditioning")
-    invoke("convert", tmp_path / "bare.ckpt", "--out", tmp_path / "model", *words)
-    assert_golden(tmp_path / "model", "adlm", time_conditioning=True)
+    assert invoke("convert", tmp_path / "bare.ckpt", "--out", tmp_path / "model").exit_code == 0
+    assert_golden(tmp_path / "model", "adlm")
     torch.save({name: v for name, v in checkpoint["state_dict"].items() if "inv_freq" not in name}, tmp_path / "b.ckpt")
     with pytest.raises(ValueError, match="number of heads is unknown"):
         load_lineage(tmp_path / "b.ckpt")
@@ -299,6 +296,9 @@ def test_keys_without_a_place_are_listed(tmp_path: Path) -> None:
     state = checkpoint["state_dict"] | {"denoiser.output_layer.linear.bias": torch.zeros(64)}
     torch.save(checkpoint | {"state_dict": state, "ema": None}, tmp_path / "x.ckpt")
     assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "float32 (64,), expected float (65,)")
+    scalar = checkpoint["state_dict"] | {"backbone.sigma_map.mlp.2.weight": torch.zeros(())}
+    torch.save(checkpoint | {"state_dict": scalar, "ema": None}, tmp_path / "x.ckpt")
+    assert_error(invoke("convert", tmp_path / "x.ckpt", "--out", tmp_path / "m"), "expected float")
     for value, message in (
         (torch.zeros(VOCAB).long(), "int64 (65,), expected float (65,)"),
         (torch.zeros(VOCAB).to_sparse(), "float32 (65,), expected float (65,)"),
@@ -315,8 +315,8 @@ def test_an_average_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("adlm")
     shadow, path = checkpoint["ema"]["shadow_params"], tmp_path / "x.ckpt"
     for wrong, message in (
-        (shadow[:-1], "80 tensors, expected 81"),
-        ([shadow[1], shadow[0], *shadow[2:]], "(16, 256) at 0, expected (65, 32) of backbone.vocab_embed.embedding"),
+        (shadow[:-1], "80 tensors for 81 parameters"),
+        ([shadow[1], shadow[0], *shadow[2:]], "wrong shapes of backbone.vocab_embed.embedding"),
         ({"a": 1}, "is no list of tensors"),
     ):
         torch.save(checkpoint | {"ema": {"shadow_params": wrong}}, path)
@@ -393,8 +393,8 @@ def test_damaged_and_wrong_files_give_one_line(tmp_path: Path) -> None:
     draws, path, harmless = random.Random(0), tmp_path / "x.ckpt", []
     cases = {"empty": b"", "text": b"hello world\n", "zip": b"PK\x03\x04" + bytes(100), "pickle": b"\x80\x02}q\x00."}
     cases |= {f"cut {share}": whole[: int(share * len(whole))] for share in (0.01, 0.5, 0.99, 0.9999)}
-    cases |= {f"noise {i}": draws.randbytes(300) for i in range(8)}
-    for start in range(0, len(whole), len(whole) // 12):
+    cases |= {f"noise {i}": draws.randbytes(300) for i in range(3)}
+    for start in range(0, len(whole), len(whole) // 6):
         cases[f"changed {start}"] = whole[:start] + draws.randbytes(64) + whole[start + 64 :]
     for name, content in cases.items():
         path.write_bytes(content)
@@ -403,7 +403,7 @@ def test_damaged_and_wrong_files_give_one_line(tmp_path: Path) -> None:
             harmless.append(name)
         else:
             assert_error(invoke("convert", path, "--out", tmp_path / "model"), str(path))
-    assert len(harmless) < 4
+    assert len(harmless) < 3
     for value in ([1, 2], {}, {"state_dict": [1]}, {"state_dict": {"a": 1}}, {"state_dict": {"a": torch.zeros(1)}}):
         torch.save(value, path)
         assert_error(invoke("convert", path, "--out", tmp_path / "model"), "state", str(path))
