@@ -12,7 +12,6 @@ from urllib.request import getproxies, proxy_bypass
 
 TIMEOUT = 2.0  # seconds
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OWNER/NAME
-MODEL_PATTERNS = (["*.json", "*.safetensors"], ["*.bin"])  # of a model's files; the second without safetensors only
 
 
 def check_hub() -> bool:
@@ -46,19 +45,23 @@ def find_address() -> tuple[str | None, int]:
     return url.hostname, url.port or (80 if url.scheme == "http" else 443)
 
 
-def download_model(name: str) -> Path:
-    """Return the folder of a model in the Hub's cache, after downloading what is missing if the Hub can be reached."""
+def download_files(name: str, *patterns: str) -> Path:
+    """Return a repository's folder in the Hub's cache, after downloading its files of these patterns if possible."""
     is_reached = check_hub()
     from huggingface_hub import snapshot_download
 
     try:
-        for patterns in MODEL_PATTERNS:
-            folder = Path(snapshot_download(name, allow_patterns=patterns))
-            if any(folder.rglob("*.safetensors")):
-                break
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # the Hub's own errors are among these
         reason = str(error).splitlines()[0] if is_reached else "the Hub cannot be reached, and its cache has none"
-        raise FileNotFoundError(
-            f"there is no model folder {name!r}, and none of that name on the Hub ({reason}): check the name"
-        ) from error
-    return folder
+        raise FileNotFoundError(reason) from error
+
+
+def download_model(name: str) -> Path:
+    """Return the folder of a model in the Hub's cache; *.bin is downloaded only where there are no safetensors."""
+    try:
+        folder = download_files(name, "*.json", "*.safetensors")
+        return folder if any(folder.rglob("*.safetensors")) else download_files(name, "*.bin")
+    except FileNotFoundError as error:
+        problem = f"there is no model folder {name!r}, and none of that name on the Hub ({error}): check the name"
+        raise FileNotFoundError(problem) from error

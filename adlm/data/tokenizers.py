@@ -18,7 +18,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from adlm.data.hub import check_hub
+from adlm.data.hub import download_files
 from adlm.remedies import suggest_names
 
 BYTES = 256
@@ -151,7 +151,10 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
         raise ValueError(f"tokenizer {name!r} has no tokenizer.json: {EXPECTED_NAME}")
     if "/" not in name and (hint := suggest_names(name, [*BUNDLED, *BUILT_IN, *bundled_models])):
         raise ValueError(f"unknown tokenizer {name!r}{hint}: give one of these, a file, or OWNER/{name} for the Hub's")
-    return _load_from_hub(name)
+    try:
+        return _load_file(download_files(name, "tokenizer.json", *CONFIG_FILES) / "tokenizer.json", name=name)
+    except FileNotFoundError as error:
+        raise ValueError(f"tokenizer {name!r} could not be loaded ({error}): {EXPECTED_NAME}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = None, name: str = "bpe") -> Tokenizer:
@@ -256,21 +259,3 @@ def _parse_json(text: str, config: dict[str, Any], name: str) -> Tokenizer:
         ids.append(None if token is None else bpe.token_to_id(token))
     bos, eos, pad, mask = ids
     return Tokenizer(bpe, bos, eos, pad, mask, name, text)
-
-
-def _load_from_hub(name: str) -> Tokenizer:
-    is_reached = check_hub()
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        path = Path(hf_hub_download(name, "tokenizer.json"))
-    except (OSError, ValueError) as error:  # the Hub's own errors are among these
-        reason = str(error).splitlines()[0] if is_reached else "the Hub cannot be reached, and its cache has none"
-        raise ValueError(f"tokenizer {name!r} could not be loaded ({reason}): {EXPECTED_NAME}") from error
-    for other in CONFIG_FILES:
-        try:
-            hf_hub_download(name, other)
-        except EntryNotFoundError:
-            continue  # either file may be missing: then the well-known names are used
-    return _load_file(path, name=name)

@@ -145,13 +145,13 @@ def test_tokenizers_with_errors(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repository: str, file: str) -> str:
-        if not (tmp_path / file).is_file():
+    def download(repository: str, allow_patterns: list[str]) -> str:
+        if not (tmp_path / "tokenizer.json").is_file():
             raise huggingface_hub.errors.LocalEntryNotFoundError("no network here")
-        return str(tmp_path / file)
+        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("adlm.data.tokenizers.check_hub", lambda: True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("adlm.data.hub.check_hub", lambda: True)
     with pytest.raises(ValueError, match=r"'someone/something' could not be loaded \(no network here"):
         load_tokenizer("someone/something")
     write_tokenizer(tmp_path, ["<go>", "<stop>"], {"bos_token": "<go>", "eos_token": "<stop>"}, "tokenizer_config.json")
@@ -194,7 +194,7 @@ def test_the_smallest_vocabulary() -> None:
 
 
 def test_names_close_to_a_bundled_one_are_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adlm.data.tokenizers.check_hub", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("adlm.data.hub.check_hub", lambda: pytest.fail("the Hub was asked"))
     for name, meant in (("gpt-2", "gpt2"), ("bert-base-uncase", "bert-base-uncased"), ("byte", "bytes")):
         with pytest.raises(ValueError, match=rf"unknown tokenizer '{name}' \(did you mean {meant}\?\).*OWNER/{name}"):
             load_tokenizer(name)
