@@ -26,6 +26,7 @@ from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule, noise_level
 from adlm.diffusion.selected import MAX_LOGIT_ROWS, selected_loss
 from adlm.models.language_model import LanguageModel
+from adlm.remedies import check_known
 
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
 MAX_ENUMERATED = 6  # scored tokens of which all sets are hidden in turn: at most 63 evaluations
@@ -409,8 +410,7 @@ def estimate_order_nll(
         raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
     scored, is_random = None, False
     if isinstance(order, str):
-        if order not in ORDERS:
-            raise ValueError(f"unknown order {order!r}: expected one of {', '.join(ORDERS)}, or a permutation")
+        check_known("order", order, ORDERS)
         scored, is_random = SCORED_ORDERS.get(order), order == RANDOM
     elif isinstance(order, Order):
         if order.score is None:

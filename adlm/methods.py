@@ -1,7 +1,7 @@
 """Methods, samplers, schedules and anchor rules by name: the only file that maps names to functions."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -9,7 +9,7 @@ from adlm.diffusion import anchors, orders, plans, schedules
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.models.language_model import PRESETS, ModelConfig
-from adlm.remedies import describe_unknown
+from adlm.remedies import check_known
 
 Entry = TypeVar("Entry")
 DEFAULT_STEPS = 128  # of a plan
@@ -84,12 +84,6 @@ def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
         name = ALIASES[name]
     check_known(kind, name, table)
     return table[name]
-
-
-def check_known(kind: str, name: str, known: Collection[str]) -> None:
-    """Raise the error of an unknown name, which suggests the closest known ones and lists all."""
-    if name not in known:
-        raise ValueError(describe_unknown(kind, name, known))
 
 
 def takes_steps(sampler: str) -> bool:

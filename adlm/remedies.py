@@ -4,10 +4,11 @@ import difflib
 import re
 import shlex
 import sys
-from collections.abc import Iterable
-from importlib import metadata
+from collections.abc import Collection, Iterable
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -19,10 +20,19 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(by_lower[each] for each in close)}?)" if close else ""
 
 
-def describe_unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the error message of an unknown name: it suggests the closest known names and lists all."""
-    known = list(known)
-    return f"unknown {kind} {name!r}{suggest_names(name, known)}: expected one of {', '.join(known)}"
+def check_known(kind: str, name: str, known: Collection[str]) -> None:
+    """Raise the error of an unknown name, which suggests the closest known ones and lists all."""
+    if name not in known:
+        hint = suggest_names(str(name), known)
+        raise ValueError(f"unknown {kind} {name!r}{hint}: expected one of {', '.join(known)}")
+
+
+def import_extra(module: str, need: str, extra: str) -> Any:
+    """Import a module of an extra; if it is not installed, the error has what needs it and how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{need} ({error}): {install_command(extra)}") from error
 
 
 def install_command(extra: str, root: Path = CHECKOUT) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adlm.remedies import CHECKOUT, describe_unknown, install_command, list_requirements, suggest_names
+from adlm.remedies import CHECKOUT, check_known, install_command, list_requirements, suggest_names
 
 needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not installed")
 
@@ -37,5 +37,7 @@ def test_the_closest_names_are_suggested() -> None:
     assert suggest_names("remask_lop", ["ancestral", "remask_loop"]) == " (did you mean remask_loop?)"
     assert suggest_names("ADLM-Prose", ["adlm-prose"]) == " (did you mean adlm-prose?)"
     assert suggest_names("nonsense", ["ancestral"]) == ""
-    expected = "unknown sampler 'ancestrall' (did you mean ancestral?): expected one of ancestral, margin"
-    assert describe_unknown("sampler", "ancestrall", ["ancestral", "margin"]) == expected
+    expected = r"unknown sampler 'ancestrall' \(did you mean ancestral\?\): expected one of ancestral, margin"
+    with pytest.raises(ValueError, match=expected):
+        check_known("sampler", "ancestrall", ["ancestral", "margin"])
+    check_known("sampler", "ancestral", ["ancestral", "margin"])

@@ -40,10 +40,13 @@ def models(name: ShownModel = None, is_json: options.Json = False) -> None:
 def describe_model(name: str) -> dict[str, Any]:
     """Return method, sizes and model card of a model, without loading its weights."""
     from adlm.checkpoint import read_config_json
+    from adlm.convert import is_lineage
     from adlm.models.costs import count_parameters
     from adlm.text.lm import find_model
 
     folder = find_model(name)
+    if is_lineage(folder):
+        raise ValueError(f"{name} is a checkpoint of other code: `adlm convert {shlex.quote(name)} --out DIR` shows it")
     content, config = read_config_json(folder)
     card = folder / "README.md"
     text = card.read_text("utf-8", "replace")[:MAX_CARD] if card.is_file() else ""
@@ -66,11 +69,11 @@ def describe_model(name: str) -> dict[str, Any]:
 def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> None:
     """List the recipes of `adlm train`, or show one: its method, device, data and settings."""
     from adlm.config import list_recipes
-    from adlm.remedies import describe_unknown
+    from adlm.remedies import check_known
 
     known = list_recipes()
-    if name and name not in known:
-        raise ValueError(describe_unknown("recipe", name, known))
+    if name:
+        check_known("recipe", name, known)
     with json_stdout(is_json):
         described = [describe_recipe(known[each]) for each in ([name] if name else known)]
     if name and not is_json:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from adlm.diffusion.plans import check_probability
 from adlm.diffusion.rng import LOW, Purpose, philox, uniform_pair
+from adlm.remedies import check_known
 
 # (tokens, valid) -> is_anchor; `valid` is False at padding, which is neither counted nor an anchor.
 AnchorRule = Callable[[Tensor, Tensor | None], Tensor]
@@ -92,8 +93,7 @@ def every_token() -> AnchorRule:
 
 def apply_scope(is_anchor: Tensor, is_hidden: Tensor, scope: str) -> Tensor:
     """Keep the anchors that carry loss: all (the authors' code), the hidden ones (the paper) or the visible ones."""
-    if scope not in ANCHOR_SCOPES:
-        raise ValueError(f"unknown anchor_scope {scope!r}: expected one of {', '.join(ANCHOR_SCOPES)}")
+    check_known("anchor_scope", scope, ANCHOR_SCOPES)
     if scope == "all":
         return is_anchor
     return is_anchor & (is_hidden if scope == "masked" else ~is_hidden)

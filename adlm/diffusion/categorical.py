@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from adlm.remedies import check_known
+
 NUCLEUS_RULES = ("usual", "lineage")
 CANDIDATE_SIZES = (1024, 8192)  # the nucleus is sought among the likeliest 1024 tokens, then 8192, then all
 
@@ -31,8 +33,7 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1 (keep everything), got {self.top_p}")
         if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
             raise ValueError(f"top_k must be a whole number from 1, or None to keep everything, got {self.top_k}")
-        if self.nucleus not in NUCLEUS_RULES:
-            raise ValueError(f"unknown nucleus {self.nucleus!r}: expected one of {', '.join(NUCLEUS_RULES)}")
+        check_known("nucleus", self.nucleus, NUCLEUS_RULES)
 
 
 @dataclass(frozen=True)

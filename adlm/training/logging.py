@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from adlm.data.shards import PreparedData, fsync_path, write_atomically
 from adlm.methods import look_up
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
-from adlm.remedies import install_command
+from adlm.remedies import import_extra
 from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
 from adlm.view.console import SafeConsole
@@ -131,16 +131,12 @@ def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in flat.items() if name != "step" and isinstance(value, int | float)}
 
 
-@contextmanager
-def open_tracker(name: str, folder: Path, config: Record, step: int = 0) -> Iterator[WriteRecord]:
+def open_tracker(name: str, folder: Path, config: Record, step: int = 0) -> AbstractContextManager[WriteRecord]:
     """A context with a function that writes a record to a tracker; `step` is the checkpoint's that the run resumes."""
     open_by_name = {"tensorboard": open_tensorboard, "wandb": open_wandb, "trackio": open_trackio}
-    with ExitStack() as exit_stack:
-        try:
-            write = exit_stack.enter_context(look_up(open_by_name, name, "tracker")(folder, config, step))
-        except ImportError as error:
-            raise ImportError(f"tracker {name!r} is not installed ({error}): {install_command('track')}") from error
-        yield write
+    opened = look_up(open_by_name, name, "tracker")(folder, config, step)
+    import_extra(name, f"tracker {name!r} is not installed", "track")
+    return opened
 
 
 @contextmanager

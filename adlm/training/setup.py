@@ -29,6 +29,7 @@ from adlm.generate import compile_for_sampling, generate_texts
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.remedies import check_known
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
 from adlm.training.logging import describe_data, format_validation
 from adlm.training.objective import Objective, TrainingObjective
@@ -147,7 +148,7 @@ def open_stream(config: Config) -> Source | None:
     if config.data.stream is None:
         return None
     for name in config.data.stream_options:
-        methods.check_known("key of data.stream_options", name, list(inspect.signature(open_source).parameters)[1:])
+        check_known("key of data.stream_options", name, list(inspect.signature(open_source).parameters)[1:])
     return open_source(config.data.stream, **config.data.stream_options)
 
 
