@@ -21,7 +21,6 @@ FREQUENCIES = "rotary_emb.inv_freq"  # a buffer of every stage, computed from it
 CONDITION_NAMES = {"sigma_map.mlp.0": "condition.first", "sigma_map.mlp.2": "condition.second"}
 # Names in a layer of the lineage -> ours, in the order of its parameters; `modulation` is missing in causal models.
 LAYER_NAMES = {"norm1": "norm1", "attn_qkv": "qkv", "attn_out": "out", "norm2": "norm2", "mlp.0": "up", "mlp.2": "down"}
-MODULATION = "adaLN_modulation"
 WITH_BIAS = ("up", "down", "modulation", "first", "second", "head", "anchor_head", "bridge")
 # Settings of a Lightning checkpoint and of MDLM's config.json -> ours; `layers` are those of the first stage.
 LIGHTNING_SETTINGS = {"model.hidden_size": "dim", "model.n_heads": "heads", "model.n_blocks": "layers"}
@@ -39,7 +38,6 @@ STORED_PACKAGES = ("omegaconf", "transformers", "tokenizers", "lightning", "pyto
 STORED_TYPES = {f"builtins.{name}" for name in ("int", "float", "str", "bool", "list", "dict", "tuple", "object")}
 STORED_TYPES |= {"typing.Any", "collections.defaultdict", "pathlib.PosixPath", "numpy.dtype", "numpy.ndarray"}
 STORED_TYPES |= {f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")}
-LIGHTNING_VERSION = "2.2.1"  # the lineage's; Lightning migrates files of other versions
 
 
 class StoredObject:
@@ -77,7 +75,7 @@ class LineageCheckpoint(NamedTuple):
 def map_names(layers: int, denoiser_layers: int, *, is_causal: bool) -> dict[str, str]:
     """Map the lineage's names of parameters to ours, in its order; the second number is 0 for one stage."""
     names = {EMBEDDING: "embed.weight"}
-    modulation = {} if is_causal else {MODULATION: "modulation"}
+    modulation = {} if is_causal else {"adaLN_modulation": "modulation"}
     for stage, count in (("backbone", layers), ("denoiser", denoiser_layers)):
         ours = "anchor" if stage == "backbone" and denoiser_layers else "denoiser"
         parts = {} if stage == "backbone" else {"vocab_embed.0": "bridge"}
@@ -267,8 +265,7 @@ def build_loaded_model(stored: LineageCheckpoint, path: Path, tokenizer_name: st
 def apply_ema(state: Mapping[str, Tensor], shadow: list[Tensor]) -> dict[str, Tensor]:
     """Replace parameters by their moving averages, which have no names and the order of the lineage's modules."""
     names = list(map_state_names(state))
-    stages = ("backbone", "denoiser")
-    if [name for stage in stages for name in state if name in names and name.startswith(stage)] != names:
+    if sorted((name for name in state if name in names), key=lambda name: name.startswith("denoiser")) != names:
         raise ValueError("the keys are not in the lineage's order, which that of the EMA follows: convert with --raw")
     wrong = [name for name, average in zip(names, shadow) if average.shape != state[name].shape]
     if wrong or len(shadow) != len(names):
@@ -325,7 +322,7 @@ def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     content["loops"] = {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": progress}}
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        torch.save(content | {"pytorch-lightning_version": LIGHTNING_VERSION}, path)
+        torch.save(content | {"pytorch-lightning_version": "2.2.1"}, path)  # the lineage's; Lightning migrates it
     except (RuntimeError, OSError) as error:  # RuntimeError: torch's for a full disk
         path.unlink(missing_ok=True)
         raise OSError(f"{path} could not be written ({error}): make room, then run the same command") from error

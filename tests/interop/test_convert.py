@@ -213,6 +213,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     before = path.read_bytes()
     assert_error(invoke("convert", path, "--out", tmp_path), "already exists")
     assert_error(invoke("convert", path, "--out", path, "--to", "lightning"), "already exists")
+    assert_error(invoke("models", path), "is a checkpoint of other code: `adlm convert")
     assert path.read_bytes() == before
 
 
