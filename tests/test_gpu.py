@@ -184,8 +184,7 @@ def test_texts_do_not_depend_on_the_batch_with_deterministic():
 @pytest.mark.parametrize("arm", ["acot", "coconut", "mdlm"])
 def test_captured_reasoning_passes_train_as_eager_ones(arm):
     from adlm.config import load_config
-    from adlm.reasoning.captures import LENGTHS, CapturedFeatures
-    from adlm.reasoning.losses import compute_features, reasoning_loss
+    from adlm.reasoning.losses import CAPTURED_LENGTHS, CapturedFeatures, compute_features, reasoning_loss
     from adlm.reasoning.runs import build_reasoning_objective, build_shape
     from adlm.reasoning.tasks import ItemBatches, open_task
 
@@ -193,7 +192,7 @@ def test_captured_reasoning_passes_train_as_eager_ones(arm):
     changes += ["model.dim=64", "model.heads=4", "model.denoiser_layers=2", "model.dropout=0", "folder=run"]
     config = load_config("reason", *changes, method="mdlm" if arm == "mdlm" else "ar")
     task = open_task(config.reasoning)
-    objective = build_reasoning_objective(config, task, multiple=LENGTHS)
+    objective = build_reasoning_objective(config, task, multiple=CAPTURED_LENGTHS)
 
     def train(run):
         model = LanguageModel(build_shape(config, task, None, 64)).cuda()

@@ -10,14 +10,7 @@ from typer import Argument, Option
 
 from adlm.cli import options
 from adlm.cli.errors import Commands, report_errors
-from adlm.cli.output import (
-    check_output_folder,
-    json_stdout,
-    print_json,
-    print_result,
-    print_table,
-    progress_bar,
-)
+from adlm.cli.output import check_output_folder, json_stdout, print_json, print_result, print_table, progress_bar
 from adlm.cli.train import is_main_process, run_as_dict, run_or_exit
 
 app = typer.Typer(cls=Commands, help="Train models to reason, and compare ways to do it.", no_args_is_help=True)
@@ -60,9 +53,9 @@ def train(
 
         if quick and recipe is not None:
             raise ValueError(f"--quick is a recipe of its own: leave out --recipe {recipe}, or --quick")
-        folder = out or Path(f"{task}-{arm}-quick" if quick else f"{task}-{arm}")
+        default = f"{task}-{arm}-quick" if quick else f"{task}-{arm}"
         name = "reason-quick" if quick else recipe or "reason"
-        changes = [*(overrides or []), *([f"folder={folder}"] if out or not has_folder(overrides) else [])]
+        changes = [f"folder={default}", *(overrides or []), *([f"folder={out}"] if out else [])]
         run = run_or_exit(lambda: run_training(task, arm, name, *changes), is_json=is_json)
         if not is_main_process():
             return
@@ -77,11 +70,6 @@ def train(
                 typer.echo(f"example: {next(iter(result['tests'].values()))['example']}")
         if is_json:
             print_json(answer)
-
-
-def has_folder(overrides: list[str] | None) -> bool:
-    """Return whether the run folder is among the overrides."""
-    return any(each.startswith("folder=") for each in overrides or [])
 
 
 @app.command("eval")

@@ -22,7 +22,7 @@ from adlm.config import Config
 from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.rng import CounterRng, Purpose
-from adlm.reasoning.items import Item, Markers
+from adlm.reasoning.items import Item, Markers, pad_rows
 from adlm.reasoning.tasks import ItemBatch, Task
 
 Labels = Sequence[int | None]  # of the slots; None, and slots after the last label, carry no loss
@@ -176,15 +176,11 @@ def collate(
 
     A slot's own position has its label as the target. `anchors` are positions of tokens with A2R's anchor term.
     """
-    sizes, prompts, first, stop = np.array(
-        [(len(each.tokens), each.prompt, each.slots.start, each.slots.stop) for each in layouts]
-    ).T[..., None]
-    length = _round_up(int(sizes.max()) - 1, multiple)
-    place = np.arange(length + 1)
-    tokens = np.zeros((len(layouts), length + 1), np.int64)
-    tokens[place < sizes] = np.fromiter(chain.from_iterable(each.tokens for each in layouts), np.int64)
-    inputs, targets, place = tokens[:, :-1].copy(), tokens[:, 1:].copy(), place[:-1]
-    weights = ((place >= prompts - 1) & (place < sizes - 1)).astype(np.float32)
+    inputs, _ = pad_rows([each.tokens[:-1] for each in layouts], multiple)
+    targets, is_target = pad_rows([each.tokens[1:] for each in layouts], multiple)
+    prompts, first, stop = np.array([(each.prompt, each.slots.start, each.slots.stop) for each in layouts]).T[..., None]
+    length, place = inputs.shape[1], np.arange(inputs.shape[1])
+    weights = (is_target & (place >= prompts - 1)).astype(np.float32)
     for row, (layout, own) in enumerate(zip(layouts, labels, strict=True)):
         for position, label in zip(layout.slots, own if label_weight else ()):
             if label is not None:
@@ -206,12 +202,8 @@ def collate(
         torch.tensor(float(len(index))),
         is_causal=True,
         slot=torch.from_numpy(np.where(is_slot, place - first + 1, 0)) if feedback else None,
-        slot_ends=tuple(_round_up(end, multiple) for end in ends),
+        slot_ends=tuple(end + -end % multiple for end in ends),
     )
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return size + -size % multiple
 
 
 def add_auxiliary(

@@ -1,6 +1,7 @@
 """Greedy batched decoding with the key-value cache: problems in, answers out."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from adlm.models.language_model import LanguageModel
 from adlm.reasoning.arms import RowLayout
 from adlm.reasoning.items import Markers
 
+DECODED_ROWS = 1024  # decoded at a time
+
 
 class Decoded(NamedTuple):
     """What a model wrote after a prompt."""
@@ -20,6 +23,14 @@ class Decoded(NamedTuple):
     tokens: list[int]  # up to and with the end marker, if it came
     answer: list[int] | None  # the tokens between the answer's marker and the end; None: one of the two is missing
     passes: int  # forward passes one after the other: one for each token, and for each slot that is fed back
+
+
+def decode_in_batches(lengths: Sequence[int], decode: Callable[[list[int]], list[Decoded]]) -> list[Decoded]:
+    """Decode rows, given by their numbers, in batches of similar lengths; return the results in the rows' order."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    parts = [order[start : start + DECODED_ROWS] for start in range(0, len(order), DECODED_ROWS)]
+    results = dict(zip(order, chain.from_iterable(map(decode, parts)), strict=True))
+    return [results[number] for number in range(len(lengths))]
 
 
 def make_predict(model: LanguageModel, slot: Tensor, length: int, *, feedback: bool) -> Callable[[Tensor], Tensor]:

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +25,11 @@ from adlm.methods import METHODS, build_anchor_rule, build_sampler, build_schedu
 from adlm.models.language_model import LanguageModel
 from adlm.reasoning import arithmetic, sudoku
 from adlm.reasoning.arms import ARMS, RowLayout, lay_out
-from adlm.reasoning.decoding import Decoded, find_answer
-from adlm.reasoning.items import WORD_MARKERS, Item, index_words
+from adlm.reasoning.decoding import Decoded, decode_in_batches, find_answer
+from adlm.reasoning.items import WORD_MARKERS, Item, index_words, pad_rows
 from adlm.reasoning.tasks import ItemBatch, Task
 from adlm.training.objective import Objective
 
-FILLED_ROWS = 1024  # filled at a time
 NUMBERS = index_words(arithmetic.WORDS)
 CELLS = index_words(sudoku.WORDS)
 
@@ -90,15 +87,11 @@ SAMPLINGS = {
 }
 
 
-def pad_rows(rows: Sequence[list[int]], multiple: int = 1) -> tuple[Tensor, Tensor | None]:
-    """Return rows (B, L) of one length, a multiple of a number where they differ, and which tokens are no padding."""
-    sizes = np.array([len(row) for row in rows])
-    length = int(sizes.max())
-    length += -length % multiple if (sizes < length).any() else 0
-    valid = np.arange(length) < sizes[:, None]
-    tokens = np.zeros((len(rows), length), np.int64)
-    tokens[valid] = np.fromiter(chain.from_iterable(rows), np.int64, int(sizes.sum()))
-    return torch.from_numpy(tokens), None if valid.all() else torch.from_numpy(valid)
+def pad_holes(rows: Sequence[list[int]], multiple: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Return rows (B, L) of one length and which tokens are no padding; only padded rows are as long as a multiple."""
+    is_padded = len({len(row) for row in rows}) > 1
+    tokens, is_token = map(torch.from_numpy, pad_rows(rows, multiple if is_padded else 1))
+    return tokens, is_token if is_padded else None
 
 
 @dataclass(frozen=True)
@@ -140,8 +133,8 @@ class HoleObjective:
 
     def corrupt(self, batch: ItemBatch, seed: int, step: int) -> NoisyBatch:
         """Hide tokens of the holes at an optimizer step."""
-        layouts, _ = pad_rows([self.task.lay_out(item.question) for item in batch.items], self.multiple)
-        x0, valid = pad_rows([self.task.complete(item) for item in batch.items], self.multiple)
+        layouts, _ = pad_holes([self.task.lay_out(item.question) for item in batch.items], self.multiple)
+        x0, valid = pad_holes([self.task.complete(item) for item in batch.items], self.multiple)
         is_fixed = layouts != self.task.hole
         if layouts.shape != x0.shape or not torch.equal(layouts[is_fixed], x0[is_fixed]):
             raise ValueError(
@@ -172,13 +165,11 @@ def fill_holes(model: LanguageModel, objective: HoleObjective, questions: Sequen
     predictor = Predictor(model, device, torch.float32, is_compiled=False)
     task, sampling = objective.task, objective.sampling
     rows = [task.lay_out(question) for question in questions]
-    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
     steps = {"steps": sampling.steps or model.config.length} if takes_steps(sampling.sampler) else {}
     sampler = build_sampler(sampling.sampler, **steps)
-    results = {}
-    for start in range(0, len(order), FILLED_ROWS):
-        part = order[start : start + FILLED_ROWS]
-        layouts, valid = pad_rows([rows[number] for number in part])
+
+    def fill(part: list[int]) -> list[Decoded]:
+        layouts, valid = pad_holes([rows[number] for number in part])
         is_hole = layouts == task.hole
         frames = stream_tokens(
             predictor,
@@ -193,9 +184,9 @@ def fill_holes(model: LanguageModel, objective: HoleObjective, questions: Sequen
         )
         with torch.autocast(device.type, enabled=False):
             (frame,) = deque(frames, maxlen=1)
-        for number, tokens, holes, evaluations in zip(
-            part, frame.tokens.cpu(), is_hole, frame.nfe.tolist(), strict=True
-        ):
-            answer = task.find_answer(tokens[: len(rows[number])].tolist())
-            results[number] = Decoded(tokens[holes].tolist(), answer, evaluations)
-    return [results[number] for number in range(len(rows))]
+        return [
+            Decoded(tokens[holes].tolist(), task.find_answer(tokens[: len(rows[number])].tolist()), passes)
+            for number, tokens, holes, passes in zip(part, frame.tokens.cpu(), is_hole, frame.nfe.tolist(), strict=True)
+        ]
+
+    return decode_in_batches([len(row) for row in rows], fill)

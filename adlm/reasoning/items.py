@@ -1,6 +1,7 @@
 """Reasoning problems as token ids: what every task makes and every arm reads."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -43,6 +44,16 @@ WORD_MARKERS = Markers(*range(len(MARKERS)))
 def index_words(words: Sequence[str]) -> dict[str, int]:
     """Return the ids of a whole-word vocabulary: the markers, then the task's words."""
     return {word: index for index, word in enumerate((*MARKERS, *words))}
+
+
+def pad_rows(rows: Sequence[Sequence[int]], multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows (B, L) of one length, a multiple of a number, and which tokens are no padding."""
+    sizes = np.array([len(row) for row in rows])[:, None]
+    length = int(sizes.max())
+    is_token = np.arange(length + -length % multiple) < sizes
+    tokens = np.zeros(is_token.shape, np.int64)
+    tokens[is_token] = np.fromiter(chain.from_iterable(rows), np.int64, int(sizes.sum()))
+    return tokens, is_token
 
 
 def draw_hops(rng: np.random.Generator, count: int, min_hops: int, max_hops: int, limit: int) -> np.ndarray:

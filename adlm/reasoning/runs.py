@@ -22,18 +22,16 @@ from adlm.methods import METHODS, look_up
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import extend_vocabulary
 from adlm.reasoning.arms import ARMS, ReasoningObjective, lay_out
-from adlm.reasoning.captures import LENGTHS, CapturedFeatures
 from adlm.reasoning.datasets import DATASETS
-from adlm.reasoning.decoding import Decoded, decode_greedily
+from adlm.reasoning.decoding import Decoded, decode_greedily, decode_in_batches
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
 from adlm.reasoning.items import Item
-from adlm.reasoning.losses import StepDecoder, compute_features, reasoning_loss
+from adlm.reasoning.losses import CAPTURED_LENGTHS, CapturedFeatures, StepDecoder, compute_features, reasoning_loss
 from adlm.reasoning.tasks import GENERATED, ItemBatches, Task, open_task
 from adlm.training import setup
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
 from adlm.training.loop import Run, run_training
 
-DECODED_ROWS = 1024  # decoded at a time
 EXTRA_TOKENS = 8  # that a model may write more than the longest solution before it is cut off
 
 
@@ -59,7 +57,7 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
             f"init={config.init} is {config.method}, and arm {name} trains {arm.method}: choose another model"
         )
     task = open_task(config.reasoning, find_tokenizer(config, base))
-    objective = build_reasoning_objective(config, task, multiple=LENGTHS if is_cuda else 1)
+    objective = build_reasoning_objective(config, task, multiple=CAPTURED_LENGTHS if is_cuda else 1)
 
     longest = measure_longest(task, objective)
     init = None if base is None else fit_vocabulary(base, task.tokenizer)
@@ -221,21 +219,16 @@ def solve(
         return fill_holes(model, objective, [item.question for item in items])
     layouts = [objective.lay_out(item) for item in items]
     longest = max(len(layout.tokens) - layout.prompt for layout in layouts)
-    order = sorted(range(len(items)), key=lambda number: layouts[number].prompt)
-    results: dict[int, Decoded] = {}
-    for start in range(0, len(order), DECODED_ROWS):
-        part = order[start : start + DECODED_ROWS]
+    feedback = objective.arm.feedback
+
+    def decode(part: list[int]) -> list[Decoded]:
         room = model.config.length - max(layouts[number].prompt for number in part)
+        count = max(1, min(longest + EXTRA_TOKENS, room))
+        own = [layouts[number] for number in part]
         with torch.compiler.set_stance("force_eager"):  # every length of the cache would be compiled
-            decoded = decode_greedily(
-                model,
-                [layouts[number] for number in part],
-                task.markers,
-                feedback=objective.arm.feedback,
-                max_new_tokens=max(1, min(longest + EXTRA_TOKENS, room)),
-            )
-        results |= dict(zip(part, decoded, strict=True))
-    return [results[number] for number in range(len(items))]
+            return decode_greedily(model, own, task.markers, feedback=feedback, max_new_tokens=count)
+
+    return decode_in_batches([layout.prompt for layout in layouts], decode)
 
 
 def format_solution(task: Task, item: Item, result: Decoded) -> str:

@@ -14,14 +14,13 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from adlm.config import ReasoningSettings
 from adlm.data.batches import Batch
 from adlm.data.tokenizers import Tokenizer
 from adlm.methods import look_up
 from adlm.reasoning import arithmetic, chains, datasets, graphs, sudoku
-from adlm.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers, index_words
+from adlm.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers, index_words, pad_rows
 
 Entry = TypeVar("Entry")
 TRAIN, TEST, VALID, SYMMETRY = 0, 1, 2, 3  # streams of random problems; those for tests do not depend on the run's seed
@@ -57,19 +56,27 @@ def _permute(seed: int, epoch: int, count: int) -> list[int]:
     return make_rng(seed, TRAIN, epoch).permutation(count).tolist()
 
 
+def make_word_tokenizer(words: Sequence[str], name: str) -> Tokenizer:
+    """Make the tokenizer of a whole-word vocabulary: the markers, the words, and the mask as the last id."""
+    bpe = tokenizers.Tokenizer(models.WordLevel(vocab=index_words(words), unk_token=words[0]))
+    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(bpe, name=name)
+
+
+@dataclass
 class Task:
-    """Problems for training and tests in a whole-word vocabulary: the markers, the words, and the mask at the end."""
+    """Problems for training and tests, by default in a whole-word vocabulary."""
 
-    can_train = True  # whether there are training problems
-    markers = WORD_MARKERS
+    name: str
+    tokenizer: Tokenizer
+    hops: int = 0  # the most of training: the number of stages
+    length: int | None = None  # of a model from scratch; None: the longest problem decides
+    markers: Markers = WORD_MARKERS
 
-    def __init__(self, name: str, words: Sequence[str], hops: int, length: int | None) -> None:
-        self.name = name
-        self.hops = hops  # the most of training: the number of stages
-        self.length = length  # of a model from scratch; None: the longest problem decides
-        bpe = tokenizers.Tokenizer(models.WordLevel(vocab=index_words(words), unk_token=words[0]))
-        bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        self.tokenizer = Tokenizer(bpe, name=name)
+    @property
+    def can_train(self) -> bool:
+        """Whether there are training problems."""
+        return True
 
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         """Return the problems of an optimizer step."""
@@ -114,7 +121,8 @@ class GeneratedTask(Task):
         limit = self.generator.MAX_HOPS - max(EXTRA_HOPS)
         if not 1 <= settings.hops <= limit:
             raise ValueError(f"reasoning.hops={settings.hops} is out of range for {name}: give 1 to {limit}")
-        super().__init__(name, self.generator.WORDS, settings.hops, self.generator.LENGTH)
+        tokenizer = make_word_tokenizer(self.generator.WORDS, name)
+        super().__init__(name, tokenizer, settings.hops, self.generator.LENGTH)
 
     def _draw(self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int) -> list[Item]:
         items: list[Item] = self.generator.draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
@@ -142,15 +150,23 @@ class TextTask(Task):
     """
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        self.name, self.hops, self.length, self.path = str(settings.task), settings.hops, None, get_path(settings)
+        name, self.path = str(settings.task), get_path(settings)
         if tokenizer is None:
-            raise ValueError(
-                f"{self.name} needs a tokenizer: give init=MODEL, or the name of one as reasoning.tokenizer"
-            )
-        self.tokenizer, self.markers = add_markers(tokenizer)
-        self.splits = datasets.find_splits(self.name, self.path)
-        self.is_generated = self.name == "prosqa" and "train" not in self.splits
-        self.can_train = self.is_generated or "train" in self.splits
+            raise ValueError(f"{name} needs a tokenizer: give init=MODEL, or the name of one as reasoning.tokenizer")
+        tokenizer, markers = add_markers(tokenizer)
+        super().__init__(name, tokenizer, settings.hops, markers=markers)
+
+    @cached_property
+    def splits(self) -> dict[str, Path]:
+        return datasets.find_splits(self.name, self.path)
+
+    @property
+    def is_generated(self) -> bool:
+        return self.name == "prosqa" and "train" not in self.splits
+
+    @property
+    def can_train(self) -> bool:
+        return self.is_generated or "train" in self.splits
 
     def _load(self, split: str) -> list[Item]:
         return datasets.load_items(self.name, self.path, self.tokenizer, split)
@@ -187,7 +203,7 @@ class SudokuTask(Task):
     """The puzzle is the question, the board the answer; training draws a symmetry of each puzzle."""
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        super().__init__("sudoku", sudoku.WORDS, 0, sudoku.LENGTH)
+        super().__init__("sudoku", make_word_tokenizer(sudoku.WORDS, "sudoku"), length=sudoku.LENGTH)
         self.path = get_path(settings)
 
     @cached_property
@@ -256,7 +272,7 @@ class ItemBatch(Batch):
         cls, items: list[Item], foreign: list[Item], number: Tensor, place: Tensor, total: int, state: dict[str, Any]
     ) -> ItemBatch:
         """Make the batch of these problems."""
-        tokens = pad_sequence([torch.tensor(item.question) for item in items], batch_first=True)
+        tokens = torch.from_numpy(pad_rows([item.question for item in items])[0])
         lengths = torch.tensor([len(item.question) for item in items])
         return cls(tokens, lengths, number, place, total, state, items, foreign)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -131,12 +132,6 @@ def group_accuracies(results: Sequence[Result], test: str) -> dict[str, list[flo
     return groups
 
 
-def list_levels(task: str, result: Result) -> list[str]:
-    """Return the names of the test sets over tasks: those by hops of a generated task have the same."""
-    tests = list(result["tests"])
-    return [*LEVELS, *tests[len(LEVELS) :]][: len(tests)] if task in GENERATORS else tests
-
-
 def flatten_settings(settings: Result, prefix: str = "") -> dict[str, Any]:
     """Return nested settings with dotted keys."""
     flat: dict[str, Any] = {}
@@ -151,11 +146,11 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
     by_task: dict[str, list[Result]] = {}
     for result in results.values():
         by_task.setdefault(result["task"], []).append(result)
-    sets = [
-        {"task": task, "test": test, "level": level, "arms": group_accuracies(own, test)}
-        for task, own in by_task.items()
-        for level, test in zip(list_levels(task, own[0]), own[0]["tests"], strict=True)
-    ]
+    sets: list[dict[str, Any]] = []
+    for task, own in by_task.items():
+        levels = LEVELS if task in GENERATORS else LEVELS[:1]  # by hops; later test sets have none
+        for level, test in zip_longest(levels[: len(own[0]["tests"])], own[0]["tests"]):
+            sets.append({"task": task, "test": test, "level": level, "arms": group_accuracies(own, test)})
     comparisons = [
         {key: each[key] for key in ("task", "test", "level")} | compare_arms(each["arms"], *pair)
         for each in sets
@@ -163,7 +158,11 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
         for pair in claim.pairs
         if set(pair) <= set(each["arms"])
     ]
-    verdicts = [judge_level(claim, number, by_task) for claim in CLAIMS for number in range(len(LEVELS))]
+    verdicts: list[dict[str, Any]] = []
+    for claim, level in product(CLAIMS, LEVELS):
+        holds = {each["task"]: judge_claim(claim, each["arms"]) for each in sets if each["level"] == level}
+        overall = {"holds": judge_tasks(holds)} if claim is ANCHORS_HELP else {}
+        verdicts.append({"claim": claim.text, "level": level, "tasks": holds} | overall)
     tables = [build_table(task, own) for task, own in by_task.items()]
     tables += [build_comparison_table(comparisons), build_verdict_table(verdicts)]
     warnings = []
@@ -183,17 +182,6 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
     ]
     figures = {"reasoning_accuracy": ("arms", {"sets": sets}), "reasoning_training": ("accuracy", {"curves": curves})}
     return EvalResult("reasoning_table", metrics, {"rule": RULE}, {"runs": list(results)}, tables, warnings, figures)
-
-
-def judge_level(claim: Claim, number: int, by_task: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
-    """Judge a claim at a level in every task that has it, the others at the first only; anchors over all tasks, too."""
-    holds: dict[str, bool | None] = {}
-    for task, results in by_task.items():
-        tests = list(results[0]["tests"])
-        if number < (len(tests) if task in GENERATORS else 1):
-            holds[task] = judge_claim(claim, group_accuracies(results, tests[number]))
-    overall = {"holds": judge_tasks(holds)} if claim is ANCHORS_HELP else {}
-    return {"claim": claim.text, "level": LEVELS[number], "tasks": holds} | overall
 
 
 def build_table(task: str, results: Sequence[Result]) -> Table:

@@ -11,7 +11,7 @@ from adlm.config import Config, load_config
 from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.reasoning import evaluation, runs, sudoku
-from adlm.reasoning.diffusion import SAMPLINGS, HoleObjective, fill_holes, pad_rows
+from adlm.reasoning.diffusion import SAMPLINGS, HoleObjective, fill_holes, pad_holes
 from adlm.reasoning.items import MARKERS, Item
 from adlm.reasoning.tasks import ItemBatch, ItemBatches, Task, open_task
 from tests.reasoning.test_sudoku import make_boards, write
@@ -79,8 +79,8 @@ def test_a_sudoku_is_one_row_whose_empty_cells_are_holes(boards: Path) -> None:
 def test_only_holes_are_hidden_and_carry_loss(name: str, arm: str, boards: Path) -> None:
     task, objective = open_objective(name, arm, boards)
     batch = draw_batch(task, 4)
-    layouts, _ = pad_rows([objective.task.lay_out(item.question) for item in batch.items])
-    x0, _ = pad_rows([objective.task.complete(item) for item in batch.items])
+    layouts, _ = pad_holes([objective.task.lay_out(item.question) for item in batch.items])
+    x0, _ = pad_holes([objective.task.complete(item) for item in batch.items])
     is_hole = layouts == objective.task.hole
     hidden = torch.zeros_like(is_hole)
     for step in range(1, 150):
