@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,8 +117,8 @@ def anchors(
         identity |= text_scorer.settings if samples else {"scorer": None}
         entry = hash_settings(identity | settings | {"batch": None})  # the batch size changes speed only
         if entry not in cache:
-            study = measure_rows(lm, dataset.rows, rule, perturbations, seed, on_progress, draws=draws, batch=batch)
-            study |= measure_samples(lm, rule, perturbations, {"n": samples, **sampling}, text_scorer, on_progress)
+            own = {"n": samples, **sampling}
+            study = measure_model(lm, dataset.rows, rule, perturbations, draws, own, text_scorer, on_progress)
             cache.put(entry, names | study, is_flushed=True)
         studies.append(cache.get(entry))
         about.append(identity)
@@ -139,37 +140,26 @@ def anchors(
     return EvalResult("anchors", metrics, settings, provenance, tables, warnings, figures)
 
 
-def measure_rows(
+def measure_model(
     lm: LM,
     rows: RowDataset,
     rule: AnchorRule,
     perturbations: Sequence[Perturbation],
-    seed: int = 0,
-    on_progress: ProgressCallback = ignore_progress,
-    **options: Any,
-) -> dict[str, Any]:
-    """Measure one model's guesses and losses on held-out rows, with the options of `measure_losses`."""
-    special = classify_tokens(lm.tokenizer).special
-    ignored = torch.ones(lm.model.config.vocab_size, dtype=torch.bool)  # tokens that begin and end a text
-    ignored[: len(special)] = special
-    tally = GuessTally(rule, len(rows), ignored)
-    options |= {"on_batch": tally.add, "on_progress": lambda *done: on_progress(f"{lm.name}: rows", *done)}
-    losses = measure_losses(lm.model.to(lm.device), rows, perturbations, seed=seed, **options)
-    return {"guesses": tally.summarize(seed), "losses": losses}
-
-
-def measure_samples(
-    lm: LM,
-    rule: AnchorRule,
-    perturbations: Sequence[Perturbation],
+    draws: int,
     sampling: Mapping[str, Any],
     scorer: TextScorer,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
-    """Measure the quality of texts under each perturbation (none first), and the order in which samplers reveal them.
+    """Measure guesses and losses on held-out rows, and texts under each perturbation (none first) and their reveals.
 
-    `sampling` has the arguments of `lm.build_request`; with n = 0 nothing is measured.
+    `sampling` has the arguments of `lm.build_request`; with n = 0 there are no texts.
     """
+    special = classify_tokens(lm.tokenizer).special
+    ignored = torch.ones(lm.model.config.vocab_size, dtype=torch.bool)  # tokens that begin and end a text
+    ignored[: len(special)] = special
+    tally, size = GuessTally(rule, len(rows), ignored), {"seed": sampling["seed"], "batch": sampling["batch"]}
+    report: dict[str, Any] = {"on_batch": tally.add, "on_progress": partial(on_progress, f"{lm.name}: rows")}
+    losses = measure_losses(lm.model.to(lm.device), rows, perturbations, draws=draws, **size, **report)
     samples, reveals = list[dict[str, Any]](), list[dict[str, Any]]()
     samplers = [sampling["sampler"], *(["confidence", "ancestral"] if len(perturbations) > 1 else [])]
     for sampler in dict.fromkeys(samplers) if sampling["n"] else ():
@@ -185,7 +175,7 @@ def measure_samples(
                 generated = texts if each.kind == "none" else list(sample_rows(lm, request, each))
                 nfe = float(np.mean([row.nfe for row in generated]))
                 samples.append({**each.as_dict(), "nfe": nfe, **scorer([row.text for row in generated]).as_row()})
-    return {"samples": samples, "reveals": reveals}
+    return {"guesses": tally.summarize(sampling["seed"]), "losses": losses, "samples": samples, "reveals": reveals}
 
 
 # Guesses: how well both heads predict tokens.

@@ -28,7 +28,7 @@ from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
-from adlm.remedies import install_command
+from adlm.remedies import import_extra
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
 from adlm.text.templates import Hole, tokenize_piece
@@ -190,11 +190,8 @@ def estimate_share(values: Sequence[float]) -> Estimate:
     sample, count = np.asarray(values, dtype=np.float64), len(values)
     stderr = float(sample.std(ddof=1) / math.sqrt(count)) if count > 1 else None
     if set(values) <= {0, 1}:
-        try:
-            from scipy.stats import binomtest
-        except ImportError as error:
-            raise ImportError(f"intervals of shares need scipy ({error}): {install_command('eval')}") from error
-        interval = binomtest(int(sample.sum()), count).proportion_ci(method="wilson")
+        scipy_stats = import_extra("scipy.stats", "intervals of shares need scipy", "eval")
+        interval = scipy_stats.binomtest(int(sample.sum()), count).proportion_ci(method="wilson")
     else:
         drawn = np.random.default_rng(0).integers(0, count, (BOOTSTRAP_RESAMPLES, count))
         interval = np.quantile(sample[drawn].mean(1), (0.025, 0.975))
@@ -275,7 +272,7 @@ def measure_passing(
         job = {"program": problem["prompt"] + candidate["completion"], "test": problem["test"]}
         job |= {"reference": problem["prompt"] + problem["canonical_solution"], "entry_point": problem["entry_point"]}
         key = hash_settings([job, asdict(limits), unsafe])
-        return key, cache.get(key) or asdict(run_program(**job, limits=limits, unsafe=unsafe))
+        return key, cache.get(key) or run_program(**job, limits=limits, unsafe=unsafe)
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
         for candidate, (key, result) in zip(candidates, pool.map(run, candidates), strict=True):

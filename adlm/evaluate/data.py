@@ -3,8 +3,7 @@
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,27 +191,31 @@ def _load_prepared(
     every, manifest = data.rows(split), data.manifest["splits"][split]
     if not len(every):
         raise ValueError(f"{folder} has no rows in {split}: prepare it again with a --valid-share above 0")
-    is_whole = limit is None or limit >= len(every)
-    kept, text_bytes = every, manifest["bytes"]
-    if limit is not None and not is_whole:
-        starts = accumulate((count for _, count in every.shards), initial=0)
-        shards = ((file, min(count, limit - start)) for (file, count), start in zip(every.shards, starts))
-        kept = replace(every, shards=tuple(each for each in shards if each[1] > 0))
+    kept: RowDataset = every
+    text_bytes, bytes_source = manifest["bytes"], "manifest"
+    if limit is not None and limit < len(every):
+        kept, bytes_source = TensorRows(*every.fetch(torch.arange(limit))), "manifest, in proportion to the tokens"
         tokens, all_tokens = (
             sum(int(_find_text(*part, tokenizer).sum()) for part in iterate_rows(each)) for each in (kept, every)
         )
         text_bytes = round(text_bytes * (tokens / max(1, all_tokens)))
     settings = {"source": str(folder), "identity": data.manifest["source"], "split": split, "rows": layout}
     settings |= {"prepared": data.manifest["settings_sha256"], "length": data.length, "limit": limit}
-    settings["bytes_source"] = "manifest" if is_whole else "manifest, in proportion to the tokens"
+    settings["bytes_source"] = bytes_source
     return _describe_rows(kept, tokenizer, text_bytes, settings)
 
 
+def fetch_rows(rows: RowDataset, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (n, L) and lengths (n,) of rows, the width where there is no padding."""
+    tokens, lengths = rows.fetch(number)
+    return tokens, torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
+
+
 def iterate_rows(rows: RowDataset) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """All rows in order, some at a time: tokens (n, L) and lengths (n,), the width where there is no padding."""
+    """Tokens and lengths of all rows in order, some at a time."""
     for index in torch.arange(len(rows)).split(ROWS_PER_READ):
-        tokens, lengths = rows.fetch(index)
-        yield tokens.numpy(), np.full(len(index), tokens.shape[1]) if lengths is None else lengths.numpy()
+        tokens, lengths = fetch_rows(rows, index)
+        yield tokens.numpy(), lengths.numpy()
 
 
 def _find_text(tokens: NDArray[Any], lengths: NDArray[Any], tokenizer: Tokenizer) -> NDArray[np.bool_]:

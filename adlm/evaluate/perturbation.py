@@ -21,7 +21,7 @@ from adlm.diffusion.masking import ForwardProcess, corrupt, mask_tokens
 from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, noise_level
-from adlm.evaluate.data import iterate_rows
+from adlm.evaluate.data import fetch_rows, iterate_rows
 from adlm.evaluate.stats import estimate_ratio, flatten_estimates
 from adlm.generate import Predictor
 from adlm.likelihood import draw_position, group_rows
@@ -176,12 +176,6 @@ class NoisyRows:
         """Each row's nats (n,)."""
         final = self.final if each == NONE else self.run_denoiser(self.perturb_anchor(each))
         return diffusion_loss(final, self.model.head, self.noisy, mask_id=self.mask_id).row_nll
-
-
-def fetch_rows(rows: RowDataset, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (n, L) and lengths (n,) of rows, the width where there is no padding."""
-    tokens, lengths = rows.fetch(number)
-    return tokens, torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
 
 
 # Texts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ import numpy as np
 from adlm.evaluate.anchor_study import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
 from adlm.evaluate.results import EvalResult, shorten_names
 from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
-from adlm.remedies import install_command
+from adlm.remedies import import_extra
 from adlm.view.look import COLORS, GRAY, LIGHT
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ PLOT_STYLE: Any = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
 }
+LINE_LOOKS: list[Look] = [{"color": color, "linestyle": style} for style in LINES for color in COLORS]
 LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}
 
 
@@ -64,12 +64,10 @@ def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list
 @contextmanager
 def new_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """A context manager that yields an empty figure and saves it at the end of the block."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"plots need matplotlib ({error}): {install_command('eval')}") from error
+    mpl = import_extra("matplotlib", "plots need matplotlib", "eval")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with mpl.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
@@ -132,8 +130,7 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
     is_pareto: Look = {"markeredgecolor": "black", "markeredgewidth": 1.2, "zorder": 5}
     star: Look = {"marker": "*", "color": "black", "markersize": 11, "linestyle": "none"}
     with new_figure(path, 8.6, 3 * size[0] + 0.6) as figure:
-        for place, (x, y) in enumerate(panels, 1):
-            axes = figure.add_subplot(*size, place)
+        for axes, (x, y) in zip(figure.subplots(*size).flat, panels, strict=True):
             for (model, sampler, *style), line in lines.items():
                 (xs, x_errors), (ys, y_errors) = (_split_errors(line, name) for name in (x, y))
                 look: Look = {"color": colors[model], "linestyle": styles[tuple(style)], "marker": markers[sampler]}
@@ -180,8 +177,8 @@ def draw_anchors(study: Row, path: Path) -> Path:
     panels += [_draw_calibration, _draw_costs, *([_draw_samples, _draw_reveals] if study["samples"] else [])]
     columns = len(panels) // 2
     with new_figure(path, 3.4 * columns + 0.4, 6.4) as figure:
-        for place, draw in enumerate(panels, 1):
-            draw(figure.add_subplot(2, columns, place), study)
+        for axes, draw in zip(figure.subplots(2, columns).flat, panels, strict=True):
+            draw(axes, study)
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
         figure.suptitle(f"{study['model']}: the anchor network", fontsize=10)
     return path
@@ -261,11 +258,9 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
     names = shorten_names([find_run(study) for study in studies])
     metrics, steps = dict.fromkeys(each["y"] for each in correlations), sorted({study["step"] for study in studies})
     markers = {step: MARKERS[place] if len(steps) <= len(MARKERS) else "o" for place, step in enumerate(steps)}
-    # Runs of one color differ in their line, and in markers that are filled or hollow.
-    runs: dict[str, Look] = {
-        run: {"color": color, "linestyle": style, "markerfacecolor": color if style == "-" else "white"}
-        for run, (style, color) in zip(names, itertools.cycle(itertools.product(LINES, COLORS)), strict=False)
-    }
+    runs: dict[str, Look] = _assign(list(names), LINE_LOOKS)
+    for run, look in runs.items():  # of one color differ in their line, and in markers that are filled or hollow
+        runs[run] = look | {"markerfacecolor": look["color"] if look["linestyle"] == "-" else "white"}
     looks = [runs[find_run(study)] | {"marker": markers[study["step"]]} for study in studies]
     has_equal = any(each["among"] == AT_EQUAL_STEPS for each in correlations)
     with new_figure(path, 3.6 * len(metrics) + 1.9, 7.4 if has_equal else 4.0) as figure:
@@ -323,8 +318,7 @@ def draw_arms(sets: Sequence[Row], path: Path) -> Path:
     tasks = list(dict.fromkeys(each["task"] for each in sets))
     arms = list(dict.fromkeys(arm for each in sets for arm in each["arms"]))
     with new_figure(path, 3.6 * len(tasks) + 1.6, 0.32 * len(arms) + 1.4) as figure:
-        for place, task in enumerate(tasks, 1):
-            axes = figure.add_subplot(1, len(tasks), place)
+        for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             own = [each for each in sets if each["task"] == task]
             for number, each in enumerate(own):
                 height, color = 0.8 / len(own), COLORS[number % len(COLORS)]
@@ -342,12 +336,9 @@ def draw_arms(sets: Sequence[Row], path: Path) -> Path:
 def draw_accuracy(curves: Sequence[Row], path: Path) -> Path:
     """Plot the accuracy on validation problems during training, a panel for each task and a line for each run."""
     tasks = list(dict.fromkeys(curve["task"] for curve in curves))
-    arms = list(dict.fromkeys(curve["arm"] for curve in curves))
-    pairs = [(color, style) for style in LINES for color in COLORS]
-    looks: dict[str, Look] = {arm: {"color": color, "linestyle": style} for arm, (color, style) in zip(arms, pairs)}
-    with new_figure(path, 3.6 * len(tasks) + 1.9, max(3.2, 0.2 * len(arms) + 0.6)) as figure:
-        for place, task in enumerate(tasks, 1):
-            axes = figure.add_subplot(1, len(tasks), place)
+    looks: dict[str, Look] = _assign([curve["arm"] for curve in curves], LINE_LOOKS)
+    with new_figure(path, 3.6 * len(tasks) + 1.9, max(3.2, 0.2 * len(looks) + 0.6)) as figure:
+        for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             for curve in (curve for curve in curves if curve["task"] == task and curve["points"]):
                 steps, values = zip(*curve["points"], strict=True)
                 axes.plot(steps, [100 * value for value in values], **looks[curve["arm"]], alpha=0.8)

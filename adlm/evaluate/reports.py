@@ -35,7 +35,7 @@ from adlm.evaluate.sampling import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.zeroshot import zero_shot
 from adlm.methods import takes_steps
-from adlm.remedies import install_command
+from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM
 
@@ -126,8 +126,7 @@ def report(
     by default each evaluation's own. It changes the speed, results only by rounding. `command` is shown on the pages.
     """
     check_whole_numbers(1, batch=batch)
-    if find_spec("matplotlib") is None:
-        raise ImportError(f"the plots of a report need matplotlib: {install_command('eval')}")
+    import_extra("matplotlib", "the plots of a report need matplotlib", "eval")
     given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
     license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")

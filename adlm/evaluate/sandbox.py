@@ -58,19 +58,13 @@ class Limits:
             raise ValueError(f"memory={self.memory / 2**20:g} MiB must be at least 64 MiB, what an interpreter needs")
 
 
-@dataclass(frozen=True)
-class ProgramResult:
-    """How a candidate ended: passed, failed, syntax, memory, time, died or unsupported, and why."""
-
-    status: str
-    reason: str
-    seconds: float
-
-
 def run_program(
     program: str, reference: str, test: str, entry_point: str, limits: Limits, *, unsafe: bool = False
-) -> ProgramResult:
-    """Run `check(entry_point)` of a test against a candidate program; `reference` is the problem's own program."""
+) -> dict[str, Any]:
+    """Run `check(entry_point)` of a test against a candidate program; `reference` is the problem's own program.
+
+    The status is passed, failed, syntax, memory, time, died or unsupported; reason and seconds come with it.
+    """
     bounds = {"cpu": math.ceil(limits.seconds) + 1, "memory": limits.memory}
     job = {"program": program, "reference": reference, "test": test, "entry_point": entry_point, "limits": bounds}
     began = time.perf_counter()
@@ -98,7 +92,7 @@ def run_program(
         status, reason = "time", f"longer than {limits.seconds:g} seconds"
     elif status == "died":
         reason = f"ended before its test did ({f'signal {number}' if number > 0 else f'exit code {code}'}) {reason}"
-    return ProgramResult(status, reason.strip(), time.perf_counter() - began)
+    return {"status": status, "reason": reason.strip(), "seconds": time.perf_counter() - began}
 
 
 def build_call(function: str, descriptors: Sequence[int] = ()) -> list[str]:

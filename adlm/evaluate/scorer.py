@@ -31,7 +31,7 @@ from adlm.data.shards import hash_file
 from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.provenance import hash_weights
 from adlm.evaluate.results import ProgressCallback, ignore_progress
-from adlm.remedies import install_command
+from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.training.distributed import DistributedContext
 
@@ -202,21 +202,18 @@ def load_scorer(name: str | Path | ScoringModel, *, device: torch.device | str =
     location = find_scorer(name)
     if location.kind == "Hub":
         check_hub()
-    try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ImportError(f"a scoring model needs transformers: {install_command('eval')}") from error
+    transformers = import_extra("transformers", "a scoring model needs transformers", "eval")
     with hide_stderr():
-        config = load_part(AutoConfig, location, name, "configuration")
+        config = load_part(transformers.AutoConfig, location, name, "configuration")
         if getattr(config, "is_encoder_decoder", False):
             architecture = f"an encoder with a decoder ({config.model_type})"
             raise ValueError(f"{name} is {architecture}: give a causal LM or, for features, an encoder")
-        tokenizer = load_part(AutoTokenizer, location, name, "tokenizer")
+        tokenizer = load_part(transformers.AutoTokenizer, location, name, "tokenizer")
         # Without files transformers may return a tokenizer without a vocabulary.
         if not tokenizer.is_fast or not tokenizer("A word.", add_special_tokens=False)["input_ids"]:
             raise ValueError(f"{name} has no tokenizer.json: save it (tokenizer.save_pretrained(FOLDER))")
         is_causal = is_causal_lm(config)
-        kind = AutoModelForCausalLM if is_causal else AutoModel
+        kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
         model, info = load_part(kind, location, name, "weights", dtype=torch.float32, output_loading_info=True)
     rows = model.get_input_embeddings().num_embeddings
     if tokenizer.vocab_size > rows:

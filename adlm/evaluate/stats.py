@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from adlm.likelihood import estimate_ratio as estimate_ratio
 from adlm.likelihood import influence_stderr
-from adlm.remedies import install_command
+from adlm.remedies import import_extra
 
 
 def estimate_ratio_difference(
@@ -38,11 +38,8 @@ def calibration_error(bins: NDArray[Any]) -> NDArray[np.float64]:
 
 def rank_values(values: NDArray[Any]) -> NDArray[np.float64]:
     """Ranks from 1; equal values share the mean of theirs."""
-    try:
-        from scipy.stats import rankdata
-    except ImportError as error:
-        raise ImportError(f"ranks need scipy ({error}): {install_command('eval')}") from error
-    return np.asarray(rankdata(values), dtype=np.float64)
+    scipy_stats = import_extra("scipy.stats", "ranks need scipy", "eval")
+    return np.asarray(scipy_stats.rankdata(values), dtype=np.float64)
 
 
 # Correlation of two metrics over models. Training improves nearly every metric, so any two correlate over the

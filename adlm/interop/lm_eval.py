@@ -7,7 +7,7 @@ lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -21,9 +21,9 @@ from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
 from adlm.likelihood import MAX_ENUMERATED, estimate_token_nats
 from adlm.methods import METHODS
-from adlm.remedies import install_command
+from adlm.remedies import import_extra
 from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
-from adlm.text.lm import LM, denoise_rows, load
+from adlm.text.lm import LM, load
 from adlm.text.templates import TEXT, Hole, Layout, parse_template, tokenize_piece
 from adlm.view.console import SafeConsole
 
@@ -83,19 +83,15 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
 
     A causal model decodes from left to right, a masked one a token a step, the most confident first.
     """
-    mask, is_greedy = lm.tokenizer.mask_id, list[bool]()
+    mask, layouts = lm.tokenizer.mask_id, list[Layout]()
     sampler = None if lm.row_format.is_causal else replace(confidence(1), steps=None)
-    for part in _split(list(rows), batch):
-        layouts = []
-        for row in part:
-            ids = tuple(mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True))
-            is_given = tuple(not scored for scored in row.is_scored)
-            layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
-        request = GenerationRequest(layouts, GenerationConfig(), sampler, SamplingParams(temperature=0), {})
-        (frame,) = deque(denoise_rows(lm.predictor, request, request.rows), maxlen=1)
-        written = zip(part, frame.tokens.tolist(), strict=True)
-        is_greedy += [tuple(ids[: len(row.ids)]) == row.ids for row, ids in written]
-    return is_greedy
+    for row in rows:
+        ids = tuple(mask if scored else token for token, scored in zip(row.ids, row.is_scored, strict=True))
+        is_given = tuple(not scored for scored in row.is_scored)
+        layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
+    request = GenerationRequest(layouts, GenerationConfig(batch=batch), sampler, SamplingParams(temperature=0), {})
+    written = lm.run_request(request).rows
+    return [tuple(each.ids) == row.ids for each, row in zip(written, rows, strict=True)]
 
 
 class ContinuationRequest(NamedTuple):
@@ -283,11 +279,8 @@ def _track(parts: list[Any], title: str, is_quiet: bool) -> Iterator[Any]:
 @cache
 def load_harness_class() -> type[Any]:
     """The class that lm-eval instantiates: `HarnessModel` as one of its own."""
-    try:
-        from lm_eval.api.model import LM as Harness
-    except ImportError as error:
-        raise ImportError(f"lm-eval is not installed ({error}): {install_command('eval')}") from error
-    return type("AdlmLM", (HarnessModel, Harness), {"__module__": __name__, "__doc__": HarnessModel.__doc__})
+    harness = import_extra("lm_eval.api.model", "lm-eval is not installed", "eval")
+    return type("AdlmLM", (HarnessModel, harness.LM), {"__module__": __name__, "__doc__": HarnessModel.__doc__})
 
 
 def __getattr__(name: str) -> Any:

@@ -70,9 +70,9 @@ def measure(
 ) -> dict[str, Any]:
     model, rng = lm("adlm"), torch.Generator().manual_seed(2)
     rows = TensorRows(torch.randint(1, 200, (6, model.model.config.length), generator=rng))
-    sampling = {"n": 4, "sampler": sampler, "length": 16, "steps": 4, "batch": 3}
-    of_texts = anchor_study.measure_samples(model, RULE, changes, sampling, TextScorer(model.tokenizer), on_progress)
-    return anchor_study.measure_rows(model, rows, RULE, changes, on_progress=on_progress, draws=2) | of_texts
+    sampling = {"n": 4, "sampler": sampler, "length": 16, "steps": 4, "batch": 3, "seed": 0}
+    scorer = TextScorer(model.tokenizer)
+    return anchor_study.measure_model(model, rows, RULE, changes, 2, sampling, scorer, on_progress)
 
 
 @cache
@@ -317,7 +317,7 @@ def test_a_study_has_all_parts_and_equals_its_json() -> None:
     stages: list[str] = []
     model, changes = lm("adlm"), [*CHANGES, Perturbation("stale", 1), Perturbation("stale", 3)]
     whole = measure(changes, "remask_loop", lambda stage, *_: stages.append(stage))
-    assert list(dict.fromkeys(stages)) == ["small adlm: texts", "small adlm: rows"]
+    assert list(dict.fromkeys(stages)) == ["small adlm: rows", "small adlm: texts"]
     names = ["none", "noise 0.5", "permuted", "other_row", "stale 1", "stale 3"]
     assert [loss["perturbation"] for loss in whole["losses"]] == names
     assert [sample["perturbation"] for sample in whole["samples"]] == [each for each in names if each != "other_row"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from adlm.evaluate import sandbox
-from adlm.evaluate.sandbox import Limits, ProgramResult, decode, encode, find_sandbox_problem, run_program
+from adlm.evaluate.sandbox import Limits, decode, encode, find_sandbox_problem, run_program
 from tests.evaluate import attacks
 
 REFERENCE = "def double(x):\n    return 2 * x\ndef total(numbers):\n    return sum(numbers)\n"
@@ -24,7 +24,7 @@ TEST = "def check(total):\n    assert total([1, 2]) == 3\n    assert total([4, 5
 SHORT = Limits(seconds=1.5, memory=256 * 2**20)
 SYSTEM_PYTHON = "/usr/bin/python3"
 ORDINARY_USER = 54321
-Run = Callable[..., ProgramResult]
+Run = Callable[..., dict[str, Any]]
 
 
 def require_sandbox() -> None:
@@ -40,7 +40,7 @@ def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "sandbox":
         require_sandbox()
 
-    def run_body(body: str, limits: Limits = SHORT, *, test: str = TEST, before: str = "") -> ProgramResult:
+    def run_body(body: str, limits: Limits = SHORT, *, test: str = TEST, before: str = "") -> dict[str, Any]:
         lines = "".join(f"    {line}\n" for line in body.splitlines())
         program = f"{before}\ndef total(numbers):\n{lines}"
         return run_program(program, REFERENCE, test, "total", limits, unsafe=request.param == "unsafe")
@@ -72,8 +72,8 @@ def run(request: pytest.FixtureRequest) -> Run:
 )
 def test_how_a_candidate_ends(run: Run, body: str, status: str, reason: str) -> None:
     result = run(body, SHORT if status == "time" else replace(SHORT, seconds=10))
-    assert (result.status, reason in result.reason) == (status, True), result
-    assert result.seconds < SHORT.seconds + 5
+    assert (result["status"], reason in result["reason"]) == (status, True), result
+    assert result["seconds"] < SHORT.seconds + 5
 
 
 ALWAYS_EQUAL = "class Equal(int):\n    def __eq__(self, other): return True\n    __hash__ = None"
@@ -115,13 +115,13 @@ def find(reverse):
     ],
 )
 def test_a_forged_pass_does_not_pass(run: Run, before: str, body: str) -> None:
-    assert run(body, before=before).status in ("failed", "died", "time")
+    assert run(body, before=before)["status"] in ("failed", "died", "time")
 
 
 def test_the_candidate_never_holds_the_test(run: Run) -> None:
     test = "EXPECTED = 'zqxjvk'\ndef check(total):\n    raise ValueError(total([4]))"
     result = run("return find('kvjxqz'), find('srebmun')", before=FIND, test=test)  # not the value, but its own program
-    hidden, own = eval(result.reason.removeprefix("test: ValueError: "))
+    hidden, own = eval(result["reason"].removeprefix("test: ValueError: "))
     assert hidden == 0 < own
 
 
@@ -139,7 +139,7 @@ def test_the_candidate_never_holds_the_test(run: Run) -> None:
 def test_what_a_test_may_rely_on(run: Run, body: str, test: str, status: str, reason: str) -> None:
     """Arguments that the function changes, exceptions by type, the problem's helpers, all builtin values."""
     result = run(body, test=f"def check(f):\n  {test}\n")
-    assert (result.status, reason in result.reason) == (status, True)
+    assert (result["status"], reason in result["reason"]) == (status, True)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_a_value_arrives_as_it_was(value: object) -> None:
 def test_the_environment_and_the_order_of_sets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "hidden")
     result = run("import os\nraise ValueError(sorted(os.environ))")
-    assert "HOME" in result.reason and "SECRET_KEY" not in result.reason
+    assert "HOME" in result["reason"] and "SECRET_KEY" not in result["reason"]
     body = "raise ValueError(''.join({'a', 'b', 'c', 'd', 'e', 'f'}))"
-    assert run(body).reason == run(body).reason
+    assert run(body)["reason"] == run(body)["reason"]
 
 
 def test_limits_that_make_no_sense() -> None:
@@ -193,7 +193,7 @@ if problem := sandbox.find_sandbox_problem():
     sys.exit(problem)
 test, limits = "def check(attack): raise ValueError(attack())", sandbox.Limits(seconds=10, memory=256 * 2**20)
 for name, program in json.load(sys.stdin).items():
-    print(json.dumps([name, sandbox.run_program(program, "attack = None", test, "attack", limits).reason]))
+    print(json.dumps([name, sandbox.run_program(program, "attack = None", test, "attack", limits)["reason"]]))
 """
 
 
@@ -258,7 +258,7 @@ def test_without_a_sandbox_an_attack_works(tmp_path: Path) -> None:
     place = {"secret": str(secret), "pid": os.getpid()}
     program = f"{Path(attacks.__file__).read_text('utf-8')}\ndef attack(): return read_file({place!r})"
     test = "def check(attack): raise ValueError(attack())"
-    assert run_program(program, "attack = None", test, "attack", SHORT, unsafe=True).reason == "test: ValueError: 3"
+    assert run_program(program, "attack = None", test, "attack", SHORT, unsafe=True)["reason"] == "test: ValueError: 3"
 
 
 @pytest.mark.parametrize("body", ["while True: pass", "import os\nos.closerange(0, 64)\nwhile True: pass", "return 3"])
