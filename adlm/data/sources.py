@@ -265,12 +265,6 @@ def _sort_naturally(name: str) -> tuple[Any, ...]:
     return *((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)), (-1, name)
 
 
-def _list_visible(root: Path) -> dict[str, Path]:
-    """List the files of a folder and its subfolders by name, without hidden ones."""
-    every = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
-    return {name: path for name, path in every.items() if not any(part.startswith(".") for part in name.split("/"))}
-
-
 def select_files(
     root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()
 ) -> tuple[list[tuple[str, Path]], list[str]]:
@@ -279,7 +273,8 @@ def select_files(
     These are the files that match a pattern of `glob`. Without one they are text, tables and what matches `extra`, or
     markup and code where the folder has nothing else.
     """
-    files = _list_visible(root)
+    every = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+    files = {name: path for name, path in every.items() if not re.search(r"(^|/)\.", name)}  # without hidden ones
 
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name if "/" in pattern else name.rpartition("/")[2], pattern) for pattern in patterns)

@@ -23,7 +23,7 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
 from adlm.text.lm import LM
-from adlm.text.templates import classify_tokens, joins_blanks
+from adlm.text.templates import classify_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MASK_TOKEN = "<|mask|>"  # of tokenizers without their own; "[MASK]" in a text stays text
@@ -67,7 +67,7 @@ def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:
     mask_id = own.own_mask_id
     if mask_id is None and shape.mask_id is not None:
         mask_id = shape.mask_id
-        token = AddedToken(MASK_TOKEN, lstrip=joins_blanks(own), normalized=False, special=True)
+        token = AddedToken(MASK_TOKEN, lstrip=classify_tokens(own).joins_blanks, normalized=False, special=True)
         if bpe.token_to_id(MASK_TOKEN) is not None or not bpe.add_special_tokens([token]):
             raise ValueError(
                 f"the tokenizer already has {MASK_TOKEN!r}, but not as its mask: set mask_token in its config"

@@ -26,7 +26,7 @@ from adlm.diffusion.plans import Plan, Transition, confidence_remask_prob, mean_
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.generate import Predictor
 from adlm.text.generation import GenerationRequest
-from adlm.text.templates import Layout, find_banned_tokens
+from adlm.text.templates import Layout, classify_tokens
 
 PLAN = 0  # the kind of rows that follow a plan; an order's kind is its place in `orders`, from 1 on
 NUMBERS_AHEAD = 4  # steps whose random numbers are made at once
@@ -213,7 +213,7 @@ class MaskedBatch:
 
 def build_limits(kinds: Tensor, predictor: Predictor, tokenizer: Tokenizer) -> TokenLimits:
     """Return the banned tokens of positions by their kinds (B, L); a head may be wider than the vocabulary."""
-    banned = find_banned_tokens(tokenizer)
+    banned = classify_tokens(tokenizer).banned
     extra = predictor.head[1].numel() - banned.shape[1]
     return TokenLimits(kinds, F.pad(banned, (0, extra), value=True).to(predictor.device))
 

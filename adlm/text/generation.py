@@ -105,8 +105,8 @@ class GenerationConfig:
                 raise ValueError(f"do_sample={do_sample} contradicts temperature={self.temperature}: give one of them")
             changes["temperature"] = self.temperature if do_sample else 0.0
         config = replace(self, options=options, **changes)
-        for name in ("max_new_tokens", "n", "batch", "steps", "block"):
-            check_whole_numbers(1, **{name: getattr(config, name)})
+        counts = ("max_new_tokens", "n", "batch", "steps", "block")
+        check_whole_numbers(1, **{name: getattr(config, name) for name in counts})
         check_whole_numbers(0, seed=config.seed)
         if config.length is not None and config.max_new_tokens is not None:
             raise ValueError(

@@ -46,7 +46,7 @@ from adlm.text.generation import (
     check_whole_numbers,
     choose_sampler,
 )
-from adlm.text.templates import WORD, Layout, Template, classify_tokens, find_banned_tokens
+from adlm.text.templates import WORD, Layout, Template, classify_tokens
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 
 Prompts = str | Sequence[str]
@@ -416,7 +416,7 @@ def denoise_rows(
         sampling=request.sampling,
         is_fixed=is_fixed,
         valid=None if bool(valid.all()) else valid,
-        limits=TokenLimits(kinds, find_banned_tokens(layouts[0].tokenizer)),
+        limits=TokenLimits(kinds, classify_tokens(layouts[0].tokenizer).banned),
         block=request.config.block,
     )
     if not with_start:

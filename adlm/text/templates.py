@@ -99,45 +99,30 @@ def set_hole_lengths(pieces: Pieces, lengths: Sequence[int]) -> Pieces:
 
 
 class TokenClasses(NamedTuple):
-    """Classes of a vocabulary's tokens, each (V,)."""
+    """Classes of a vocabulary's tokens."""
 
-    special: Tensor  # no text: marks, the mask, ids without a token
-    spaced: Tensor  # a word, or the beginning of one, and the blank before it
-    continued: Tensor  # continues the word before it
+    special: Tensor  # (V,): no text: marks, the mask, ids without a token
+    banned: Tensor  # (kinds, V): what may not be at a position of each kind
+    joins_blanks: bool  # whether a word includes the blank before it, or continuations are marked instead
+    is_continued: bool  # whether continuations of a word are marked
 
 
 @lru_cache(maxsize=8)
 def classify_tokens(tokenizer: Tokenizer) -> TokenClasses:
     """Classify a tokenizer's tokens."""
-    size = tokenizer.vocab_size
     marks = {i for i, token in tokenizer.bpe.get_added_tokens_decoder().items() if token.special}
     marks |= {tokenizer.mask_id} | {i for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) if i is not None}
-    names = [tokenizer.bpe.id_to_token(i) or "" for i in range(size)]
-    spaced = [name.startswith(SPACED) and name[1:2] not in ("", *SPACED) for name in names]
-    return TokenClasses(
-        torch.tensor([name == "" or i in marks for i, name in enumerate(names)]),
-        torch.tensor(spaced),
-        # In a vocabulary that marks blanks, such a token is a run of hashes.
-        torch.tensor([name.startswith(CONTINUED) and not any(spaced) for name in names]),
-    )
-
-
-@lru_cache(maxsize=8)
-def find_banned_tokens(tokenizer: Tokenizer) -> Tensor:
-    """Return the tokens (kinds, V) that are banned at a position of each kind."""
-    special, spaced, continued = classify_tokens(tokenizer)
+    names = [tokenizer.bpe.id_to_token(i) or "" for i in range(tokenizer.vocab_size)]
+    special = torch.tensor([name == "" or i in marks for i, name in enumerate(names)])
+    spaced = torch.tensor([name.startswith(SPACED) and name[1:2] not in ("", *SPACED) for name in names])
+    # In a vocabulary that marks blanks, such a token is a run of hashes.
+    continued = torch.tensor([name.startswith(CONTINUED) for name in names]) & ~spaced.any()
     ended = special.clone()
     if tokenizer.eos_id is not None:
         ended[tokenizer.eos_id] = False
-    word = special | ~spaced if bool(spaced.any()) else special | continued
-    return torch.stack([special, word, ended])
-
-
-@lru_cache(maxsize=8)
-def joins_blanks(tokenizer: Tokenizer) -> bool:
-    """Whether a word includes the blank before it: in its token, or because continuations are marked instead."""
-    _, spaced, continued = classify_tokens(tokenizer)
-    return bool((spaced | continued).any())
+    word = special | (~spaced if bool(spaced.any()) else continued)
+    joins_blanks = bool((spaced | continued).any())
+    return TokenClasses(special, torch.stack([special, word, ended]), joins_blanks, bool(continued.any()))
 
 
 @dataclass(frozen=True)
@@ -228,7 +213,7 @@ def build_layout(pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may
             starts_word = False
             spans.append(Span(start, len(rows)))
             continue
-        starts_word = not is_last and piece.endswith(" ") and joins_blanks(tokenizer)
+        starts_word = not is_last and piece.endswith(" ") and classify_tokens(tokenizer).joins_blanks
         tokens, texts = tokenize_piece(tokenizer, piece, len(piece) - starts_word)
         rows += [(token, True, TEXT) for token in tokens]
         spans.append(Span(start, len(rows), tuple(texts)))
@@ -276,5 +261,5 @@ def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int
 def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Decode tokens that may begin inside a word, without its continuation mark."""
     text = tokenizer.decode(ids, skip_special=True)
-    is_marked = text.startswith(CONTINUED) and bool(classify_tokens(tokenizer).continued.any())
+    is_marked = text.startswith(CONTINUED) and classify_tokens(tokenizer).is_continued
     return text.removeprefix(CONTINUED) if is_marked else text

@@ -13,8 +13,6 @@ from adlm.text.templates import (
     WORD,
     build_layout,
     classify_tokens,
-    find_banned_tokens,
-    joins_blanks,
     parse_template,
     tokenize_piece,
 )
@@ -85,7 +83,8 @@ def test_a_hole_after_a_blank_begins_a_word(words: str) -> None:
             if span.texts is not None:
                 continue
             follows_blank = before.texts is not None and before.text.endswith(" ")
-            assert (layout.kinds[span.start] == WORD) == (follows_blank and joins_blanks(model.tokenizer))
+            joins_blanks = classify_tokens(model.tokenizer).joins_blanks
+            assert (layout.kinds[span.start] == WORD) == (follows_blank and joins_blanks)
             if layout.kinds[span.start] == WORD:
                 firsts += 1
                 name = model.tokenizer.bpe.id_to_token(ids[span.start])
@@ -144,21 +143,22 @@ def test_the_parser_finds_holes_and_leaves_lists_alone() -> None:
 def test_the_classes_of_a_vocabulary() -> None:
     """Marks are no text; a blank alone begins no word; hashes are hashes where blanks are written."""
     words = tokenizer("gpt2")
-    special, spaced, continued = classify_tokens(words)
+    special, banned, joins_blanks, is_continued = classify_tokens(words)
     assert special.nonzero()[:, 0].tolist() == [words.eos_id, words.mask_id]
-    assert spaced[words.encode(" cat")[0]] and not spaced[words.encode(" ")[0]] and not spaced[words.encode("cat")[0]]
-    assert not continued.any()
+    assert [bool(banned[WORD, words.encode(text)[0]]) for text in (" cat", " ", "cat")] == [False, True, True]
+    assert joins_blanks and not is_continued
     bert = tokenizer("bert-base-uncased")
-    special, spaced, continued = classify_tokens(bert)
+    special, banned, joins_blanks, is_continued = classify_tokens(bert)
     names = {bert.bpe.id_to_token(i) for i in special.nonzero()[:, 0].tolist()}
     assert names == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
-    assert continued[bert.bpe.token_to_id("##ing")] and not continued[bert.bpe.token_to_id("cat")] and not spaced.any()
+    assert banned[WORD, bert.bpe.token_to_id("##ing")] and not banned[WORD, bert.bpe.token_to_id("cat")]
+    assert joins_blanks and is_continued
 
 
 @pytest.mark.parametrize("words", TOKENIZERS)
 def test_only_an_end_may_stand_where_a_text_may_end(words: str) -> None:
     known = tokenizer(words)
-    text, word, ended = find_banned_tokens(known)
+    text, word, ended = classify_tokens(known).banned
     assert torch.equal(text, classify_tokens(known).special)
     assert (text ^ ended).nonzero()[:, 0].tolist() == [known.eos_id]
     assert bool((word >= text).all()) and not bool(word.all())
