@@ -17,7 +17,7 @@ def export(
     is_public: Annotated[bool, typer.Option("--public", help="Make a new repository on the Hub public.")] = False,
     is_json: options.Json = False,
 ) -> None:
-    """Export a model to a folder that transformers and adlm load."""
+    """Export a model to a folder that transformers, diffusers (masked models) and adlm load."""
     with json_stdout(is_json):
         from adlm.bundled import DEFAULT
         from adlm.remedies import install_command
@@ -34,6 +34,6 @@ def export(
     if is_json:
         print_json({"folder": str(folder), "dtype": dtype, "address": address})
         return
-    typer.echo(f"{folder}: load it with transformers (trust_remote_code=True) or adlm.load")
+    typer.echo(f"{folder}: load it with transformers or diffusers (trust_remote_code=True) or adlm.load")
     if address is not None:
         typer.echo(address)

@@ -1,13 +1,14 @@
 """Exports models to Hugging Face folders; importing this registers the classes with transformers.
 
-A folder holds the weights once and loads in `adlm.load` and in transformers: with this package, or without it from the
-code files (`trust_remote_code=True`), copies of the package's modules.
+A folder holds the weights once and loads in `adlm.load`, in transformers and, if the model is masked, in diffusers:
+with this package, or without it from the code files (`trust_remote_code=True`), copies of the package's modules.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from adlm.text.templates import classify_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MASK_TOKEN = "<|mask|>"  # of tokenizers without their own; "[MASK]" in a text stays text
-MODELING = "adlm.interop.modeling_adlm"
+MODELING, SCHEDULING = "adlm.interop.modeling_adlm", "adlm.interop.scheduling_adlm"
+PIPELINE = "adlm.interop.pipeline_adlm"
 PACKAGE = Path(__file__).resolve().parents[1]
 
 AutoConfig.register("adlm", AdlmConfig, exist_ok=True)
@@ -57,6 +59,8 @@ def export(lm: LM, folder: str | Path, *, dtype: str = "float32") -> Path:
     write_json(folder / "config.json", build_hub_config(loaded, tokenizer, dtype))
     write_code(folder, MODELING)
     (folder / "README.md").write_text(write_card(lm, dtype), "utf-8")
+    if not lm.model.config.is_causal:
+        write_diffusers_files(lm, folder)
     return folder
 
 
@@ -113,6 +117,29 @@ def build_hub_config(loaded: LoadedModel, tokenizer: Tokenizer, dtype: str) -> d
     }
 
 
+def write_diffusers_files(lm: LM, folder: Path) -> None:
+    """Add what `DiffusionPipeline.from_pretrained` reads: a pipeline, and the code of every component in its folder."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    may_end = not lm.row_format.is_framed
+    banned = [token for token in config["special_token_ids"] if not (may_end and token == lm.tokenizer.eos_id)]
+    index = {
+        "_class_name": ["pipeline_adlm", "AdlmPipeline"],
+        "model": ["modeling_adlm", "AdlmForMaskedLM"],
+        "scheduler": ["scheduling_adlm", "AdlmScheduler"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+    }
+    write_json(folder / "model_index.json", index)
+    write_code(folder, PIPELINE)
+    write_code(folder / "model", MODELING)
+    write_json(folder / "model" / "config.json", config)
+    write_code(folder / "scheduler", SCHEDULING)
+    scheduler = {"_class_name": "AdlmScheduler", "banned_token_ids": banned, "block_length": lm.model.config.length}
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    (folder / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / name, folder / "tokenizer" / name)
+
+
 def write_code(folder: Path, *modules: str) -> None:
     """Write the code files of modules and of all that they import from this package."""
     folder.mkdir(exist_ok=True)
@@ -135,6 +162,11 @@ def collect_code(*modules: str) -> dict[str, str]:
             source, needed = rewrite_imports(path.read_text("utf-8"))
             files[name] = f"# Copied from {module} of adlm {version('adlm')} (Apache-2.0); change it there.\n{source}"
             todo += needed
+    for name in map(name_code_file, modules):
+        # diffusers copies only the files that this one imports itself.
+        others = sorted(other for other in files if other != name)
+        lines = [f"    from .{other} import __name__ as _" for other in others]
+        files[name] += "\n".join(["\nif False:  # never run: the files to copy", *lines, ""]) if others else ""
     return files
 
 

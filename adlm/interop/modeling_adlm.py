@@ -206,11 +206,14 @@ class AdlmPreTrainedModel(PreTrainedModel):
     def _stream(self, frames: Iterator[Frame], rows: list[Tensor], new: int, streamer: Any) -> Frame:
         """Run the sampler, show a streamer the prompt, a draft per step and the result; return the last frame."""
         given, put_draft = len(rows[0]) - new, getattr(streamer, "put_draft", None)
+        put_frame = getattr(streamer, "put_frame", None)
         if streamer is not None:
             streamer.put(rows[0][:given].cpu())
         for frame in frames:
             if put_draft is not None:
                 put_draft(value=frame.tokens[:, given:].cpu())
+            if put_frame is not None:
+                put_frame(frame)
         if streamer is not None:
             streamer.put(frame.tokens[:, given:].cpu())
             streamer.end()
