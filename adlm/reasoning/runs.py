@@ -21,7 +21,7 @@ from adlm.interop import gpt2
 from adlm.methods import METHODS, look_up
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import extend_vocabulary
-from adlm.reasoning.arms import ARMS, ReasoningObjective, lay_out
+from adlm.reasoning.arms import ARMS, ReasoningObjective, choose_trace, lay_out
 from adlm.reasoning.datasets import DATASETS
 from adlm.reasoning.decoding import Decoded, decode_greedily, decode_in_batches
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
@@ -218,7 +218,10 @@ def solve(
     if isinstance(objective, HoleObjective):
         return fill_holes(model, objective, [item.question for item in items])
     layouts = [objective.lay_out(item) for item in items]
-    longest = max(len(layout.tokens) - layout.prompt for layout in layouts)
+    # Room for the steps beyond those that the stages remove one by one, which a model may still write.
+    tails = [choose_trace(item, objective.arm.steps, objective.curriculum.stages) for item in items]
+    sizes = [len(layout.tokens) - layout.prompt - len(layout.trace) for layout in layouts]
+    longest = max(size + len(tail) for size, tail in zip(sizes, tails, strict=True))
     feedback = objective.arm.feedback
 
     def decode(part: list[int]) -> list[Decoded]:

@@ -16,6 +16,7 @@ from adlm.checkpoint import LoadedModel
 from adlm.config import load_config
 from adlm.data.tokenizers import END_OF_TEXT, train_bpe
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.reasoning import runs
 from adlm.reasoning.arms import ARMS
 from adlm.reasoning.evaluation import evaluate
 from adlm.reasoning.graphs import NAMES
@@ -89,6 +90,15 @@ def test_ten_steps_are_five_and_five(tmp_path: Path, arm: str) -> None:
     results = solve(loaded.model, loaded.task, loaded.objective, items)
     right = [result.answer == item.answer for result, item in zip(results, items, strict=True)]
     assert sum(right) / 4 == done.valid["val/accuracy"]
+
+
+def test_there_is_room_for_steps_beyond_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, "acot", "steps=1")
+    loaded, counts = load_run(tmp_path), []
+    monkeypatch.setattr(runs, "decode_greedily", lambda *_, **options: [counts.append(options["max_new_tokens"])])
+    for items in loaded.task.load_tests(1).values():  # 2, 3 and 4 hops, two of which the stages remove
+        solve(loaded.model, loaded.task, loaded.objective, items)
+    assert counts == [3 + 8, 3 + 4 + 8, 3 + 8 + 8]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -288,8 +298,8 @@ def test_bad_settings_get_one_line(task: str, arm: str, changes: tuple[str, ...]
 
 
 if __name__ == "__main__":
-    import tests.training.runs as runs
+    import tests.training.runs as jobs
 
     torch.set_num_threads(1)
-    runs.train = lambda *given: run_training(load_config(*given), open_run)  # type: ignore[assignment]
-    runs._run_jobs(Path(sys.argv[1]))
+    jobs.train = lambda *given: run_training(load_config(*given), open_run)  # type: ignore[assignment]
+    jobs._run_jobs(Path(sys.argv[1]))
