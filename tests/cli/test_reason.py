@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from adlm.cli import reason
 from adlm.config import load_config
-from adlm.reasoning.arms import ARMS, Curriculum
+from adlm.reasoning.arms import ARMS, Arm, Curriculum, ReasoningObjective
 from adlm.reasoning.datasets import DATASETS
 from adlm.reasoning.evaluation import count_stages, count_training_flops
 from adlm.reasoning.runs import load_run
@@ -80,6 +81,15 @@ def test_flops_follow_the_curriculum_and_the_passes(runs: Path) -> None:
     mean = np.mean([len(cot.objective.lay_out(item).tokens) - 1 for item in items])
     assert per_token / mean == pytest.approx(3 * (2 * 12 * 32**2 + 2 * 141 * 32 + 2 * mean * 32), rel=0.05)
     assert count_training_flops(fed) > 1.2 * count_training_flops(cot)  # each slot is one pass more
+
+    def count(arm: Arm) -> float:
+        assert isinstance(fed.objective, ReasoningObjective)
+        return count_training_flops(replace(fed, objective=replace(fed.objective, arm=arm)))
+
+    teacher = count(ARMS["codi"]) - count(replace(ARMS["codi"], auxiliary=None))
+    assert teacher == pytest.approx(count(ARMS["cot"]), rel=0.01)
+    decoder = count(ARMS["simcot"]) - count(ARMS["coconut"])
+    assert 0 < decoder < 0.1 * count(ARMS["coconut"])
 
 
 def test_ask_prints_slots_text_and_answer(runs: Path) -> None:
