@@ -24,6 +24,10 @@ BENCHES: dict[str, tuple[str, Check]] = {
         f"{SMALL} --steps 12 --valid-every 4 --log-every 2 --batch 2 --repeats 2",
         lambda r: 0 <= r["stall"] < 1 and len(r["validation_s"]) == 2,
     ),
+    "serve": (
+        "--device cpu --threads 1 --clients 2 --tokens 4 --steps 2 --repeats 1",
+        lambda r: r["texts_equal"] is True and r["ratio"] > 0,
+    ),
     "prepare": ("--mb 1 --repeats 1", lambda r: r["mb_per_s"] > 0),
     "writing": (
         "--length 12 --steps 4 --repeats 1 --device cpu --threads 1",

@@ -19,6 +19,7 @@ from adlm.cli.output import print_json
 from adlm.cli.prepare import prepare
 from adlm.cli.reason import app as reason_app
 from adlm.cli.score import score
+from adlm.cli.serve import serve
 from adlm.cli.train import plot, train
 
 # Markdown keeps `[default: …]` in help texts, which rich markup would take for a style.
@@ -59,7 +60,7 @@ def version(is_json: options.Json = False) -> None:
         typer.echo(__version__)
 
 
-for command in (demo, sample, infill, score, prepare, train, plot, convert, export, models, recipes, doctor):
+for command in (demo, sample, infill, score, prepare, train, plot, convert, export, models, recipes, doctor, serve):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
 app.add_typer(reason_app, name="reason")

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -68,6 +68,7 @@ class EngineStats:
     texts: int = 0
     tokens: int = 0  # generated, in finished texts
     cancelled: int = 0
+    rejected: int = 0  # requests that the queue had no room for
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class Engine:
                 raise QueueFullError("the server is shutting down: retry later", 5)
             room = max(0, self.limits.max_rows - self.running)
             if len(self.waiting) + len(rows) > self.limits.max_waiting + room:
+                self.stats.rejected += 1
                 seconds = self.seconds_per_text * (len(self.waiting) + self.running) / self.limits.max_rows
                 raise QueueFullError(
                     f"{len(self.waiting)} texts are waiting, at most {self.limits.max_waiting} may: retry later",
@@ -251,10 +253,10 @@ class Engine:
             self.running = len(batch.rows)
 
 
-async def stream_rows(
+def stream_rows(
     engine: Engine, request: GenerationRequest, frames: str = SETTLED, skipped: set[int] | None = None
-) -> AsyncIterator[RowFrame]:
-    """Yield the frames of the rows of a request, not of those in `skipped`, to which the caller may add.
+) -> AsyncGenerator[RowFrame]:
+    """Submit a request and return the frames of its rows, but of those in `skipped`, to which the caller may add.
 
     Closing the iterator cancels what is left of the request.
     """
@@ -263,13 +265,20 @@ async def stream_rows(
     def notify(news: list[RowFrame] | Exception) -> None:
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
-    ticket = engine.submit(request, notify, frames, skipped)
-    left = set(range(len(request.rows)))
+    return _read_frames(engine, engine.submit(request, notify, frames, skipped), queue)
+
+
+async def _read_frames(
+    engine: Engine, ticket: Ticket, queue: asyncio.Queue[list[RowFrame] | Exception]
+) -> AsyncGenerator[RowFrame]:
+    left = set(range(len(ticket.request.rows)))
     try:
         while left - ticket.skipped:
             news = await queue.get()
-            if isinstance(news, Exception):
+            if isinstance(news, QueueFullError):
                 raise news
+            if isinstance(news, Exception):
+                raise RuntimeError("sampling has failed") from news
             for frame in news:
                 if frame.is_done:
                     left.discard(frame.index)

@@ -1,0 +1,57 @@
+"""`adlm serve`: the HTTP server."""
+
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from adlm.cli import options
+from adlm.cli.output import status_console
+from adlm.remedies import install_command
+
+SECONDS_TO_DRAIN = 30
+
+
+def serve(
+    model: options.ModelArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="ADLM_API_KEY", help="Key that clients must send. [default: none]")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Texts sampled at once.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Texts in the queue; more are answered with 429.")] = 256,
+    deterministic: options.Deterministic = False,
+    device: options.Device = "auto",
+) -> None:
+    """Serve a model over HTTP, with OpenAI's completions API; prints the address when ready."""
+    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise ImportError(f"adlm serve needs {missing[0]}: {install_command('serve')}")
+    import uvicorn
+
+    from adlm.bundled import DEFAULT
+    from adlm.serve.app import create_app
+    from adlm.serve.engine import EngineLimits
+    from adlm.text.lm import load
+
+    if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
+        status_console().print(f"warning: {host} is open to the network without an API key: set ADLM_API_KEY")
+    lm = load(model or DEFAULT, device=device, deterministic=deterministic)
+    limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
+    app = create_app(lm, limits=limits, api_key=api_key)
+    lm.generate(max_new_tokens=1, **({} if lm.row_format.is_causal else {"steps": 1}))  # warm-up
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_DRAIN, server_header=False
+    )
+    socket = config.bind_socket()
+
+    class Server(uvicorn.Server):
+        """Prints the address when it accepts connections."""
+
+        async def startup(self, sockets: object = None) -> None:
+            await super().startup(sockets)  # type: ignore[arg-type]
+            address = socket.getsockname()
+            shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+            typer.echo(f"serving {lm.name} on http://{shown}:{address[1]}")
+
+    Server(config).run(sockets=[socket])

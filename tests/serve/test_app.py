@@ -1,0 +1,199 @@
+"""The HTTP server, through a test client: OpenAI's form, errors, limits, security; texts equal those of the LM."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from adlm import Hole
+from tests.text.models import lm
+
+if os.environ.get("ADLM_ALL") != "1":
+    for extra in ("fastapi", "prometheus_client", "httpx"):
+        pytest.importorskip(extra)
+
+from fastapi.testclient import TestClient
+
+from adlm.serve.app import MAX_BODY_BYTES, create_app
+from adlm.serve.engine import EngineLimits, RowFrame
+from adlm.serve.protocol import TextReader
+
+QUICK = {"steps": 6, "seed": 3, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(lm(), name="small"), raise_server_exceptions=False) as client:
+        yield client
+
+
+def complete(client: TestClient, **body: Any) -> dict[str, Any]:
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def stream(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+    response = client.post("/v1/completions", json={**body, "stream": True})
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def join_chunks(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(each["text"] for chunk in chunks for each in chunk["choices"] if each["index"] == index)
+
+
+def test_a_completion_is_the_text_of_the_model(client: TestClient) -> None:
+    answer = complete(client, model="small", prompt=["the cat", "a"], n=2, **QUICK)
+    expected = lm().generate(["the cat", "a"], n=2, max_new_tokens=12, steps=6, seed=3)
+    prompts = ["the cat", "the cat", "a", "a"]
+    assert [p + c["text"] for p, c in zip(prompts, answer["choices"], strict=True)] == expected.texts
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["object"] == "text_completion" and answer["id"].startswith("cmpl-") and answer["seed"] == 3
+    assert answer["usage"]["nfe"] == sum(expected.nfe_each)
+    echoed = complete(client, prompt="the cat", echo=True, **QUICK)["choices"][0]["text"]
+    assert echoed == lm().generate("the cat", max_new_tokens=12, steps=6, seed=3)[0]
+
+
+@pytest.mark.parametrize("sampler", ["remask_loop", "ancestral", "confidence", "remask_conf"])
+@pytest.mark.parametrize("block", [None, 4])
+def test_joined_chunks_are_the_whole_text(client: TestClient, sampler: str, block: int | None) -> None:
+    body = {"prompt": "the", "n": 2, "sampler": sampler, "block": block, **QUICK}
+    whole, chunks = complete(client, **body), stream(client, **body, stream_options={"include_usage": True})
+    assert [join_chunks(chunks, i) for i in (0, 1)] == [choice["text"] for choice in whole["choices"]]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    reasons = [each["finish_reason"] for chunk in chunks for each in chunk["choices"]]
+    assert sum(reason is not None for reason in reasons) == 2
+    if sampler == "ancestral":
+        assert len(chunks) > 4, "text is sent before the end"
+
+
+def test_denoise_mode_sends_every_frame(client: TestClient) -> None:
+    chunks = stream(client, prompt="the", stream_mode="denoise", **QUICK)
+    steps = list(lm().stream("the", max_new_tokens=12, steps=6, seed=3))[1:]
+    assert [chunk["choices"][0]["draft"]["text"] for chunk in chunks] == [step.texts[0] for step in steps]
+    assert join_chunks(chunks) == complete(client, prompt="the", **QUICK)["choices"][0]["text"]
+
+
+def test_stop_sequences_cut_the_text(client: TestClient) -> None:
+    whole = complete(client, prompt="the", sampler="ancestral", **QUICK)["choices"][0]["text"]
+    stop = whole[3:5]
+    body = {"prompt": "the", "sampler": "ancestral", "stop": [stop, "never in it"], **QUICK}
+    (choice,) = complete(client, **body)["choices"]
+    assert choice["text"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
+    assert join_chunks(stream(client, **body)) == choice["text"]
+
+
+def test_a_suffix_infills(client: TestClient) -> None:
+    (choice,) = complete(client, prompt="the ", suffix=" sat", min_tokens=2, max_tokens=4, seed=1)["choices"]
+    (expected,) = lm().infill([["the ", Hole(2, 4), " sat"]], seed=1)
+    assert "the " + choice["text"] + " sat" == expected and choice["finish_reason"] == "stop"
+    answer = client.post("/v1/infill", json={"template": "the ___{3} sat ___{2}", "seed": 1}).json()
+    row = lm().infill("the ___{3} sat ___{2}", seed=1).rows[0]
+    assert answer["choices"][0]["text"] == row.text
+    assert answer["choices"][0]["fills"] == [text for text, is_given in row.pieces if not is_given]
+
+
+def test_scores_are_those_of_the_model(client: TestClient) -> None:
+    data = client.post("/v1/score", json={"text": ["the cat", "a dog"], "draws": 8}).json()["data"]
+    assert [each["nll"] for each in data] == pytest.approx(
+        [each.nll for each in lm().score(["the cat", "a dog"], draws=8)]
+    )
+
+
+def test_the_mask_token_as_text_stays_text(client: TestClient) -> None:
+    (choice,) = complete(client, prompt="[MASK] ___", echo=True, **QUICK)["choices"]
+    assert choice["text"].startswith("[MASK] ___")
+
+
+BAD_BODIES: list[tuple[Any, str | None]] = [
+    ({"tempreature": 1}, "tempreature"), ({"n": 0}, "n"), ({"n": "2"}, "n"), ({"seed": -1}, "seed"),
+    ({"temperature": -1}, "temperature"), ({"logprobs": 2}, "logprobs"), ({"presence_penalty": 1}, "presence_penalty"),
+    ({"stream_options": {"x": 1}}, "x"), ({"sampler": "nope"}, None), ({"steps": 10**6}, None), ({"n": 1000}, None),
+    ({"prompt": 5}, "prompt"), ({"prompt": [1, 2]}, "prompt"), ({"prompt": []}, None),
+    ({"eta": 0.1, "sampler": "margin"}, None),
+    ({"max_tokens": 10**9}, None), ({"min_tokens": 3}, None), ([], None), (None, None), ({"\ud800": 1}, None),
+    ({"prompt": "\ud800"}, None), ({"seed": 10**300}, "seed"), ({"suffix": "x", "max_tokens": 10**9}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_BODIES)
+def test_bad_bodies_are_named(client: TestClient, body: Any, param: str | None) -> None:
+    response = client.post("/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["message"] and (param is None or error["param"] == param)
+
+
+def test_bad_requests_never_fail_the_server(client: TestClient) -> None:
+    for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"n": NaN}', b'{"temperature": Infinity}', b'"x"'):
+        assert client.post("/v1/completions", content=content).status_code == 400
+    assert client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1)).status_code == 413
+    assert client.post("/v1/completions", content=iter([b" " * MAX_BODY_BYTES] * 2)).status_code == 413
+    assert client.get("/nothing").json()["error"]["message"] == "Not Found"
+    assert client.get("/v1/completions").status_code == 405
+    missing = client.post("/v1/completions", json={"model": "other"})
+    assert missing.status_code == 404 and "'other'" in missing.json()["error"]["message"]
+
+
+def test_models_health_metrics_and_headers(client: TestClient) -> None:
+    assert client.get("/v1/models").json()["data"][0]["id"] == "small"
+    assert client.get("/v1/models/small").json()["object"] == "model"
+    assert client.get("/healthz").status_code == client.get("/readyz").status_code == 200
+    complete(client, prompt="the", **QUICK)
+    metrics = client.get("/metrics").text
+    for name in ("adlm_texts_total", "adlm_nfe_total", "adlm_rows_waiting", "adlm_request_seconds_bucket"):
+        assert name in metrics
+    assert 'path="/v1/completions",status="200"' in metrics
+    headers = client.get("/healthz").headers
+    assert headers["x-content-type-options"] == "nosniff" and "default-src 'none'" in headers["content-security-policy"]
+    assert headers["x-request-id"].startswith("req-") and "access-control-allow-origin" not in headers
+
+
+def test_an_api_key_is_required_where_it_is_set() -> None:
+    with TestClient(create_app(lm(), api_key="secret")) as client:
+        assert client.get("/healthz").status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            response = client.get("/v1/models", headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+def test_overload_is_answered_with_429() -> None:
+    limits = EngineLimits(max_rows=1, max_waiting=2)
+    with TestClient(create_app(lm(), limits=limits)) as client:
+        response = client.post("/v1/completions", json={"n": 4, "steps": 500})
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "queue_full"
+        streamed = client.post("/v1/completions", json={"n": 4, "steps": 500, "stream": True})
+        assert streamed.status_code == 429
+        assert len(complete(client, n=3, **QUICK)["choices"]) == 3
+
+
+def test_a_failure_while_sampling_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm("mdlm")
+    monkeypatch.setattr(model.predictor, "logits_at", lambda features: 1 / 0)
+    with TestClient(create_app(model), raise_server_exceptions=False) as client:
+        response = client.post("/v1/completions", json={"prompt": "the", **QUICK})
+        assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+        assert "division" not in response.text
+        assert "server_error" in client.post("/v1/completions", json={"prompt": "the", "stream": True, **QUICK}).text
+
+
+def test_settled_text_is_whole_characters() -> None:
+    """A reader that is given one more token at a time returns the text, and never half of a character."""
+    model = lm()
+    text = "naïve 😀 漢字 ok"
+    layout = model.row_format.layout_prompt("a", max_new_tokens=len(text.encode()))
+    ids = [*layout.ids[: layout.is_fixed.index(False)], *model.tokenizer.encode(text)]
+    ids += layout.ids[len(ids) :]
+    reader = TextReader(layout, [])
+    start = layout.is_fixed.index(False)
+    chunks = [reader.read(RowFrame(0, layout, i, ids, i, 0, i == len(ids))) for i in range(start, len(ids) + 1)]
+    assert "".join(chunks) == text and not any("\ufffd" in chunk for chunk in chunks)
+    assert sum(map(bool, chunks)) == len(text)
