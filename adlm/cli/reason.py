@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,9 +10,9 @@ import typer
 from typer import Argument, Option
 
 from adlm.cli import options
-from adlm.cli.errors import Commands, report_errors
+from adlm.cli.errors import Commands
 from adlm.cli.output import check_output_folder, json_stdout, print_json, print_result, print_table, progress_bar
-from adlm.cli.train import is_main_process, run_as_dict, run_or_exit
+from adlm.cli.train import is_main_process, run_or_exit
 
 app = typer.Typer(cls=Commands, help="Train models to reason, and compare ways to do it.", no_args_is_help=True)
 
@@ -47,29 +48,28 @@ def train(
     Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
     wrong; 1 the loss diverged.
     """
-    with report_errors():
-        from adlm.reasoning.evaluation import evaluate, summarize_runs
-        from adlm.reasoning.runs import train as run_training
+    from adlm.reasoning.evaluation import evaluate, summarize_runs
+    from adlm.reasoning.runs import train as run_training
 
-        if quick and recipe is not None:
-            raise ValueError(f"--quick is a recipe of its own: leave out --recipe {recipe}, or --quick")
-        default = f"{task}-{arm}-quick" if quick else f"{task}-{arm}"
-        name = "reason-quick" if quick else recipe or "reason"
-        changes = [f"folder={default}", *(overrides or []), *([f"folder={out}"] if out else [])]
-        run = run_or_exit(lambda: run_training(task, arm, name, *changes), is_json=is_json)
-        if not is_main_process():
-            return
-        answer = run_as_dict(run)
-        if quick:
-            with progress_bar() as on_progress:
-                result = evaluate(run.folder, on_progress=on_progress)
-            answer["tests"] = result["tests"]
-            if not is_json:
-                (table,) = summarize_runs({str(run.folder): result}).tables
-                print_table(table)
-                typer.echo(f"example: {next(iter(result['tests'].values()))['example']}")
-        if is_json:
-            print_json(answer)
+    if quick and recipe is not None:
+        raise ValueError(f"--quick is a recipe of its own: leave out --recipe {recipe}, or --quick")
+    default = f"{task}-{arm}-quick" if quick else f"{task}-{arm}"
+    name = "reason-quick" if quick else recipe or "reason"
+    changes = [f"folder={default}", *(overrides or []), *([f"folder={out}"] if out else [])]
+    run = run_or_exit(lambda: run_training(task, arm, name, *changes), is_json=is_json)
+    if not is_main_process():
+        return
+    answer = asdict(run)
+    if quick:
+        with progress_bar() as on_progress:
+            result = evaluate(run.folder, on_progress=on_progress)
+        answer["tests"] = result["tests"]
+        if not is_json:
+            (table,) = summarize_runs({str(run.folder): result}).tables
+            print_table(table)
+            typer.echo(f"example: {next(iter(result['tests'].values()))['example']}")
+    if is_json:
+        print_json(answer)
 
 
 @app.command("eval")
@@ -89,14 +89,13 @@ def evaluate_runs(
 
     Generated tasks are tested at the most hops of training, one more and two more.
     """
-    with report_errors():
-        from adlm.reasoning.evaluation import evaluate, summarize_runs
+    from adlm.reasoning.evaluation import evaluate, summarize_runs
 
-        with json_stdout(is_json), progress_bar() as on_progress:
-            results: dict[str, Any] = {}
-            for run in runs:
-                results[str(run)] = evaluate(run, data=data, tests=tests, device=device, on_progress=on_progress)
-        print_result(summarize_runs(results), is_json=is_json)
+    with json_stdout(is_json), progress_bar() as on_progress:
+        results: dict[str, Any] = {}
+        for run in runs:
+            results[str(run)] = evaluate(run, data=data, tests=tests, device=device, on_progress=on_progress)
+    print_result(summarize_runs(results), is_json=is_json)
 
 
 @app.command()
@@ -107,18 +106,17 @@ def ask(
     is_json: options.Json = False,
 ) -> None:
     """Ask a trained model: print what it writes, its guesses at labelled slots, and the answer."""
-    with report_errors():
-        from adlm.reasoning.evaluation import ask as ask_run
+    from adlm.reasoning.evaluation import ask as ask_run
 
-        with json_stdout(is_json):
-            reply = ask_run(run, question, device=device)
-        if is_json:
-            print_json(reply)
-            return
-        if reply["slots"] is not None:
-            typer.echo(f"slots:  {' '.join(reply['slots'])}")
-        typer.echo(f"writes: {reply['text']}")
-        typer.echo(f"answer: {'none, a marker is missing' if reply['answer'] is None else reply['answer']}")
+    with json_stdout(is_json):
+        reply = ask_run(run, question, device=device)
+    if is_json:
+        print_json(reply)
+        return
+    if reply["slots"] is not None:
+        typer.echo(f"slots:  {' '.join(reply['slots'])}")
+    typer.echo(f"writes: {reply['text']}")
+    typer.echo(f"answer: {'none, a marker is missing' if reply['answer'] is None else reply['answer']}")
 
 
 @app.command()
@@ -128,8 +126,7 @@ def table(
     is_json: options.Json = False,
 ) -> None:
     """Compare arms: accuracy over seeds, tokens, sequential passes, FLOPs and parameters, and the verdicts."""
-    with report_errors():
-        from adlm.reasoning.verdicts import tabulate
+    from adlm.reasoning.verdicts import tabulate
 
-        check_output_folder("--out", out)
-        print_result(tabulate(runs, out), is_json=is_json, out=out)
+    check_output_folder("--out", out)
+    print_result(tabulate(runs, out), is_json=is_json, out=out)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,7 +38,7 @@ def train(
 
     run = run_or_exit(lambda: run_training(recipe, *(overrides or [])), is_json=is_json)
     if is_json and is_main_process():
-        print_json(run_as_dict(run))
+        print_json(asdict(run))
 
 
 def run_or_exit(start: Callable[[], Run], *, is_json: bool) -> Run:
@@ -55,11 +56,6 @@ def run_or_exit(start: Callable[[], Run], *, is_json: bool) -> Run:
 def is_main_process() -> bool:
     """Return whether this is the one of torchrun's processes that prints results."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def run_as_dict(run: Run) -> dict[str, Any]:
-    """Return the JSON form of a run."""
-    return {"folder": run.folder, "checkpoint": run.checkpoint, "step": run.step, "valid": run.valid}
 
 
 def plot(
