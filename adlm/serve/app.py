@@ -247,9 +247,10 @@ def create_app(
     async def build(body: CompletionBody | InfillBody, is_filling: bool) -> GenerationRequest:
         """Build a request: in the engine's thread where the model chooses the lengths of holes."""
         check_model(body.model)
-        if is_filling:
-            return await asyncio.wrap_future(engine.call(partial(body.build_request, lm)))
-        return await asyncio.to_thread(body.build_request, lm)
+        make = partial(body.build_request, lm)
+        request = await (asyncio.wrap_future(engine.call(make)) if is_filling else asyncio.to_thread(make))
+        engine.limits.check_request(request)
+        return request
 
     def check_model(wanted: str | None) -> None:
         if wanted not in (None, model):

@@ -199,13 +199,16 @@ class Engine:
                     break
                 calls, self.calls = self.calls, deque()
             run_calls(calls)
+            joining = list[Row]()
             try:
-                self._exchange_rows(batch)
+                joining = self._exchange_rows(batch)
+                if joining:
+                    batch.join(joining)
                 if batch.rows:
                     self._step(batch)
             except Exception as error:
                 log.exception("a step failed; its requests are answered with an error")
-                fail(batch.rows, error)
+                fail([*batch.rows, *joining], error)
                 batch = self._new_batch()
         stopped = QueueFullError("the server has stopped: retry later", 5)
         with self.wake:
@@ -218,8 +221,8 @@ class Engine:
     def _new_batch(self) -> MaskedBatch | CausalBatch:
         return (CausalBatch if self.lm.row_format.is_causal else MaskedBatch)(self.lm.predictor)
 
-    def _exchange_rows(self, batch: MaskedBatch | CausalBatch) -> None:
-        """Remove cancelled rows, then add waiting ones while there is room."""
+    def _exchange_rows(self, batch: MaskedBatch | CausalBatch) -> list[Row]:
+        """Remove cancelled rows, and return waiting ones that there is room for."""
         with self.wake:
             is_kept = torch.tensor([not is_skipped(row) for row in batch.rows], dtype=torch.bool)
             room = self.limits.max_rows - int(is_kept.sum())
@@ -228,8 +231,7 @@ class Engine:
         if not bool(is_kept.all()):
             self.stats.cancelled += int((~is_kept).sum())
             batch.keep(is_kept)
-        if joining:
-            batch.join(joining)
+        return joining
 
     def _step(self, batch: MaskedBatch | CausalBatch) -> None:
         """Take a step, deliver its frames and remove the rows that are done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from adlm.serve.engine import RowFrame
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
-from adlm.text.templates import MAX_HOLE_TOKENS, Hole, Layout, Span
+from adlm.text.templates import MAX_HOLE_TOKENS, Hole, Layout, Span, Template, parse_template
 
-MAX_LENGTHS = 32  # of a hole, among which the model chooses
+MAX_LENGTHS = 32  # of a hole before a suffix, among which the model chooses
+MAX_ALL_LENGTHS = 128  # of all holes of a request: each is tried with the network
 SETTINGS = ("n", "temperature", "top_p", "top_k", "seed", "sampler", "steps", "block")
 OPTIONS = ("eta", "t_on", "t_off", "alpha_on", "bound", "compat")
-Stop = str | list[str] | None
 
 
 class SamplingBody(BaseModel):
@@ -84,9 +85,8 @@ class CompletionBody(SamplingBody):
             return lm.build_request(prompts, max_new_tokens=self.max_tokens, **settings)
         most = self.max_tokens or max(MAX_HOLE_TOKENS, self.min_tokens or 1)
         hole = Hole(self.min_tokens or max(1, most - MAX_LENGTHS + 1), most)
-        if most - hole.min_tokens >= MAX_LENGTHS:
-            raise ValueError(f"min_tokens {hole.min_tokens} to max_tokens {most} are more than {MAX_LENGTHS} lengths")
-        return lm.build_request(template=[[prompt, hole, self.suffix] for prompt in prompts], **settings)
+        templates: list[Template] = [[prompt, hole, self.suffix] for prompt in prompts]
+        return lm.build_request(template=check_lengths(templates), **settings)
 
 
 class InfillBody(SamplingBody):
@@ -96,7 +96,8 @@ class InfillBody(SamplingBody):
 
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
-        return lm.build_request(template=self.template, **self.read_settings())
+        templates = [self.template] if isinstance(self.template, str) else self.template
+        return lm.build_request(template=check_lengths(templates), **self.read_settings())
 
 
 class ScoreBody(BaseModel):
@@ -108,6 +109,17 @@ class ScoreBody(BaseModel):
     text: str | list[str]
     draws: int = Field(64, ge=2, le=256)
     seed: int = Field(0, ge=0, lt=2**63)
+
+
+def check_lengths(templates: Sequence[Template]) -> Sequence[Template]:
+    """Return templates, whose holes must not have too many lengths for the model to choose from."""
+    holes = [piece for each in templates for piece in parse_template(each) if isinstance(piece, Hole)]
+    if (lengths := sum(hole.max_tokens - hole.min_tokens for hole in holes)) > MAX_ALL_LENGTHS:
+        raise ValueError(
+            f"the holes leave {lengths} lengths to choose from, at most {MAX_ALL_LENGTHS} are allowed: "
+            "say how long holes are, such as ___{5} (with a suffix: min_tokens)"
+        )
+    return templates
 
 
 class TextReader:

@@ -113,7 +113,7 @@ def test_the_mask_token_as_text_stays_text(client: TestClient) -> None:
 BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"tempreature": 1}, "tempreature"), ({"n": 0}, "n"), ({"n": "2"}, "n"), ({"seed": -1}, "seed"),
     ({"temperature": -1}, "temperature"), ({"logprobs": 2}, "logprobs"), ({"presence_penalty": 1}, "presence_penalty"),
-    ({"stream_options": {"x": 1}}, "x"), ({"sampler": "nope"}, None), ({"steps": 10**6}, None), ({"n": 1000}, None),
+    ({"stream_options": {"x": 1}}, "x"), ({"sampler": "nope"}, None), ({"steps": 10**6}, None), ({"n": 10**9}, None),
     ({"prompt": 5}, "prompt"), ({"prompt": [1, 2]}, "prompt"), ({"prompt": []}, None),
     ({"eta": 0.1, "sampler": "margin"}, None),
     ({"max_tokens": 10**9}, None), ({"min_tokens": 3}, None), ([], None), (None, None), ({"\ud800": 1}, None),
@@ -128,6 +128,15 @@ def test_bad_bodies_are_named(client: TestClient, body: Any, param: str | None) 
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert error["message"] and (param is None or error["param"] == param)
+
+
+def test_holes_that_leave_too_many_lengths_are_refused(client: TestClient) -> None:
+    for path, body in (
+        ("infill", {"template": "a ___ b " * 12}),
+        ("completions", {"prompt": ["a"] * 5, "suffix": "b", "max_tokens": 32}),
+    ):
+        response = client.post(f"/v1/{path}", json=body)
+        assert response.status_code == 400 and "lengths to choose from" in response.json()["error"]["message"]
 
 
 def test_bad_requests_never_fail_the_server(client: TestClient) -> None:
