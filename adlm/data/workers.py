@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -95,10 +94,9 @@ class TokenizerPool:
         process = self.free.get()
         assert process.stdin is not None and process.stdout is not None
         try:
-            pickle.dump(encoded, process.stdin)
-            process.stdin.flush()
-            ids, lengths = pickle.load(process.stdout)
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError) as error:
+            send(process.stdin, b"".join(encoded), sizes)
+            ids, lengths = receive(process.stdout)
+        except (BrokenPipeError, EOFError) as error:
             raise ChildProcessError(
                 f"a tokenizing process ended with code {process.wait()}; its messages are above. "
                 "If it was killed, memory may be short: try fewer --workers"
@@ -106,6 +104,23 @@ class TokenizerPool:
         finally:
             self.free.put(process)  # a dead one, too: otherwise a waiting thread would block
         return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
+
+
+def send(pipe: IO[bytes], content: bytes, sizes: NDArray[np.int64]) -> None:
+    """Write two lengths in bytes, then the sizes of the parts and the content itself."""
+    pipe.write(np.array([sizes.nbytes, len(content)], dtype=np.int64).tobytes() + sizes.tobytes())
+    pipe.write(content)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> tuple[bytes, NDArray[np.int64]]:
+    """Read what `send` wrote; EOFError where the pipe ends."""
+    header = pipe.read(16)
+    lengths = np.frombuffer(header if len(header) == 16 else bytes(16), dtype=np.int64).tolist()
+    sizes, content = (pipe.read(length) for length in lengths)
+    if [len(header), len(sizes), len(content)] != [16, *lengths]:
+        raise EOFError("the pipe ended")
+    return content, np.frombuffer(sizes, dtype=np.int64)
 
 
 def chunk_documents(
@@ -148,8 +163,10 @@ def cut_documents(
         held = held[start:] if start else held
         searched = max(0, len(held) - 2)  # a cut looks at two characters behind it
         if len(held) > (MAX_WHOLE if cut is None else MAX_UNCUT):
-            problem = "in which this tokenizer sees no end of a word"
-            remedy = "leave it out, or use --tokenizer bytes"
+            problem, remedy = (
+                "in which this tokenizer sees no end of a word",
+                "leave it out, or use --tokenizer bytes",
+            )
             if cut is None:
                 problem, remedy = "and this tokenizer reads it as a whole", "divide the text, as with --documents blank"
             raise ValueError(f"a document has {len(held):,} characters, {problem} ({held[:40]!r}…): {remedy}")
@@ -162,9 +179,9 @@ def choose_cut(description: dict[str, Any]) -> re.Pattern[str] | None:
     """Return where a tokenizer.json allows a text to be cut, so that the parts have the ids of the whole."""
     if can_split_words(description):
         return PART_CUT
-    splitter, merges = description.get("pre_tokenizer") or {}, description["model"].get("merges")
+    splitter, model = description.get("pre_tokenizer") or {}, description["model"]
     is_plain = description.get("normalizer") is None and all(t["special"] for t in description.get("added_tokens", []))
-    is_bytes = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and merges == []
+    is_bytes = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and model.get("merges") == []
     is_characters = splitter.get("type") == "Split" and splitter["pattern"] == {"Regex": r"[\s\S]"}
     return ANYWHERE if is_plain and (is_bytes or is_characters) else None
 
@@ -223,12 +240,14 @@ def run_worker(tokenizer_file: str, dtype: str) -> None:
     """Read chunks from standard input and write ids to standard output until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
     encoder = CachedEncoder(Path(tokenizer_file).read_bytes().decode("utf-8"), dtype)
-    with suppress(EOFError, pickle.UnpicklingError):
+    with suppress(EOFError):
         while True:
-            parts = [encoder.encode(text.decode("utf-8")) for text in pickle.load(sys.stdin.buffer)]
+            content, sizes = receive(sys.stdin.buffer)
+            ends = np.cumsum(sizes).tolist()
+            texts = (content[end - size : end].decode("utf-8") for end, size in zip(ends, sizes.tolist()))
+            parts = [encoder.encode(text) for text in texts]
             lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
-            pickle.dump((b"".join(parts), lengths), sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+            send(sys.stdout.buffer, b"".join(parts), lengths)
 
 
 if __name__ == "__main__":
