@@ -139,7 +139,8 @@ class MaskedBatch:
         index = needed.flatten().nonzero()[:, 0]
         for order, rows in scored:
             changed[rows] = self._choose_by_score(order, rows, features, index, needed)
-        self._reveal(changed & was_hidden, features, index, self.sampling[:, 1].where(is_last, self.sampling[:, 0]))
+        if index.numel():
+            self._reveal(changed & was_hidden, features, index, self.sampling[:, 1].where(is_last, self.sampling[:, 0]))
         state.hide(changed & ~was_hidden)
         state.clock += 1
         wide["is_hidden"] = state.is_hidden

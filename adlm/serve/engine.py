@@ -70,6 +70,14 @@ class EngineStats:
     cancelled: int = 0
     rejected: int = 0  # requests that the queue had no room for
 
+    def count_step(self, rows: Sequence[Row], result: StepResult) -> None:
+        """Add a step of these rows."""
+        self.steps, self.row_steps = self.steps + 1, self.row_steps + len(rows)
+        for row, nfe, is_done in zip(rows, result.nfe.tolist(), result.is_done.tolist(), strict=True):
+            self.nfe, row.nfe = self.nfe + nfe - row.nfe, nfe
+            if is_done:
+                self.texts, self.tokens = self.texts + 1, self.tokens + len(row.layout) - sum(row.layout.is_fixed)
+
 
 @dataclass(frozen=True)
 class RowFrame:
@@ -227,9 +235,9 @@ class Engine:
             is_kept = torch.tensor([not is_skipped(row) for row in batch.rows], dtype=torch.bool)
             room = self.limits.max_rows - int(is_kept.sum())
             joining = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+            self.stats.cancelled += int((~is_kept).sum())
             self.running = int(is_kept.sum()) + len(joining)
         if not bool(is_kept.all()):
-            self.stats.cancelled += int((~is_kept).sum())
             batch.keep(is_kept)
         return joining
 
@@ -237,17 +245,9 @@ class Engine:
         """Take a step, deliver its frames and remove the rows that are done."""
         began, rows = time.perf_counter(), batch.rows
         result = batch.step()
-        nfe = result.nfe.tolist()
-        self.stats.nfe += sum(nfe) - sum(row.nfe for row in rows)
-        for row, row_nfe in zip(rows, nfe, strict=True):
-            row.nfe = row_nfe
-        self.stats.steps, self.stats.row_steps = self.stats.steps + 1, self.stats.row_steps + len(rows)
+        self.stats.count_step(rows, result)
         deliver(rows, result)
-        done = result.is_done.nonzero()[:, 0].tolist()
-        for i in done:
-            self.stats.texts += 1
-            self.stats.tokens += len(rows[i].layout) - sum(rows[i].layout.is_fixed)
-        if done:
+        if bool(result.is_done.any()):
             batch.keep(~result.is_done)
             mean_steps = float(result.step[result.is_done].double().mean())
             self.seconds_per_text += 0.2 * ((time.perf_counter() - began) * mean_steps - self.seconds_per_text)

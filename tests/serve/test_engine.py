@@ -156,6 +156,17 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(monkeypatch: p
             engine.call(lambda: 1 // 0).result(10)
 
 
+def test_a_row_that_cannot_join_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm()
+    request = model.build_request("the", steps=4, max_new_tokens=5)
+    with Engine(model) as engine:
+        monkeypatch.setattr("adlm.serve.batches.MaskedBatch.join", lambda self, rows: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            submit(engine, request)[1].result(10)
+        monkeypatch.undo()
+        assert submit(engine, request)[1].result(10)
+
+
 def test_stopping_answers_or_finishes_what_is_left() -> None:
     model = lm()
     engine = Engine(model).start()
