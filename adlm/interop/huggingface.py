@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 
 import tokenizers
 import torch
+import yaml
 from safetensors.torch import save_file
 from tokenizers import AddedToken, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from adlm.checkpoint import EXPORTED_PREFIX, EXPORTED_WEIGHTS, LoadedModel, build_config_json, write_json
+from adlm.checkpoint import EXPORTED_PREFIX, EXPORTED_WEIGHTS, PARTIAL, LoadedModel, build_config_json, write_json
 from adlm.data.tokenizers import Tokenizer
 from adlm.interop.modeling_adlm import AdlmConfig, AdlmForCausalLM, AdlmForMaskedLM
 from adlm.models.costs import count_parameters
@@ -37,13 +39,15 @@ AutoModelForMaskedLM.register(AdlmConfig, AdlmForMaskedLM, exist_ok=True)
 AutoModelForCausalLM.register(AdlmConfig, AdlmForCausalLM, exist_ok=True)
 
 
-def export(lm: LM, folder: str | Path, *, dtype: str = "float32") -> Path:
-    """Write a model as a Hugging Face folder, its weights in float32 or bfloat16."""
+def export(lm: LM, folder: str | Path, *, dtype: str = "float32", report: str | Path | None = None) -> Path:
+    """Write a model as a Hugging Face folder, its weights in float32 or bfloat16, with the metrics of a report."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
-    folder, loaded = Path(folder), lm.loaded
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: give a new folder")
+    final, loaded = Path(folder), lm.loaded
+    if final.exists() and any(final.iterdir()):
+        raise ValueError(f"{final} is not empty: give a new folder")
+    folder = final.with_name(f"{PARTIAL}{final.name}")
+    shutil.rmtree(folder, ignore_errors=True)  # of an export that failed
     (folder / "model").mkdir(parents=True)
     tokenizer = export_tokenizer(lm, folder)
     weights = {
@@ -58,10 +62,13 @@ def export(lm: LM, folder: str | Path, *, dtype: str = "float32") -> Path:
     write_json(folder / "model.safetensors.index.json", index)
     write_json(folder / "config.json", build_hub_config(loaded, tokenizer, dtype))
     write_code(folder, MODELING)
-    (folder / "README.md").write_text(write_card(lm, dtype), "utf-8")
+    card = write_card(lm, dtype)
+    if report is not None:
+        card = add_report(card, Path(lm.name).name, Path(report), folder)
+    (folder / "README.md").write_text(card, "utf-8")
     if not lm.model.config.is_causal:
         write_diffusers_files(lm, folder)
-    return folder
+    return folder.rename(final)
 
 
 def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:
@@ -72,21 +79,16 @@ def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:
     if mask_id is None and shape.mask_id is not None:
         mask_id = shape.mask_id
         token = AddedToken(MASK_TOKEN, lstrip=classify_tokens(own).joins_blanks, normalized=False, special=True)
-        if bpe.token_to_id(MASK_TOKEN) is not None or not bpe.add_special_tokens([token]):
+        bpe.add_special_tokens([token])
+        if (actual := bpe.token_to_id(MASK_TOKEN)) != mask_id:
             raise ValueError(
-                f"the tokenizer already has {MASK_TOKEN!r}, but not as its mask: set mask_token in its config"
+                f"{MASK_TOKEN} gets id {actual}, the model's mask is {mask_id}: set the tokenizer's mask_token"
             )
-        if bpe.token_to_id(MASK_TOKEN) != mask_id:
-            at = bpe.token_to_id(MASK_TOKEN)
-            raise ValueError(f"a new mask token has id {at}, the model's {mask_id}: use a vocabulary without gaps")
     names = {i: bpe.id_to_token(i) for i in (own.bos_id, own.eos_id) if i is not None}
     first = [names[own.bos_id]] if own.bos_id is not None else []
     last = [names[own.eos_id]] if own.eos_id is not None and lm.row_format.is_framed else []
-    template = processors.TemplateProcessing(
-        single=[*first, "$A", *last],
-        pair=[*first, "$A", "$B", *last],
-        special_tokens=[(t, i) for i, t in names.items()],
-    )
+    single, pair, special = [*first, "$A", *last], [*first, "$A", "$B", *last], [(t, i) for i, t in names.items()]
+    template = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
     is_kept = isinstance(bpe.post_processor, processors.ByteLevel)  # it changes offsets alone
     bpe.post_processor = processors.Sequence([bpe.post_processor, template]) if is_kept else template
     pad_id = next((i for i in (own.pad_id, own.eos_id, mask_id) if i is not None), None)
@@ -216,12 +218,10 @@ def rewrite_imports(source: str) -> tuple[str, list[str]]:
 
 def write_card(lm: LM, dtype: str) -> str:
     """Return the model card."""
-    shape, is_causal = lm.model.config, lm.model.config.is_causal
+    shape, is_causal, title = lm.model.config, lm.model.config.is_causal, Path(lm.name).name
     auto_class = "AutoModelForCausalLM" if is_causal else "AutoModelForMaskedLM"
+    size, mask = f"{count_parameters(shape):,}", "" if lm.tokenizer.own_mask_id is not None else f" ({MASK_TOKEN})"
     layers = f"{shape.anchor_layers} layers of anchor network and " if shape.anchor_layers else ""
-    title, last = Path(lm.name).name, "decoder" if is_causal else "denoiser"
-    sampling = "" if is_causal else ', sampler="remask_loop", steps=128'
-    fill = "" if is_causal else f'\npipeline("fill-mask", model=model, tokenizer=tokenizer)("Once{MASK_TOKEN} a time")'
     return f"""---
 library_name: transformers
 pipeline_tag: {"text-generation" if is_causal else "fill-mask"}
@@ -229,30 +229,35 @@ tags: [adlm, {lm.method}, {"autoregressive" if is_causal else "masked-diffusion"
 ---
 # {title}
 
-A language model of the method `{lm.method}` ([arXiv 2505.18456](https://arxiv.org/abs/2505.18456)), exported with
-adlm {version("adlm")}.
-
-| | |
-|---|---|
-| parameters | {count_parameters(shape):,} |
-| architecture | dim {shape.dim}, {shape.heads} heads, {layers}{shape.denoiser_layers} of {last} |
-| rows | {shape.length} tokens, {lm.loaded.rows} |
-| vocabulary | {shape.vocab_size:,} tokens, tokenizer `{lm.tokenizer.name}` |
-| training | {lm.step:,} steps |
-| weights | {dtype} |
+A language model of the method `{lm.method}` ([arXiv 2505.18456](https://arxiv.org/abs/2505.18456)), {size} parameters:
+dim {shape.dim}, {shape.heads} heads, {layers}{shape.denoiser_layers} of the last stage; rows of {shape.length} tokens
+({lm.loaded.rows}), vocabulary of {shape.vocab_size:,} (`{lm.tokenizer.name}`), {lm.step:,} training steps, {dtype}.
 
 ```python
-from transformers import AutoTokenizer, {auto_class}, pipeline
+from transformers import AutoTokenizer, {auto_class}
 
 tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)
 model = {auto_class}.from_pretrained("{title}", trust_remote_code=True)
-prompt = tokenizer("It was", return_tensors="pt")
-tokens = model.generate(**prompt, max_new_tokens=64{sampling}, seed=0)
-print(tokenizer.decode(tokens[0], skip_special_tokens=True)){fill}
+tokens = model.generate(**tokenizer("It was", return_tensors="pt"), max_new_tokens=64, seed=0)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 ```
 
-Without `trust_remote_code`, install adlm and `import adlm.interop.huggingface`. `adlm.load` reads this folder, too.
+{"" if is_causal else f"Mask tokens{mask} in a text are filled. diffusers loads the folder as a pipeline, too. "}Without
+`trust_remote_code`, install adlm and `import adlm.interop.huggingface`; `adlm.load` reads the folder as well.
 """
+
+
+def add_report(card: str, name: str, report: Path, folder: Path) -> str:
+    """Return a card with the metrics and the text of a report of `adlm eval report`; copy its plots."""
+    parts = (report / "report.md").read_text("utf-8").split("---\n", 2)
+    front = yaml.safe_load(parts[1]) if len(parts) == 3 else {}
+    index = [entry for entry in front.get("model-index", []) if entry["name"] == name]
+    if not index:
+        raise ValueError(f"{report / 'report.md'} has no metrics of {name!r}: give a report on this model")
+    for plot in report.glob("*.svg"):
+        shutil.copyfile(plot, folder / plot.name)
+    matter = yaml.safe_dump({"license": front["license"], "language": front["language"], "model-index": index})
+    return card.replace("---\n# ", f"{matter}---\n# ", 1) + re.sub("^#", "##", parts[2].lstrip(), flags=re.MULTILINE)
 
 
 def push_to_hub(folder: str | Path, repo: str, *, is_private: bool = True) -> str:

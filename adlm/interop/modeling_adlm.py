@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput
+from transformers.modeling_outputs import MaskedLMOutput
 
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
@@ -20,6 +20,9 @@ from adlm.methods import build_sampler, choose_steps, takes_steps
 from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
 
 DEFAULT_SAMPLER = "remask_loop"
+STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")
+SHAPE_NAMES = {"vocab_size": ["vocab_size"], "hidden_size": ["dim"], "num_attention_heads": ["heads"]}
+SHAPE_NAMES |= {"num_hidden_layers": ["anchor_layers", "denoiser_layers"], "max_position_embeddings": ["length"]}
 
 
 class AdlmConfig(PreTrainedConfig):
@@ -45,25 +48,11 @@ class AdlmConfig(PreTrainedConfig):
         kwargs |= {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
         super().__init__(**kwargs)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model["vocab_size"]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model["dim"]
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.model["heads"]
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.model["anchor_layers"] + self.model["denoiser_layers"]
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.model["length"]
+    def __getattr__(self, name: str) -> Any:
+        keys, model = SHAPE_NAMES.get(name, ["none"]), self.__dict__.get("model", {})
+        if not all(key in model for key in keys):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return sum(model[key] for key in keys)  # a setting in transformers' words
 
 
 class AdlmPreTrainedModel(PreTrainedModel):
@@ -93,23 +82,31 @@ class AdlmPreTrainedModel(PreTrainedModel):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.model.head
 
-    def compute_logits(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, noise_level: Tensor | None = None
-    ) -> Tensor:
-        """Return logits (B, L, V), the mask's as good as minus infinity.
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        noise_level: Tensor | None = None,
+        **_: Any,
+    ) -> MaskedLMOutput:
+        """Return logits (B, L, V), the mask's as good as minus infinity, and with labels the mean cross-entropy.
 
         The noise level of a model with time conditioning is by default that of the share of tokens that are hidden.
+        A causal model predicts the next label; a label of -100 is not counted.
         """
-        shape = self.model.config
+        shape, loss = self.model.config, None
         valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         if shape.time_conditioning and noise_level is None:
             counted = torch.ones_like(input_ids, dtype=torch.bool) if valid is None else valid
-            hidden = ((input_ids == shape.mask_id) & counted).sum(-1) / counted.sum(-1)
-            noise_level = mean_noise_level(hidden)
-        logits = self.model.head(self.model(input_ids, noise_level, valid=valid).final)
-        if shape.mask_id is None:
-            return logits
-        return logits.index_fill(-1, torch.tensor(shape.mask_id, device=logits.device), NEG_INF)
+            noise_level = mean_noise_level(((input_ids == shape.mask_id) & counted).sum(-1) / counted.sum(-1))
+        logits: Any = self.model.head(self.model(input_ids, noise_level, valid=valid).final)
+        if shape.mask_id is not None:
+            logits = logits.index_fill(-1, torch.tensor(shape.mask_id, device=logits.device), NEG_INF)
+        if labels is not None:
+            scored, targets = (logits[:, :-1], labels[:, 1:]) if shape.is_causal else (logits, labels)
+            loss = F.cross_entropy(scored.flatten(0, 1).float(), targets.flatten())
+        return MaskedLMOutput(loss=cast(Any, loss), logits=logits)
 
     @torch.no_grad()
     def generate(
@@ -139,7 +136,8 @@ class AdlmPreTrainedModel(PreTrainedModel):
         shape, config = self.model.config, self.config
         eos, pad = config.eos_token_id, config.pad_token_id
         is_framed = config.rows == "documents" and not shape.is_causal and eos is not None
-        rows = [row if mask is None else row[mask.bool()] for row, mask in self._pair_rows(input_ids, attention_mask)]
+        masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = [row[mask.bool()] for row, mask in zip(input_ids, masks, strict=True)]
         rows = [row[:-1] if is_framed and len(row) > 1 and int(row[-1]) == eos else row for row in rows]
         if max_new_tokens is None:
             has_holes = shape.mask_id is not None and bool((input_ids == shape.mask_id).any())
@@ -163,7 +161,7 @@ class AdlmPreTrainedModel(PreTrainedModel):
             raise ValueError("a causal model samples from left to right: leave sampler, steps and their options out")
         kinds = is_free.long() if is_framed else torch.where(is_new, 2, 1)
         frames = stream_tokens(
-            Predictor(self._copy_model(), self.device, self.dtype, is_compiled=False),
+            Predictor(copy_model(self.model), self.device, self.dtype, is_compiled=False),
             xt,
             None if sampler is None else build_sampler(sampler, **options),
             seed=int(torch.randint(2**62, ())) if seed is None else seed,
@@ -171,81 +169,54 @@ class AdlmPreTrainedModel(PreTrainedModel):
             sampling=SamplingParams(temperature if do_sample else 0.0, top_k, top_p),
             is_fixed=~is_free,
             valid=None if bool((positions < lengths).all()) else positions < lengths,
-            limits=TokenLimits(kinds, self._banned_tokens()),
+            limits=TokenLimits(kinds, find_banned_ids(config)),
             block=block,
         )
-        frame = self._stream(frames, rows, len(hole) + len(end), streamer)
-        tokens = frame.tokens
+        tokens = show_frames(frames, rows[0][: int(is_free[0].long().argmax())], streamer).tokens
         if not is_framed and eos is not None and bool(is_new.any()):  # the text ends at the first end token
-            is_end = (tokens == eos) & is_new.to(tokens.device)
-            is_after = is_end.long().cumsum(-1) - is_end.long() > 0
-            tokens = torch.where(is_after & is_new.to(tokens.device), eos if pad is None else pad, tokens)
-        shortest = [F.pad(row[:n], (len(positions) - n, 0), value=pad or 0) for row, n in zip(tokens, lengths[:, 0])]
-        return torch.stack(shortest)
-
-    @staticmethod
-    def _pair_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-        """Return every row with its attention mask."""
-        masks = [None] * len(input_ids) if attention_mask is None else list(attention_mask)
-        return list(zip(input_ids, masks, strict=True))
-
-    def _copy_model(self) -> LanguageModel:
-        """Copy the model to memory of its own: sums round by the alignment of their addresses, and so would tokens."""
-        copy = build_on_meta(self.model.config)
-        copy.load_state_dict({name: tensor.clone() for name, tensor in self.model.state_dict().items()}, assign=True)
-        return copy.eval()
-
-    def _banned_tokens(self) -> Tensor:
-        """Return the banned tokens (3, V): none; special ones; special ones except the end token."""
-        banned = torch.zeros(3, self.config.vocab_size, dtype=torch.bool)
-        banned[1:, self.config.special_token_ids] = True
-        if self.config.eos_token_id is not None:
-            banned[2, self.config.eos_token_id] = False
-        return banned
-
-    def _stream(self, frames: Iterator[Frame], rows: list[Tensor], new: int, streamer: Any) -> Frame:
-        """Run the sampler, show a streamer the prompt, a draft per step and the result; return the last frame."""
-        given, put_draft = len(rows[0]) - new, getattr(streamer, "put_draft", None)
-        put_frame = getattr(streamer, "put_frame", None)
-        if streamer is not None:
-            streamer.put(rows[0][:given].cpu())
-        for frame in frames:
-            if put_draft is not None:
-                put_draft(value=frame.tokens[:, given:].cpu())
-            if put_frame is not None:
-                put_frame(frame)
-        if streamer is not None:
-            streamer.put(frame.tokens[:, given:].cpu())
-            streamer.end()
-        return frame
+            is_new = is_new.to(tokens.device)
+            is_end = ((tokens == eos) & is_new).long()
+            tokens = torch.where((is_end.cumsum(-1) > is_end) & is_new, eos if pad is None else pad, tokens)
+        aligned = [F.pad(row[:n], (len(positions) - n, 0), value=pad or 0) for row, n in zip(tokens, lengths[:, 0])]
+        return torch.stack(aligned)
 
 
 class AdlmForMaskedLM(AdlmPreTrainedModel):
     """MDLM and ADLM (and SEDD): predicts the mask tokens of a row from all the others."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        noise_level: Tensor | None = None,
-        **_: Any,
-    ) -> MaskedLMOutput:
-        """Return logits (B, L, V) and, with labels (-100: none), the mean cross-entropy."""
-        logits: Any = self.compute_logits(input_ids, attention_mask, noise_level)
-        loss: Any = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return MaskedLMOutput(loss=loss, logits=logits)
-
 
 class AdlmForCausalLM(AdlmPreTrainedModel):
     """AR and A2R: predicts the next token."""
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **_: Any
-    ) -> CausalLMOutput:
-        """Return logits (B, L, V) and, with labels (-100: none), the mean cross-entropy of each next token."""
-        logits: Any = self.compute_logits(input_ids, attention_mask)
-        loss: Any = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutput(loss=loss, logits=logits)
+
+def copy_model(model: LanguageModel) -> LanguageModel:
+    """Copy a model to memory of its own: sums round by the alignment of their addresses, and so would tokens."""
+    copy = build_on_meta(model.config)
+    copy.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    return copy.eval()
+
+
+def find_banned_ids(config: Any) -> Tensor:
+    """Return the banned tokens (3, V): none; special ones; special ones except the end token."""
+    banned = torch.zeros(3, config.vocab_size, dtype=torch.bool)
+    banned[1:, config.special_token_ids] = True
+    if config.eos_token_id is not None:
+        banned[2, config.eos_token_id] = False
+    return banned
+
+
+def show_frames(frames: Iterator[Frame], prompt: Tensor, streamer: Any) -> Frame:
+    """Run the sampler, show a streamer the prompt, a draft per step and the result; return the last frame."""
+    given = len(prompt)
+    put, put_draft, put_frame, end = (getattr(streamer, name, None) for name in STREAMER_METHODS)
+    if put is not None:
+        put(prompt.cpu())
+    for frame in frames:
+        if put_draft is not None:
+            put_draft(value=frame.tokens[:, given:].cpu())
+        if put_frame is not None:
+            put_frame(frame)
+    if put is not None and end is not None:
+        put(frame.tokens[:, given:].cpu())
+        end()
+    return frame

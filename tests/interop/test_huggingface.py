@@ -202,6 +202,8 @@ def test_the_streamer_shows_every_step(prose: Path, capsys: pytest.CaptureFixtur
     assert len(streamer.drafts) >= 4
     assert torch.equal(streamer.drafts[-1][0], tokens[0, -7:])
     assert tokenizer.decode(tokens[0, -7:-1]) in capsys.readouterr().out
+    tokens = model.generate(**tokenizer("It<|mask|> a night.", return_tensors="pt"), streamer=streamer)
+    assert torch.equal(streamer.drafts[-1][0], tokens[0, 2:])  # from the first mask on
 
 
 # Runs in a process of its own: remote code is cached, and a registered class would hide it.
@@ -274,6 +276,19 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["export", "--out", str(out)]).exit_code == 2
     wrong = CliRunner().invoke(app, ["export", "--out", str(tmp_path / "new"), "--dtype", "int8"])
     assert wrong.exit_code == 2 and not (tmp_path / "new").exists()
+
+
+def test_the_card_has_the_metrics_of_a_report(tmp_path: Path) -> None:
+    report = Path(adlm.__file__).parents[1] / "docs" / "report"
+    folder = huggingface.export(adlm.load("adlm-prose"), tmp_path / "out", report=report)
+    card = import_module("huggingface_hub").ModelCard.load(folder / "README.md")
+    metrics = {(each.metric_type, round(each.metric_value, 2)) for each in card.data.eval_results}
+    assert ("perplexity", 49.61) in metrics and card.data.license == "apache-2.0"
+    assert card.text.startswith("# adlm-prose") and "\n# " not in card.text and "\n## Evaluation of" in card.text
+    assert {path.name for path in folder.glob("*.svg")} == {path.name for path in report.glob("*.svg")}
+    with pytest.raises(ValueError, match="has no metrics of 'small adlm'"):
+        huggingface.export(small_lm(), tmp_path / "other", report=report)
+    assert not (tmp_path / "other").exists()
 
 
 class HubHandler(BaseHTTPRequestHandler):
