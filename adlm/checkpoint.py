@@ -300,8 +300,11 @@ def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the weights for inference, by name."""
-    stored = load_file(find_weights_file(path))  # whose header or checksum was checked
-    return {name.removeprefix(EXPORTED_PREFIX): weight for name, weight in stored.items()}
+    file = find_weights_file(path)
+    try:
+        return {name.removeprefix(EXPORTED_PREFIX): weight for name, weight in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}): {COPY_AGAIN}") from error
 
 
 def find_weights_file(folder: Path) -> Path:
@@ -351,7 +354,11 @@ def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
     model.to_empty(device="cpu")
     if config.tied:
         model.head.weight = model.embed.weight
-    model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
+    try:
+        model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(f"{find_weights_file(folder)} does not fit config.json ({problem}): {COPY_AGAIN}") from error
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content["rows"])
 
