@@ -164,7 +164,7 @@ def load_base(config: Config) -> BaseModel | None:
         raise ValueError(
             f"init={config.init} is a masked model ({loaded.method}): reasoning arms train a causal one (ar, a2r)"
         )
-    sha256 = hash_file(folder / "model.safetensors")
+    sha256 = hash_file(checkpoint.find_weights_file(folder))
     return BaseModel(loaded.method, loaded.model.config, loaded.tokenizer, loaded.model, sha256)
 
 

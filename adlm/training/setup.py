@@ -204,7 +204,7 @@ def load_init(config: Config, data: PreparedData) -> InitModel | None:
         folder = checkpoint.find_model_folder(find_bundled_model(config.init) if is_bundled else config.init)
         loaded = checkpoint.load_model(folder)
         check_init_data(config, data, loaded, config.init if is_bundled else str(folder))
-        sha256 = hash_file(folder / "model.safetensors")
+        sha256 = hash_file(checkpoint.find_weights_file(folder))
         init = InitModel(loaded.method, loaded.model.config, loaded.model.state_dict(), sha256)
     if config.method not in (None, init.method):
         raise ValueError(f"method={config.method}, and init={config.init} is {init.method}: leave method out")
