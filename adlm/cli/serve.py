@@ -39,7 +39,7 @@ def serve(
     lm = load(model or DEFAULT, device=device, deterministic=deterministic)
     limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
     app = create_app(lm, limits=limits, api_key=api_key)
-    lm.generate(max_new_tokens=1, **({} if lm.row_format.is_causal else {"steps": 1}))  # warm-up
+    lm.generate(max_new_tokens=1, steps=None if lm.row_format.is_causal else 1)  # warm-up
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_DRAIN, server_header=False
     )

@@ -225,7 +225,7 @@ def create_app(
     engine, model, created = Engine(lm, limits), name or lm.name, int(time.time())
     card = {"id": model, "object": "model", "created": created, "owned_by": "adlm"}
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))  # type: ignore[arg-type]
+    registry.register(EngineCollector(engine))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -140,7 +140,7 @@ class TextReader:
         layout, end = self.layout, max(self.position, min(frame.settled, self.span.end))
         eos_id, ids = layout.tokenizer.eos_id, frame.ids[self.position : end]
         is_ended = layout.may_end and self.span is layout.spans[-1] and eos_id in ids
-        if is_ended:
+        if is_ended and eos_id is not None:
             end = self.position + ids.index(eos_id)
         pieces = [text or "" for text in layout.decode_hole(Span(self.position, end), frame.ids)]
         if pieces and pieces[-1].endswith("\ufffd") and not (frame.is_done or is_ended):  # an incomplete character
