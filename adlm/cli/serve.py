@@ -1,7 +1,7 @@
 """`adlm serve`: the HTTP server."""
 
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,8 +48,8 @@ def serve(
     class Server(uvicorn.Server):
         """Prints the address when it accepts connections."""
 
-        async def startup(self, sockets: object = None) -> None:
-            await super().startup(sockets)  # type: ignore[arg-type]
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
             address = socket.getsockname()
             shown = f"[{address[0]}]" if ":" in address[0] else address[0]
             typer.echo(f"serving {lm.name} on http://{shown}:{address[1]}")

@@ -73,7 +73,7 @@ class AdlmPreTrainedModel(PreTrainedModel):
         else:
             self.model = LanguageModel(shape)
             for module in self.model.modules():
-                module._is_hf_initialized = True  # transformers leaves them as they are
+                vars(module)["_is_hf_initialized"] = True  # transformers leaves them as they are
         self.post_init()
 
     def get_input_embeddings(self) -> torch.nn.Module:
