@@ -243,7 +243,7 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 ```
 
 {"" if is_causal else f"Mask tokens{mask} in a text are filled. diffusers loads the folder as a pipeline, too. "}Without
-`trust_remote_code`, `import adlm.interop.huggingface` where this package is installed; `adlm.load` reads the folder too.
+`trust_remote_code`, `import adlm.interop.huggingface` with this package installed; `adlm.load` reads the folder too.
 """
 
 
