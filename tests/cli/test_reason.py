@@ -21,6 +21,7 @@ from adlm.reasoning.evaluation import count_stages, count_training_flops
 from adlm.reasoning.runs import load_run
 from adlm.reasoning.tasks import GENERATORS
 from tests.cli.terminal import answer_json, assert_error, invoke, trained
+from tests.evaluate.scorers import with_matplotlib
 from tests.training.runs import ROOT
 
 EXCERPTS = ROOT / "tests/reasoning/excerpts"
@@ -100,6 +101,7 @@ def test_ask_prints_slots_text_and_answer(runs: Path) -> None:
     assert answer_json("reason", "ask", runs / "arithmetic-cot", QUESTION)["slots"] is None
 
 
+@with_matplotlib
 def test_the_table_prints_and_writes(runs: Path, tmp_path: Path) -> None:
     result = invoke("reason", "table", runs, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output

@@ -472,7 +472,8 @@ def test_a_damaged_hub_folder_gives_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_safe", [True, False])
 def test_a_model_by_its_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_safe: bool) -> None:
     """Offline, from a cache as huggingface_hub keeps it."""
-    constants = pytest.importorskip("huggingface_hub").constants
+    from huggingface_hub import constants
+
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))

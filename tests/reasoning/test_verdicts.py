@@ -10,6 +10,7 @@ import pytest
 from adlm.evaluate.plots import draw_figures
 from adlm.reasoning import verdicts
 from adlm.reasoning.verdicts import ANCHORS_HELP, CLAIMS, compare_arms, judge_claim, judge_tasks, pool_deviation
+from tests.evaluate.scorers import with_matplotlib
 
 GOOD = {"acot": (90.0, 91, 89), "pause_curriculum": (80.0, 81, 79), "acot_foreign": (70.0, 71, 69)}
 GOOD |= {"acot_off_path": (60.0, 61, 59), "short_cot": (90.0, 91, 89), "acot_feedback": (90.5, 91.5, 89.5)}
@@ -81,6 +82,7 @@ def test_anchors_help_in_two_of_three_tasks() -> None:
     assert judge_tasks({"arithmetic": True, "gsm8k": True}) is None  # only generated tasks count
 
 
+@with_matplotlib
 def test_the_table_of_a_folder_of_runs(tmp_path: Path) -> None:
     for task in ("arithmetic", "graphs"):
         for arm, values in GOOD.items():
