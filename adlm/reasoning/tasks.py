@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -64,7 +65,7 @@ def make_word_tokenizer(words: Sequence[str], name: str) -> Tokenizer:
 
 
 @dataclass
-class Task:
+class Task(ABC):
     """Problems for training and tests, by default in a whole-word vocabulary."""
 
     name: str
@@ -78,17 +79,17 @@ class Task:
         """Whether there are training problems."""
         return True
 
+    @abstractmethod
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         """Return the problems of an optimizer step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_tests(self, count: int) -> dict[str, list[Item]]:
         """Return the test sets by name, at most so many problems of each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_valid(self, count: int) -> list[Item]:
         """Return at most so many validation problems."""
-        raise NotImplementedError
 
     def load_sample(self) -> list[Item]:
         """Return problems that are as long as any in training."""
