@@ -2,11 +2,11 @@
 
 Two individuals `n0`, `n1` head one chain of classes each; a class has one attribute with a sign. The asked attribute is
 h hops away from the asked individual: h - 1 is-a links and the attribute, with one sign, and equally far in the other
-chain with the other sign; both chains have one class more. Facts are `n0 c3 |`, `c3 c7 |` (is a) and `c7 p2 + |` (has;
-has not: `-`), shuffled, and the question ends with `? n0 p2 -`. At one hop the individuals have the attribute
+chain with the other sign; both chains have one class more. Facts are `n0 c3 |`, `c3 c7 |` (is a) and `c7 p2 |` (has;
+has not: `c7 -p2 |`), shuffled, and the question ends with `? n0 -p2`. At one hop the individuals have the attribute
 themselves. Exchanging the chains keeps every count and reverses the answer, so only the links tell it.
 
-Steps, as many as hops: `n0 c3 ;`, `c3 c7 ;`, `c7 p2 + ;`; anchors: the classes of the path and the answer,
+Steps, as many as hops: `n0 c3 ;`, `c3 c7 ;`, `c7 p2 ;`; anchors: the classes of the path and the answer,
 `c3 c7 false`; off_path: the classes of the other chain, as many.
 """
 
@@ -20,7 +20,8 @@ from adlm.reasoning.datasets import Problem, recode_problems
 from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
 
 NAMES, CLASSES, ATTRIBUTES = (tuple(f"{kind}{i}" for i in range(n)) for kind, n in (("n", 2), ("c", 24), ("p", 24)))
-WORDS = (*NAMES, *CLASSES, *ATTRIBUTES, "+", "-", "true", "false", "|", "?", ";")
+NEGATED = tuple(f"-{attribute}" for attribute in ATTRIBUTES)
+WORDS = (*NAMES, *CLASSES, *ATTRIBUTES, *NEGATED, "true", "false", "|", "?", ";")
 MAX_HOPS = len(ATTRIBUTES) // 2 - 1
 LENGTH = 384  # tokens of a model that is trained from scratch
 _IDS = index_words(WORDS)
@@ -37,28 +38,27 @@ def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: in
         for words, size in ((CLASSES, max_hops), (ATTRIBUTES, max_hops + 1))
     )
     nodes = np.concatenate([names, classes], axis=2)
-    signs = rng.integers(2, size=nodes.shape)  # 0: +, 1: -
+    signs = rng.integers(2, size=nodes.shape)  # 1: negated
     signs[holder] = signs[holder][:, :1] ^ [0, 1]
     attributes[holder] = attributes[holder][:, :1]
     asked_signs = rng.integers(2, size=count)
     answers = _IDS["true"] + (asked_signs != signs[holder][:, 0])
 
-    facts = np.zeros((count, 2, 2, max_hops + 1, 4), int)  # by kind: the link to a node, its attribute
+    facts = np.zeros((count, 2, 2, max_hops + 1, 3), int)  # by kind: the link to a node, its attribute
     links, properties = facts[:, :, 0, 1:], facts[:, :, 1]
-    links[..., 0], links[..., 1], links[..., 2] = nodes[..., :-1], nodes[..., 1:], _IDS["|"]
-    properties[..., 0], properties[..., 1], properties[..., 2] = nodes, attributes, signs + _IDS["+"]
-    properties[..., 3] = _IDS["|"]
+    links[..., 0], links[..., 1] = nodes[..., :-1], nodes[..., 1:]
+    properties[..., 0], properties[..., 1] = nodes, attributes + len(ATTRIBUTES) * signs
+    facts[..., 2] = _IDS["|"]
     is_used = np.broadcast_to((height <= hops[:, None])[:, None, None], facts.shape[:-1]).copy()
     is_used[..., 0] = np.stack([np.zeros(count, bool), hops == 1], axis=1)[:, None]  # nothing links to a name
-    facts[~is_used] = 0
     order = rng.random((count, 4 * len(height))).argsort(axis=1)
-    shuffled = np.take_along_axis(facts.reshape(count, -1, 4), order[..., None], axis=1)
-    is_word = shuffled > 0  # 0 is <q>, which is in no fact
-    tokens, ends = shuffled[is_word].tolist(), is_word.sum(axis=(1, 2)).cumsum().tolist()
+    shuffled = np.take_along_axis(facts.reshape(count, -1, 3), order[..., None], axis=1)
+    is_used = np.take_along_axis(is_used.reshape(count, -1), order, axis=1)
+    tokens, ends = shuffled[is_used].ravel().tolist(), (3 * is_used.sum(axis=1)).cumsum().tolist()
 
-    queries = np.stack([names[:, 0, 0], attributes[holder][:, 0], asked_signs + _IDS["+"]], axis=1).tolist()
-    links[..., 2] = properties[..., 3] = _IDS[";"]
-    traces, last_steps = links[:, 0, :, :3].tolist(), properties[holder][:, 0].tolist()
+    queries = np.stack([names[:, 0, 0], attributes[holder][:, 0] + len(ATTRIBUTES) * asked_signs], axis=1).tolist()
+    facts[..., 2] = _IDS[";"]
+    traces, last_steps = links[:, 0].tolist(), properties[holder][:, 0].tolist()
     items, start = [], 0
     rows = zip(hops.tolist(), ends, queries, traces, last_steps, classes.tolist(), answers.tolist())
     for h, end, query, trace, last_step, (path, other), answer in rows:
@@ -74,7 +74,7 @@ _PLURAL = re.compile("puses$")
 
 
 def _parse_fact(sentence: str) -> tuple[str, str, str]:
-    """Return a sentence's subject, its class or attribute, and the attribute's sign or nothing for a class."""
+    """Return a sentence's subject, its class or attribute, and the sign of an attribute: "-" or "+", "" for a class."""
     match = _FACT.fullmatch(sentence)
     if not match:
         expected = "'Each yumpus is a lorpus.', 'Lorpuses are not red.' or 'Max is a yumpus.'"
@@ -115,7 +115,8 @@ def _recode_problem(problem: Problem, rng: np.random.Generator) -> Item:
 
     def encode(fact: tuple[str, str, str], end: str = "") -> list[int]:
         subject, value, sign = fact
-        return [_IDS[word] for word in (symbols[subject], symbols[value], sign, end) if word]
+        words = (symbols[subject], sign.replace("+", "") + symbols[value], end)
+        return [_IDS[word] for word in words if word]
 
     body_ids = list(chain.from_iterable(encode(fact, "|") for fact in facts))
     path = {value for _, value, _ in links}

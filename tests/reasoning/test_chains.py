@@ -15,6 +15,7 @@ from tests.reasoning.probes import probe_accuracy
 
 EXCERPT = Path(__file__).parent / "excerpts/text_prontoqa.json"
 VOCABULARY = (*MARKERS, *chains.WORDS)
+SEPARATOR = VOCABULARY.index("|")
 
 
 def draw(count: int, min_hops: int, max_hops: int, seed: int = 0) -> list[Item]:
@@ -26,9 +27,14 @@ def words(ids: list[int]) -> str:
 
 
 def parse(item: Item) -> tuple[list[list[str]], list[str]]:
-    """Facts of two (is a) or three words (has), and the asked name, attribute and sign."""
+    """Facts of two (is a) or three words (has: with a sign), and the asked name, attribute and sign."""
     body, query = words(item.question).removeprefix("<q> ").split(" ? ")
-    return [fact.split() for fact in body.split(" | ")], query.split()
+    return [split_sign(fact) for fact in body.split(" | ")], split_sign(query)
+
+
+def split_sign(fact: str) -> list[str]:
+    subject, value = fact.split()
+    return [subject, value] if value in chains.CLASSES else [subject, value.lstrip("-"), "+-"[value.startswith("-")]]
 
 
 def reach(facts: list[list[str]], start: str) -> dict[str, list[str]]:
@@ -51,7 +57,7 @@ def check_item(item: Item) -> None:
     path, answer = ways[holder], "true" if sign == true_sign else "false"
     assert [words(step) for step in item.steps] == [
         *(f"{a} {b} ;" for a, b in pairwise(path)),
-        f"{holder} {attribute} {true_sign} ;",
+        f"{holder} {true_sign.strip('+')}{attribute} ;",
     ]
     assert words(item.answer) == answer
     assert words(item.anchors).split() == [*path[1:], answer]
@@ -79,8 +85,8 @@ def test_the_path_leads_to_the_answer(hops: int) -> None:
 
 def test_a_written_item() -> None:
     (item,) = draw(1, 1, 1)
-    assert words(item.question) == "<q> n0 p23 - | c2 p10 + | c10 p7 + | n1 c2 | n1 p23 + | n0 c10 ? n0 p23 -"
-    assert [words(step) for step in item.steps] == ["n0 p23 - ;"]
+    assert words(item.question) == "<q> n0 -p23 | c2 p10 | c10 p7 | n1 c2 | n1 p23 | n0 c10 ? n0 -p23"
+    assert [words(step) for step in item.steps] == ["n0 -p23 ;"]
     assert words(item.anchors + item.answer + item.off_path) == "true true c2"
 
 
@@ -129,10 +135,9 @@ def test_the_balance_check_finds_a_shortcut() -> None:
 
     def state_first(item: Item) -> Item:
         fact = item.steps[-1][:-1]
-        facts = [[VOCABULARY.index(word) for word in each] for each in parse(item)[0]]
-        body = [token for each in (fact, *(each for each in facts if each != fact)) for token in (*each, 0)]
-        separator = VOCABULARY.index("|")
-        return item._replace(question=[0, *(token or separator for token in body[:-1]), *item.question[-4:]])
+        facts = [item.question[start : start + 2] for start in range(1, len(item.question) - 3, 3)]
+        body = [token for each in (fact, *(each for each in facts if each != fact)) for token in (*each, SEPARATOR)]
+        return item._replace(question=[0, *body[:-1], *item.question[-3:]])
 
     items = [state_first(item) for item in draw(2000, 2, 4)]
     check_item(items[0])
@@ -150,7 +155,7 @@ def test_items_depend_on_the_generator_alone() -> None:
 
 
 def test_the_vocabulary_is_small_and_hops_are_checked() -> None:
-    assert len(VOCABULARY) == len(set(VOCABULARY)) <= 64
+    assert len(VOCABULARY) == len(set(VOCABULARY)) <= 160
     assert draw(1, 11, 11)
     with pytest.raises(ValueError, match="hops 1 to 12 are out of range: give 1 <= min <= max <= 11"):
         draw(1, 1, 12)
