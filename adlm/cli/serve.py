@@ -13,7 +13,14 @@ SECONDS_TO_DRAIN = 30
 
 
 def serve(
-    model: options.ModelArgument = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help=options.MODEL_HELP + " Several can be compared.",
+            autocompletion=options.complete_model,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
     api_key: Annotated[
@@ -24,7 +31,7 @@ def serve(
     deterministic: options.Deterministic = False,
     device: options.Device = "auto",
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's completions API; prints the address when ready."""
+    """Serve models over HTTP: OpenAI's completions API and, at /, a page; prints the address when ready."""
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
         raise ImportError(f"adlm serve needs {missing[0]}: {install_command('serve')}")
     import uvicorn
@@ -36,10 +43,11 @@ def serve(
 
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         status_console().print(f"warning: {host} is open to the network without an API key: set ADLM_API_KEY")
-    lm = load(model or DEFAULT, device=device, deterministic=deterministic)
+    lm, *others = [load(each, device=device, deterministic=deterministic) for each in models or [DEFAULT]]
     limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
-    app = create_app(lm, limits=limits, api_key=api_key)
-    lm.generate(max_new_tokens=1, steps=None if lm.row_format.is_causal else 1)  # warm-up
+    app = create_app(lm, limits=limits, api_key=api_key, others=others)
+    for each in (lm, *others):
+        each.generate(max_new_tokens=1, steps=None if each.row_format.is_causal else 1)  # warm-up
     config = uvicorn.Config(
         app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_DRAIN, server_header=False
     )
@@ -52,6 +60,6 @@ def serve(
             await super().startup(sockets)
             address = socket.getsockname()
             shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-            typer.echo(f"serving {lm.name} on http://{shown}:{address[1]}")
+            typer.echo(f"serving {', '.join(each.name for each in (lm, *others))} on http://{shown}:{address[1]}")
 
     Server(config).run(sockets=[socket])

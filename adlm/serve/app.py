@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -22,15 +22,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.exceptions import HTTPException
 
 from adlm import __version__
-from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, QueueFullError, RowFrame, generate_rows, stream_rows
-from adlm.serve.protocol import CompletionBody, InfillBody, ScoreBody, TextReader
+from adlm.methods import SAMPLERS
+from adlm.serve.engine import (
+    ALL,
+    SETTLED,
+    Engine,
+    EngineLimits,
+    EngineStats,
+    QueueFullError,
+    RowFrame,
+    generate_rows,
+    stream_rows,
+)
+from adlm.serve.page import PAGE_PATHS, add_page
+from adlm.serve.protocol import CompletionBody, InfillBody, ScoreBody, TextReader, describe_draft
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM
+from adlm.text.lm import LM, GeneratedRow
 
 log = logging.getLogger("adlm.serve")
 MAX_BODY_BYTES = 1 << 20
 MAX_SCORED_TEXTS = 64
-OPEN_PATHS = ("/healthz", "/readyz")  # without an API key
+OPEN_PATHS = ("/healthz", "/readyz", *PAGE_PATHS)  # without an API key
 HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -77,18 +89,22 @@ async def answer_exception(request: Request, error: Exception) -> Response:
 
 
 class EngineCollector:
-    """Reads an engine's counts when metrics are asked for."""
+    """Reads the counts of all engines when metrics are asked for."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engines: Collection[Engine]) -> None:
+        self.engines = engines
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
-        for name, value in asdict(self.engine.stats).items():
-            yield CounterMetricFamily(f"adlm_{name}", f"{name} since the start", value=value)
-        yield GaugeMetricFamily("adlm_rows_running", "texts in the batch", value=self.engine.running)
-        yield GaugeMetricFamily("adlm_rows_max", "texts that the batch can hold", value=self.engine.limits.max_rows)
-        yield GaugeMetricFamily("adlm_rows_waiting", "texts in the queue", value=len(self.engine.waiting))
+        for name in asdict(EngineStats()):
+            total = sum(getattr(engine.stats, name) for engine in self.engines)
+            yield CounterMetricFamily(f"adlm_{name}", f"{name} since the start", value=total)
+        running, room, waiting = (
+            sum(column) for column in zip(*((x.running, x.limits.max_rows, len(x.waiting)) for x in self.engines))
+        )
+        yield GaugeMetricFamily("adlm_rows_running", "texts in the batch", value=running)
+        yield GaugeMetricFamily("adlm_rows_max", "texts that the batch can hold", value=room)
+        yield GaugeMetricFamily("adlm_rows_waiting", "texts in the queue", value=waiting)
 
 
 class Guard:
@@ -112,7 +128,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *extra]}
+                own = dict(message.get("headers", ()))
+                message = {**message, "headers": [*own.items(), *(pair for pair in extra if pair[0] not in own)]}
             await send(message)
 
         async def receive_some() -> Any:
@@ -160,8 +177,8 @@ class Completion:
             self.skipped.add(frame.index)
             reason = "stop" if reader.is_stopped or self.body.suffix else "length"
         choice = {"index": frame.index, "text": text, "logprobs": None, "finish_reason": reason}
-        if self.body.stream_mode == "denoise":
-            choice["draft"] = {"step": frame.step, "nfe": frame.nfe, "text": reader.layout.text(frame.ids)}
+        if self.body.has_drafts:
+            choice["draft"] = describe_draft(frame, self.request, self.body.guesses)
         return choice if text or reason or "draft" in choice else None
 
     def count_usage(self) -> dict[str, int]:
@@ -171,21 +188,11 @@ class Completion:
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return counts | {"nfe": sum(self.nfe)}
 
-    async def stream(self, frames: AsyncGenerator[RowFrame]) -> AsyncIterator[bytes]:
-        """Yield server-sent events."""
-        has_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
-        extra: dict[str, Any] = {"usage": None} if has_usage else {}
-        try:
-            async with aclosing(frames):
-                async for frame in frames:
-                    if (choice := self.read(frame)) is not None:
-                        yield encode_event({**self.head, "choices": [choice], **extra})
-            if has_usage:
-                yield encode_event({**self.head, "choices": [], "usage": self.count_usage()})
-            yield b"data: [DONE]\n\n"
-        except Exception:
-            log.exception("a stream failed")
-            yield encode_event(describe_error(500, "the server failed while it sampled: retry the request"))
+    def stream(self, frames: AsyncGenerator[RowFrame]) -> AsyncIterator[bytes]:
+        """Return server-sent events."""
+        if self.body.stream_options is None or not self.body.stream_options.include_usage:
+            return stream_events(frames, self.read, self.head)
+        return stream_events(frames, self.read, self.head | {"usage": None}, self.count_usage)
 
     async def finish(self, frames: AsyncGenerator[RowFrame]) -> dict[str, Any]:
         """Return the whole answer."""
@@ -195,6 +202,26 @@ class Completion:
                 if (choice := self.read(frame)) is not None:
                     choices[frame.index] |= choice | {"text": choices[frame.index]["text"] + choice["text"]}
         return {**self.head, "choices": choices, "usage": self.count_usage()}
+
+
+async def stream_events(
+    frames: AsyncGenerator[RowFrame],
+    read: Callable[[RowFrame], dict[str, Any] | None],
+    head: dict[str, Any],
+    count_usage: Callable[[], dict[str, int]] | None = None,
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events: a chunk for each frame of which a choice is read, then the usage."""
+    try:
+        async with aclosing(frames):
+            async for frame in frames:
+                if (choice := read(frame)) is not None:
+                    yield encode_event({**head, "choices": [choice]})
+        if count_usage is not None:
+            yield encode_event({**head, "choices": [], "usage": count_usage()})
+        yield b"data: [DONE]\n\n"
+    except Exception:
+        log.exception("a stream failed")
+        yield encode_event(describe_error(500, "the server failed while it sampled: retry the request"))
 
 
 def encode_event(content: dict[str, Any]) -> bytes:
@@ -218,23 +245,45 @@ async def run_while_connected(request: Request, work: Awaitable[Any]) -> Respons
             each.cancel()
 
 
+def describe_fill(row: GeneratedRow, index: int) -> dict[str, Any]:
+    """Return a filled template as a choice."""
+    return {"index": index, "text": row.text, "fills": [text for text, is_given in row.pieces if not is_given]}
+
+
+def describe_model(name: str, lm: LM) -> dict[str, Any]:
+    """Return a model as OpenAI's list has it, with its samplers and the most tokens that a text can have."""
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "adlm", "method": lm.method}
+    samplers = [] if lm.row_format.is_causal else list(SAMPLERS)
+    return card | {"samplers": samplers, "max_tokens": lm.row_format.longest}
+
+
 def create_app(
-    lm: LM, *, limits: EngineLimits | None = None, api_key: str | None = None, name: str | None = None
+    lm: LM,
+    *,
+    limits: EngineLimits | None = None,
+    api_key: str | None = None,
+    name: str | None = None,
+    others: Sequence[LM] = (),
 ) -> FastAPI:
-    """Make the ASGI app of a model; its engine starts and stops with it."""
-    engine, model, created = Engine(lm, limits), name or lm.name, int(time.time())
-    card = {"id": model, "object": "model", "created": created, "owned_by": "adlm"}
+    """Make the ASGI app of a model, and of others that requests name; their engines start and stop with it."""
+    engine, model = Engine(lm, limits), name or lm.name
+    engines = {model: engine} | {each.name: Engine(each, limits) for each in others}
+    if len(engines) <= len(others):
+        raise ValueError(f"two models have the same name, {', '.join(each.name for each in others)}: rename a folder")
+    cards = {each: describe_model(each, served.lm) for each, served in engines.items()}
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
+    registry.register(EngineCollector(engines.values()))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        engine.start()
+        for each in engines.values():
+            each.start()
         yield
-        await asyncio.to_thread(partial(engine.stop, drain=True))
+        await asyncio.gather(*(asyncio.to_thread(partial(each.stop, drain=True)) for each in engines.values()))
 
     app = FastAPI(title="adlm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.engine = engine
+    add_page(app)
     app.add_middleware(Guard, api_key=api_key, registry=registry)
     for kind in (RequestValidationError, HTTPException, QueueFullError, ValueError):
         app.add_exception_handler(kind, answer_exception)
@@ -244,50 +293,59 @@ def create_app(
 
     app.add_exception_handler(Exception, answer_failure)
 
-    async def build(body: CompletionBody | InfillBody, is_filling: bool) -> GenerationRequest:
+    async def build(body: CompletionBody | InfillBody, is_filling: bool) -> tuple[Engine, GenerationRequest]:
         """Build a request: in the engine's thread where the model chooses the lengths of holes."""
-        check_model(body.model)
-        make = partial(body.build_request, lm)
+        engine = engines[find_model(body.model)]
+        if body.guesses is not None and not body.has_drafts:
+            raise ValueError(
+                "guesses are sent with every frame: set stream_mode to denoise (to infill, stream to true)"
+            )
+        make = partial(body.build_request, engine.lm)
         request = await (asyncio.wrap_future(engine.call(make)) if is_filling else asyncio.to_thread(make))
         engine.limits.check_request(request)
-        return request
+        return engine, request
 
-    def check_model(wanted: str | None) -> None:
-        if wanted not in (None, model):
-            raise HTTPException(404, f"there is no model {wanted!r}: this server has {model!r}")
+    def find_model(wanted: str | None) -> str:
+        if wanted is not None and wanted not in engines:
+            raise HTTPException(404, f"there is no model {wanted!r}: this server has {', '.join(map(repr, engines))}")
+        return wanted or model
 
     @app.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionBody, http: Request) -> Response:
         """Generate texts after prompts, or between prompts and a suffix."""
-        request = await build(body, bool(body.suffix))
-        completion = Completion(body, request, model)
-        mode = ALL if body.stream_mode == "denoise" else SETTLED
-        frames = stream_rows(engine, request, mode, completion.skipped)
+        engine, request = await build(body, bool(body.suffix))
+        completion = Completion(body, request, find_model(body.model))
+        mode = ALL if body.has_drafts else SETTLED
+        frames = stream_rows(engine, request, mode, completion.skipped, body.guesses)
         if body.stream:
             return StreamingResponse(completion.stream(frames), media_type="text/event-stream")
         return await run_while_connected(http, completion.finish(frames))
 
     @app.post("/v1/infill", response_model=None)
     async def infill(body: InfillBody, http: Request) -> Response:
-        """Fill the holes of templates."""
-        request = await build(body, True)
+        """Fill the holes of templates; a stream has a draft for every frame, and the texts in the last ones."""
+        engine, request = await build(body, True)
+        settings = {key: request.settings[key] for key in ("sampler", "seed")}
+        head = {"object": "infill", "model": find_model(body.model), **settings}
 
         async def fill() -> dict[str, Any]:
             rows = await generate_rows(engine, request)
-            choices = [
-                {"index": i, "text": row.text, "fills": [text for text, is_given in row.pieces if not is_given]}
-                for i, row in enumerate(rows)
-            ]
-            settings = {key: request.settings[key] for key in ("sampler", "seed")}
-            usage = {"nfe": sum(row.nfe for row in rows)}
-            return {"object": "infill", "model": model, **settings, "choices": choices, "usage": usage}
+            choices, usage = [describe_fill(row, i) for i, row in enumerate(rows)], sum(row.nfe for row in rows)
+            return {**head, "choices": choices, "usage": {"nfe": usage}}
 
+        def read(frame: RowFrame) -> dict[str, Any]:
+            draft = {"index": frame.index, "draft": describe_draft(frame, request, body.guesses)}
+            return draft | describe_fill(frame.row, frame.index) if frame.is_done else draft
+
+        if body.stream:
+            events = stream_events(stream_rows(engine, request, ALL, guesses=body.guesses), read, head)
+            return StreamingResponse(events, media_type="text/event-stream")
         return await run_while_connected(http, fill())
 
     @app.post("/v1/score", response_model=None)
     async def score(body: ScoreBody, http: Request) -> Response:
         """Return nats per token of texts, an upper bound for masked models."""
-        check_model(body.model)
+        name = find_model(body.model)
         texts = [body.text] if isinstance(body.text, str) else body.text
         if not 1 <= len(texts) <= MAX_SCORED_TEXTS:
             raise ValueError(f"text has {len(texts)} texts: give 1 to {MAX_SCORED_TEXTS}")
@@ -295,22 +353,21 @@ def create_app(
         async def compute() -> dict[str, Any]:
             scores = []
             for text in texts:  # one by one: between two of them the batch takes steps
-                call = partial(lm.score, text, draws=body.draws, seed=body.seed)
-                scores += await asyncio.wrap_future(engine.call(call))
-            return {"object": "list", "model": model, "data": [asdict(each) for each in scores]}
+                call = partial(engines[name].lm.score, text, draws=body.draws, seed=body.seed)
+                scores += await asyncio.wrap_future(engines[name].call(call))
+            return {"object": "list", "model": name, "data": [asdict(each) for each in scores]}
 
         return await run_while_connected(http, compute())
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """List the model."""
-        return {"object": "list", "data": [card]}
+        """List the models."""
+        return {"object": "list", "data": list(cards.values())}
 
     @app.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str) -> dict[str, Any]:
-        """Describe the model."""
-        check_model(model_id)
-        return card
+        """Describe a model."""
+        return cards[find_model(model_id)]
 
     @app.get("/healthz")
     async def check_health() -> dict[str, str]:
@@ -320,7 +377,8 @@ def create_app(
     @app.get("/readyz", response_model=None)
     async def check_readiness() -> Response:
         """Say whether requests are answered."""
-        return AsciiJSONResponse({"ready": engine.is_ready}, 200 if engine.is_ready else 503)
+        is_ready = all(each.is_ready for each in engines.values())
+        return AsciiJSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/metrics", response_model=None)
     async def show_metrics() -> Response:

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from adlm.serve.batches import CausalBatch, MaskedBatch, Row, StepResult
+from adlm.diffusion.denoising import Frame
+from adlm.serve.batches import CausalBatch, MaskedBatch, Row, StepResult, TokenLogprob
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow
+from adlm.text.lm import LM, GeneratedRow, StreamStep, predict_guesses
 from adlm.text.templates import Layout
+from adlm.view.trajectory import TokenState
 
 log = logging.getLogger("adlm.serve")
 T = TypeVar("T")
@@ -90,11 +92,20 @@ class RowFrame:
     settled: int  # leading positions that can no longer change
     nfe: int
     is_done: bool
+    stream_step: tuple[StreamStep, int] | None = None  # with the row's place in it, where guesses are wanted
 
     @property
     def row(self) -> GeneratedRow:
         """The row as `LM.generate` returns it."""
         return GeneratedRow(self.layout, self.ids, self.nfe)
+
+    @property
+    def tokens(self) -> tuple[TokenState, ...] | None:
+        """The tokens as the player draws them, where guesses are wanted."""
+        if self.stream_step is None:
+            return None
+        step, row = self.stream_step
+        return step.trajectory_frame(row).tokens
 
 
 Notify = Callable[[list[RowFrame] | Exception], None]
@@ -108,6 +119,7 @@ class Ticket:
     notify: Notify
     frames: str
     skipped: set[int] = field(default_factory=set)  # rows that are no longer wanted
+    guesses: int | None = None  # of the anchor network, in every frame; None: frames without tokens
 
 
 class Engine:
@@ -154,14 +166,19 @@ class Engine:
         return self.thread is not None and self.thread.is_alive() and not self.is_stopping
 
     def submit(
-        self, request: GenerationRequest, notify: Notify, frames: str = LAST, skipped: set[int] | None = None
+        self,
+        request: GenerationRequest,
+        notify: Notify,
+        frames: str = LAST,
+        skipped: set[int] | None = None,
+        guesses: int | None = None,
     ) -> Ticket:
         """Put a request into the queue; raise QueueFullError where its texts do not fit.
 
         A row whose index is added to `skipped` leaves the batch before the next step.
         """
         self.limits.check_request(request)
-        ticket = Ticket(request, notify, frames, set() if skipped is None else skipped)
+        ticket = Ticket(request, notify, frames, set() if skipped is None else skipped, guesses)
         rows = [Row(layout, request, number, i, ticket) for i, (layout, number) in enumerate(request.rows)]
         with self.wake:
             if self.is_stopping:
@@ -246,7 +263,7 @@ class Engine:
         began, rows = time.perf_counter(), batch.rows
         result = batch.step()
         self.stats.count_step(rows, result)
-        deliver(rows, result)
+        deliver(rows, result, predict_tokens(self.lm, rows, result))
         if bool(result.is_done.any()):
             batch.keep(~result.is_done)
             mean_steps = float(result.step[result.is_done].double().mean())
@@ -256,7 +273,11 @@ class Engine:
 
 
 def stream_rows(
-    engine: Engine, request: GenerationRequest, frames: str = SETTLED, skipped: set[int] | None = None
+    engine: Engine,
+    request: GenerationRequest,
+    frames: str = SETTLED,
+    skipped: set[int] | None = None,
+    guesses: int | None = None,
 ) -> AsyncGenerator[RowFrame]:
     """Submit a request and return the frames of its rows, but of those in `skipped`, to which the caller may add.
 
@@ -267,7 +288,7 @@ def stream_rows(
     def notify(news: list[RowFrame] | Exception) -> None:
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
-    return _read_frames(engine, engine.submit(request, notify, frames, skipped), queue)
+    return _read_frames(engine, engine.submit(request, notify, frames, skipped, guesses), queue)
 
 
 async def _read_frames(
@@ -312,7 +333,20 @@ def run_calls(calls: Sequence[tuple[Future[Any], Callable[[], Any]]]) -> None:
                 future.set_exception(error)
 
 
-def deliver(rows: Sequence[Row], result: StepResult) -> None:
+def predict_tokens(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[int, tuple[StreamStep, int]]:
+    """Return the guesses at rows that want them, by their places in the batch; they are not counted as NFE."""
+    places = [i for i, row in enumerate(rows) if row.owner.guesses is not None]
+    if not places:
+        return {}
+    at, layouts = torch.tensor(places), tuple(rows[i].layout for i in places)
+    columns = (x[at.to(x.device)] for x in (result.tokens, result.is_hidden, result.changed, result.nfe))
+    frame = Frame(0, *columns)
+    count = 0 if lm.row_format.is_causal else max(rows[i].owner.guesses for i in places)
+    step = StreamStep(0, frame, layouts, predict_guesses(lm.predictor, frame, layouts, count))
+    return {place: (step, i) for i, place in enumerate(places)}
+
+
+def deliver(rows: Sequence[Row], result: StepResult, stream_steps: dict[int, tuple[StreamStep, int]]) -> None:
     """Send every request the frames that it wants: the last ones, those with newly settled text, or all."""
     settled, is_done = result.settled.tolist(), result.is_done.tolist()
     wants = []
@@ -327,8 +361,8 @@ def deliver(rows: Sequence[Row], result: StepResult) -> None:
     for i, ids in zip(wants, tokens, strict=True):
         row = rows[i]
         row.delivered = settled[i]
-        frame = RowFrame(row.index, row.layout, steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i])
-        news.setdefault(row.owner, []).append(frame)
+        columns = steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i], stream_steps.get(i)
+        news.setdefault(row.owner, []).append(RowFrame(row.index, row.layout, *columns))
     for ticket, frames in news.items():
         notify(ticket, frames)
 

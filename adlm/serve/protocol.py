@@ -15,6 +15,7 @@ from adlm.text.templates import MAX_HOLE_TOKENS, Hole, Layout, Span, Template, p
 
 MAX_LENGTHS = 32  # of a hole before a suffix, among which the model chooses
 MAX_ALL_LENGTHS = 128  # of all holes of a request: each is tried with the network
+MAX_GUESSES = 8
 SETTINGS = ("n", "temperature", "top_p", "top_k", "seed", "sampler", "steps", "block")
 OPTIONS = ("eta", "t_on", "t_off", "alpha_on", "bound", "compat")
 
@@ -40,6 +41,7 @@ class SamplingBody(BaseModel):
     bound: float | None = None
     compat: bool | None = None
     user: str | None = None
+    guesses: int | None = Field(None, ge=0, le=MAX_GUESSES)
 
     def read_settings(self) -> dict[str, Any]:
         """Return the settings that are given, with a seed."""
@@ -76,6 +78,11 @@ class CompletionBody(SamplingBody):
         """The sequences that end a text."""
         return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether every frame is wanted."""
+        return self.stream_mode == "denoise"
+
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
         settings, prompts = self.read_settings(), [self.prompt] if isinstance(self.prompt, str) else self.prompt
@@ -93,6 +100,12 @@ class InfillBody(SamplingBody):
     """The body of /v1/infill: templates such as "The ___ sat on the ___{2}."."""
 
     template: str | list[str]
+    stream: bool | None = None
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether every frame is wanted."""
+        return bool(self.stream)
 
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
@@ -120,6 +133,17 @@ def check_lengths(templates: Sequence[Template]) -> Sequence[Template]:
             "say how long holes are, such as ___{5} (with a suffix: min_tokens)"
         )
     return templates
+
+
+def describe_draft(frame: RowFrame, request: GenerationRequest, guesses: int | None) -> dict[str, Any]:
+    """Return a frame as a stream carries it: its tokens where guesses are wanted, the settings in the last one."""
+    draft: dict[str, Any] = {"step": frame.step, "nfe": frame.nfe, "text": frame.layout.text(frame.ids)}
+    if (tokens := frame.tokens) is not None:
+        draft["tokens"] = [
+            [each.state, each.text, each.is_anchor, [[text, round(p, 3)] for text, p in each.guesses[:guesses]]]
+            for each in tokens
+        ]
+    return draft | ({"settings": request.settings} if frame.is_done else {})
 
 
 class TextReader:
