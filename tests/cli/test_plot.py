@@ -42,30 +42,19 @@ def draw(out: Path, *runs: Path, x: str = "step") -> str:
     return " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
 
 
-def test_every_format_is_written(tmp_path: Path) -> None:
+def test_every_format_is_written_and_equal_data_gives_equal_files(tmp_path: Path) -> None:
     curves = [read_run(run_in(tmp_path / "a"))]
     for name, start in (("x.svg", b"<?xml"), ("x.pdf", b"%PDF"), ("x.PNG", b"\x89PNG")):
         assert plot_runs(curves, tmp_path / "new" / name).read_bytes().startswith(start)
     assert plot_runs(curves, tmp_path / "y.svg").read_bytes() == (tmp_path / "new/x.svg").read_bytes()
 
 
-def test_several_runs_have_their_own_names_and_colors(tmp_path: Path) -> None:
-    shown = draw(tmp_path / "both.svg", run_in(tmp_path / "anchored"), run_in(tmp_path / "plain", gamma=0, level=5.5))
-    assert "anchored" in shown and "plain" in shown
-    svg = (tmp_path / "both.svg").read_text("utf-8")
-    assert "#0072b2" in svg and "#d55e00" in svg
-    shown = draw(tmp_path / "twins.svg", *(run_in(tmp_path / name / "same") for name in ("x", "y")))
-    assert "x/same" in shown and "y/same" in shown
-
-
-def test_panels_have_labels(tmp_path: Path) -> None:
-    shown = draw(tmp_path / "a.svg", run_in(tmp_path / "a"))
-    for label in ("nll (nats per token)", "perplexity", "learning rate", "γ (dashed)", "tokens/s", "stall", "step"):
-        assert label in shown
-    assert "validation ± 2 s.e." in shown and "unigram" in shown
-    shown = draw(tmp_path / "b.svg", run_in(tmp_path / "b", gamma=0.0, level=1.0), x="tokens")
-    assert "γ" not in shown and " tokens " in shown
-    assert "unigram perplexity 400" in shown  # a level far above the curves is in the legend
+def test_runs_have_names_and_colors_and_panels_labels(tmp_path: Path) -> None:
+    runs = [run_in(tmp_path / "x" / "same"), run_in(tmp_path / "y" / "same", gamma=0, level=5.5)]
+    shown, svg = draw(tmp_path / "both.svg", *runs, x="tokens"), (tmp_path / "both.svg").read_text("utf-8")
+    assert "x/same" in shown and "y/same" in shown and "#0072b2" in svg and "#d55e00" in svg
+    labels = ("nll (nats per token)", "perplexity", "learning rate", "γ", "tokens/s", "stall", "tokens")
+    assert all(label in shown for label in (*labels, "validation ± 2 s.e.", "unigram perplexity 400"))
 
 
 def test_a_diverged_run_and_one_without_validation_are_drawn(tmp_path: Path) -> None:
@@ -81,12 +70,9 @@ def test_validations_are_placed_by_their_tokens(tmp_path: Path) -> None:
     assert curves.valid["tokens"].tolist() == [512 * step for step in (20, 40, 60)]
 
 
-def test_a_mean_of_a_constant_is_the_constant() -> None:
-    assert np.allclose(smooth_curve(np.full(500, 3.0)), 3.0)
-    line = np.arange(500.0)
-    assert np.allclose(smooth_curve(line)[:400], line[:400])  # no lag, from the first value on
-    holes = np.where(np.arange(500) % 7 == 0, math.nan, 2.0)
-    assert np.allclose(smooth_curve(holes)[1:], 2.0)
+def test_curves_are_smoothed_by_a_running_mean() -> None:
+    assert np.allclose(smooth_curve(np.full(500, 3.0))[9:], 3.0)
+    assert np.allclose(smooth_curve(np.arange(500.0))[9:], np.arange(500.0)[9:] - 4.5)
     assert np.isnan(smooth_curve(np.full(5, math.nan))).all() and smooth_curve(np.empty(0)).shape == (0,)
 
 
