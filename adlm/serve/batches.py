@@ -8,8 +8,9 @@ are those of its own seed, number and clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +36,13 @@ Columns = dict[str, Tensor]
 COLUMNS = tuple(each.name for each in fields(Transition))
 
 
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token when it was last drawn, before temperature, top-k and top-p, and the likeliest."""
+
+    logprob: float
+    top: dict[int, float]  # by token, likeliest first
+
+
 @dataclass(eq=False)
 class Row:
     """A text while it is sampled: its layout, its request, and its number among the n of its prompt."""
@@ -44,6 +52,8 @@ class Row:
     number: int
     index: int = 0  # among the rows of the request
     owner: Any = None
+    top_logprobs: int | None = None  # likeliest tokens recorded for every token that is drawn; None: no logprobs
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position
     nfe: int = 0
     delivered: int = 0  # leading positions that can no longer change and were delivered
 
@@ -194,6 +204,11 @@ class MaskedBatch:
                 probs = state.reveal(mine, features[state.send(places)], params)
                 if bool(self.narrow["by_confidence"].any()):
                     self.wide["confidence"][mine] = probs.cpu()
+        has_logprobs = torch.tensor([each.top_logprobs is not None for each in self.rows])
+        places = (is_revealed & has_logprobs[row]).nonzero()[:, 0]
+        if places.numel():
+            for part, logits in state.iter_logits(features[state.send(places)], index[places]):
+                record_logprobs(self.rows, state.xt, logits, index[places][part])
 
     def _end_windows(self, is_plan: Tensor, changed: Tensor) -> StepResult:
         """Move rows whose block is filled to their next one; rows without another are done."""
@@ -217,6 +232,18 @@ def build_limits(kinds: Tensor, predictor: Predictor, tokenizer: Tokenizer) -> T
     banned = classify_tokens(tokenizer).banned
     extra = predictor.head[1].numel() - banned.shape[1]
     return TokenLimits(kinds, F.pad(banned, (0, extra), value=True).to(predictor.device))
+
+
+def record_logprobs(rows: Sequence[Row], tokens: Tensor, logits: Tensor, index: Tensor) -> None:
+    """Record the log-probabilities of tokens (B, L) that were drawn from logits (N, V) at flat positions (N,)."""
+    logprobs, width = logits.float().log_softmax(-1), tokens.shape[1]
+    drawn = logprobs.gather(-1, tokens.flatten()[index.to(tokens.device)][:, None])[:, 0].tolist()
+    top = logprobs.topk(max(row.top_logprobs or 0 for row in rows), -1)
+    for at, logprob, values, ids in zip(index.tolist(), drawn, top.values.tolist(), top.indices.tolist(), strict=True):
+        row = rows[at // width]
+        best = dict(zip(ids[: row.top_logprobs], values[: row.top_logprobs], strict=True))
+        possible = {token: value for token, value in best.items() if value > -math.inf}
+        row.logprobs[at % width] = TokenLogprob(logprob, possible)
 
 
 def choose_at_random(order: Order, state: SamplerState, rows: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,20 +382,24 @@ class _CausalGroup:
         seeds, numbers = (
             torch.tensor(x) for x in zip(*((row.request.config.seed, row.number) for row in rows), strict=True)
         )
-        cache = predictor.model.new_cache(*xt.shape)
+        cache, self.limits = predictor.model.new_cache(*xt.shape), build_limits(kinds, predictor, layouts[0].tokenizer)
 
         def predict_next(tokens: Tensor) -> Tensor:
             features: Tensor = predictor.model(tokens, cache=cache).final[:, -1]
             return features
 
+        def logits_at(features: Tensor) -> Tensor:
+            self.logits = predictor.logits_at(features)
+            return self.logits
+
         self.frames: Iterator[Frame] = continue_tokens(
             xt,
             predict_next,
-            predictor.logits_at,
+            logits_at,
             is_fixed=self.is_fixed,
             rng=CounterRng(seeds, numbers),
             sampling=rows[0].request.sampling,
-            limits=build_limits(kinds, predictor, layouts[0].tokenizer),
+            limits=self.limits,
         )
 
     @property
@@ -379,6 +410,10 @@ class _CausalGroup:
     def step(self) -> StepResult:
         """Draw the next token of every row."""
         frame = next(self.frames)
+        has_logprobs = torch.tensor([row.top_logprobs is not None for row in self.all_rows])
+        if (index := (frame.changed & has_logprobs[:, None]).flatten().nonzero()[:, 0]).numel():
+            logits = self.logits[(index // frame.tokens.shape[1]).to(self.logits.device)]
+            record_logprobs(self.all_rows, frame.tokens, self.limits.apply(logits, index), index)
         is_hidden = frame.is_masked & ~self.is_fixed
         settled = torch.minimum((~is_hidden).long().cumprod(-1).sum(-1), self.length)
         columns = (frame.tokens, is_hidden, frame.changed, settled, ~is_hidden.any(-1), frame.nfe, frame.nfe)
