@@ -345,10 +345,11 @@ def anchors(
     parameters = dict(locals())
 
     def load_checkpoints(place: str) -> Any:
-        from adlm.evaluate.anchor_study import list_run_checkpoints, load_two_stage_models
+        from adlm.evaluate.anchor_study import list_run_checkpoints
+        from adlm.text.lm import load
 
         names = list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
-        return load_two_stage_models(list(dict.fromkeys(names)), device=place)
+        return (load(name, device=place) for name in dict.fromkeys(names))  # one at a time, for the memory
 
     run_eval("anchors", parameters, load_checkpoints)
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.methods import ANCHOR_RULES, build_anchor_rule, look_up, takes_steps
 from adlm.text.generation import check_whole_numbers
-from adlm.text.lm import LM, load
+from adlm.text.lm import LM
 from adlm.text.templates import classify_tokens
 
 Row = Mapping[str, Any]
@@ -36,7 +36,6 @@ MAX_COUNT = 5  # the paper's tau, where a checkpoint has no settings
 RATE_BINS = 5  # of mask rates
 ALL_RATES = [0.0, 1.0]
 PROBABILITY_BINS = 10
-RESAMPLES = 200  # of rows, for the standard error of the calibration error
 MAX_POSITIONS = 1024  # whose logits exist at a time
 ACCURACY = "anchor accuracy"
 HEADS = {"anchor": "anchor network", "final": "denoiser"}
@@ -46,14 +45,10 @@ NOTE = (
     "The rank of a reveal is 0 for the first and 1 for the last token; in a random order both kinds have 0.5."
 )
 CORRELATION_NOTE = (
-    "ρ is Spearman's, r Pearson's (with the logarithm of Gen-PPL), with 95% intervals and p-values of permutation "
-    "tests. Checkpoints of one run are not independent: within runs each run's mean is subtracted, at equal steps each "
-    "step's, and there whole runs are permuted and intervals count runs."
+    "ρ is Spearman's, with a 95% interval. Training improves nearly every metric, so any two correlate over the "
+    "checkpoints of a run: within runs and at equal steps, ranks are those in a run or at a step, and the intervals at "
+    "equal steps count runs."
 )
-NOT_COMPARED = {
-    stats.WITHIN_RUNS: "all models are of one run: training alone may correlate them",
-    stats.AT_EQUAL_STEPS: "all models are at one step: the correlation over all models is the one at equal steps",
-}
 
 
 @lock_output
@@ -95,7 +90,7 @@ def anchors(
         raise ValueError(f"a scorer computes the Gen-PPL of samples, and samples is {samples}: give samples too")
     noise = [Perturbation("noise", amount) for amount in perturb]
     late = [Perturbation("stale", amount) for amount in stale]
-    perturbations = [Perturbation(), *noise, Perturbation("permuted"), Perturbation("other_row"), *late]
+    perturbations = [Perturbation(), *noise, Perturbation("permuted"), *late]
     perturbations = perturbations if noise or late else perturbations[:1]
     sampling = {"sampler": sampler, "steps": steps, "length": length, "temperature": temperature, "top_p": top_p}
     sampling |= {"seed": seed, "batch": batch}
@@ -171,71 +166,58 @@ def measure_model(
             on_progress(f"{lm.name}: texts", len(samples), len(perturbations))
             if each == Perturbation("stale", 1):  # features that are used once, as by the model itself
                 samples.append(samples[0] | each.as_dict())
-            elif each.kind != "other_row":
+            else:
                 generated = texts if each.kind == "none" else list(sample_rows(lm, request, each))
                 nfe = float(np.mean([row.nfe for row in generated]))
                 samples.append({**each.as_dict(), "nfe": nfe, **scorer([row.text for row in generated]).as_row()})
-    return {"guesses": tally.summarize(sampling["seed"]), "losses": losses, "samples": samples, "reveals": reveals}
+    return {"guesses": tally.summarize(), "losses": losses, "samples": samples, "reveals": reveals}
 
 
 # Guesses: how well both heads predict tokens.
 
 
 class GuessTally:
-    """Counts both heads' guesses of masked tokens, and the anchor network's of visible ones, for anchors and others.
-
-    Tokens in `ignored` (V,) are not counted. The denoiser's guesses of visible tokens are not counted: it copies them.
-    """
+    """Counts both heads' guesses of masked tokens, for anchors and others; tokens in `ignored` (V,) do not count."""
 
     def __init__(self, rule: AnchorRule, rows: int, ignored: Tensor) -> None:
         self.rule, self.ignored = rule, ignored
-        # (row, bin of mask rate, masked or visible, anchor or other, head, bin of probability) -> sums of 1,
-        # highest probability, hits, nll
-        self.sums = np.zeros((rows, RATE_BINS, 2, 2, 2, PROBABILITY_BINS, 4))
+        # (row, bin of mask rate, anchor or other, head, bin of probability) -> sums of 1, probability, hits, nll
+        self.sums = np.zeros((rows, RATE_BINS, 2, 2, PROBABILITY_BINS, 4))
 
     @torch.no_grad()
     def add(self, rows: NoisyRows) -> None:
         """Count the guesses of a batch."""
-        noisy, mask_id, anchor_head = rows.on_host, rows.mask_id, rows.model.anchor_head
-        assert anchor_head is not None
-        x0, is_masked, is_anchor = noisy.x0, noisy.xt == mask_id, self.rule(noisy.x0, noisy.valid)
-        is_counted = ~self.ignored[x0] if noisy.valid is None else ~self.ignored[x0] & noisy.valid
-        rate = (noisy.t.double() * RATE_BINS).long().clamp(max=RATE_BINS - 1)
-        keys = (rows.number[:, None], rate[:, None], (~is_masked).long(), (~is_anchor).long())
-        heads = (
-            (rows.anchor, anchor_head, is_counted, None),
-            (rows.final, rows.model.head, is_counted & is_masked, mask_id),
-        )
-        for head, (features, linear, where, banned) in enumerate(heads):
-            index = where.flatten().nonzero()[:, 0]
-            probability, hits, nll = guess_tokens(features, linear, x0, index, banned)
+        noisy, model = rows.on_host, rows.model
+        assert model.anchor_head is not None
+        at = ((noisy.xt == rows.mask_id) & ~self.ignored[noisy.x0]).nonzero(as_tuple=True)
+        rate = (noisy.t[at[0]].double() * RATE_BINS).long().clamp(max=RATE_BINS - 1)
+        is_other = ~self.rule(noisy.x0, noisy.valid)[at]
+        heads = (rows.anchor, model.anchor_head, None), (rows.final, model.head, rows.mask_id)
+        for head, (features, linear, banned) in enumerate(heads):
+            chosen = features[tuple(each.to(features.device) for each in at)]
+            probability, hits, nll = guess_tokens(chosen, linear, noisy.x0[at], banned)
             # Bins are (0, 0.1], (0.1, 0.2], …
             place = np.clip(np.ceil(probability * PROBABILITY_BINS).astype(np.int64) - 1, 0, PROBABILITY_BINS - 1)
-            places = [key.expand(x0.shape).flatten()[index].numpy() for key in keys]
             each = np.stack([np.ones_like(nll), probability, hits, nll], axis=1)
-            np.add.at(self.sums, (*places, head, place), each)
+            np.add.at(self.sums, (rows.number[at[0]].numpy(), rate.numpy(), is_other.long().numpy(), head, place), each)
 
-    def summarize(self, seed: int = 0) -> list[dict[str, Any]]:
-        """One entry for each head, state, kind and range of mask rates; rows are resampled by the seed."""
-        rows = len(self.sums)
-        weights = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), RESAMPLES)
+    def summarize(self) -> list[dict[str, Any]]:
+        """One entry for each head, kind of token and range of mask rates."""
         ranges = [(slice(None), ALL_RATES)]
         ranges += [(slice(i, i + 1), [i / RATE_BINS, (i + 1) / RATE_BINS]) for i in range(RATE_BINS)]
-        kinds = {"anchors": slice(0, 1), "others": slice(1, 2), "every": slice(None)}
         return [
-            {"head": ("anchor", "final")[head], "state": ("hidden", "visible")[state], "kind": kind, "mask_rate": rate}
-            | summarize_guesses(self.sums[:, part, state, chosen, head].sum((1, 2)), weights)
-            for head, state in ((0, 0), (0, 1), (1, 0))
-            for kind, chosen in kinds.items()
+            {"head": name, "kind": kind, "mask_rate": rate}
+            | summarize_guesses(self.sums[:, part, is_other, head].sum(1))
+            for head, name in enumerate(HEADS)
+            for is_other, kind in enumerate(("anchors", "others"))
             for part, rate in ranges
         ]
 
 
-def guess_tokens(features: Tensor, head: nn.Linear, x0: Tensor, index: Tensor, banned: int | None) -> NDArray[Any]:
-    """At positions of the flattened batch: highest probability, whether its token is right, nats of the true token."""
-    chosen, target = features.flatten(0, 1)[index.to(features.device)], x0.flatten()[index].to(features.device)
+def guess_tokens(features: Tensor, head: nn.Linear, x0: Tensor, banned: int | None) -> NDArray[Any]:
+    """Of features (n, dim): highest probability, whether its token is right, nats of the true tokens (n,)."""
     parts = [torch.zeros(3, 0, dtype=torch.float64)]
-    for inputs, tokens in zip(chosen.split(MAX_POSITIONS), target.split(MAX_POSITIONS), strict=True):
+    for inputs, tokens in zip(features.split(MAX_POSITIONS), x0.to(features.device).split(MAX_POSITIONS), strict=True):
         logits = head(inputs).float()
         if banned is not None:
             logits[:, banned] = -torch.inf
@@ -246,21 +228,17 @@ def guess_tokens(features: Tensor, head: nn.Linear, x0: Tensor, index: Tensor, b
     return torch.cat(parts, 1).numpy()
 
 
-def summarize_guesses(sums: NDArray[np.float64], weights: NDArray[np.int64]) -> dict[str, Any]:
-    """Accuracy, nll and expected calibration error from sums (rows, bins, 4), with standard errors over rows."""
+def summarize_guesses(sums: NDArray[np.float64]) -> dict[str, Any]:
+    """Accuracy and nll from sums (rows, bins, 4), with standard errors over rows, and the calibration error."""
     counts, _, hits, nll = np.moveaxis(sums.sum(1), -1, 0)
-    pooled = sums.sum(0)
-    resampled = stats.calibration_error(np.einsum("bn,nrk->brk", weights, sums[..., :3]))
-    resampled = resampled[np.isfinite(resampled)]
-    error = float(resampled.std(ddof=1)) if len(resampled) > 1 else math.nan
-    estimates = stats.flatten_estimates(
-        accuracy=stats.estimate_ratio(hits, counts),
-        nll=stats.estimate_ratio(nll, counts),  # nats per token, every token with the same weight
-        calibration_error=(float(stats.calibration_error(pooled[:, :3])), error),
-    )
+    # nll is in nats per token, every token with the same weight
+    estimates = {"accuracy": stats.estimate_ratio(hits, counts), "nll": stats.estimate_ratio(nll, counts)}
+    bins, total = sums.sum(0), counts.sum()
+    error = float(np.abs(bins[:, 1] - bins[:, 2]).sum() / total) if total else math.nan
     # By bins of the highest probability: tokens, its mean, accuracy.
-    bins = [[int(n), p / n if n else math.nan, h / n if n else math.nan] for n, p, h, _ in pooled.tolist()]
-    return {"tokens": int(counts.sum()), **estimates, "reliability": bins}
+    reliability = [[int(n), p / n if n else math.nan, h / n if n else math.nan] for n, p, h, _ in bins.tolist()]
+    flat = stats.flatten_estimates(**estimates)
+    return {"tokens": int(total), **flat, "calibration_error": error, "reliability": reliability}
 
 
 # Reveals: the order in which a sampler reveals anchors and other tokens.
@@ -297,14 +275,6 @@ def list_run_checkpoints(models: Sequence[str]) -> list[str]:
     return names
 
 
-def load_two_stage_models(names: Sequence[str], *, device: str = "auto") -> Iterator[LM]:
-    """Load models one at a time, because all may not fit into memory, after checking that all have two stages."""
-    for name in names if len(names) > 1 else ():
-        check_two_stages(load(name, device=device).model, name)
-    for name in names:
-        yield load(name, device=device)
-
-
 def find_anchor_rule(lm: LM, max_count: int | None = None) -> tuple[AnchorRule, dict[str, Any]]:
     """The anchor rule of a run's training, and its settings; other models, and `max_count`, have the paper's rule."""
     folder = Path(lm.name)
@@ -328,9 +298,9 @@ def find_anchor_rule(lm: LM, max_count: int | None = None) -> tuple[AnchorRule, 
 # Several models: correlations.
 
 
-def find_guess(study: Row, head: str = "anchor", state: str = "hidden", kind: str = "anchors") -> Row:
+def find_guess(study: Row, head: str = "anchor", kind: str = "anchors") -> Row:
     """A head's guesses over all mask rates."""
-    key: Row = {"head": head, "state": state, "kind": kind, "mask_rate": ALL_RATES}
+    key: Row = {"head": head, "kind": kind, "mask_rate": ALL_RATES}
     return next(guess for guess in study["guesses"] if guess | key == guess)
 
 
@@ -357,36 +327,46 @@ def compare_studies(studies: Sequence[Row], about: Sequence[Row]) -> tuple[list[
         return [], ["no correlation: the models have different rows, because their tokenizers or lengths differ"]
     if len({str(each["anchors"]) for each in about}) > 1:
         return [], ["no correlation: the runs have different anchor rules; give max_count, one rule for all"]
-    first: dict[str, str] = {}
-    for each in about:
-        if (other := first.setdefault(each["weights_sha256"], each["model"])) != each["model"]:
-            return [], [f"no correlation: {each['model']} has the same weights as {other}; leave one out"]
     return correlate_studies(studies)
 
 
 def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], list[str]]:
     """Correlate anchor accuracy with loss and sample quality over all models, within runs and at equal steps.
 
-    Returns the correlations, and the reasons why others cannot be computed. Pearson's r uses the logarithm of Gen-PPL.
+    Returns the correlations, and the reasons why others cannot be computed.
     """
     x = [get_metric(study, ACCURACY).value for study in studies]
-    runs, steps = [find_run(study) for study in studies], [study["step"] for study in studies]
-    comparisons = {
-        stats.ALL_MODELS: True,
-        stats.WITHIN_RUNS: len(set(runs)) > 1,
-        stats.AT_EQUAL_STEPS: len(set(steps)) > 1,
-    }
-    correlations, reasons = [], list[str]()
+    groups, correlations = group_models(studies), []
     for name in shared_metrics(studies):
         y = [get_metric(study, name).value for study in studies]
-        y = [math.log(value) for value in y] if name == "gen_ppl" else y
-        for among in (among for among, is_different in comparisons.items() if is_different):
-            try:
-                correlations.append(stats.correlate(x, y, among, runs, steps, names=(ACCURACY, name)))
-            except ValueError as error:
-                reasons.append(str(error))
-    reasons += [NOT_COMPARED[among] for among, is_different in comparisons.items() if not is_different]
-    return correlations, list(dict.fromkeys(reasons))
+        for among, (members, independent) in groups.items():
+            if independent >= stats.MIN_MODELS:
+                rho, low, high = stats.correlate(x, y, members, independent)
+                about = {"x": ACCURACY, "y": name, "among": among, "points": sum(map(len, members))}
+                correlations.append(about | {"independent": independent, "rho": rho, "low": low, "high": high})
+    return correlations, [
+        f"no correlation {among}: {independent} independent models, and at least {stats.MIN_MODELS} are needed"
+        for among, (_, independent) in groups.items()
+        if independent < stats.MIN_MODELS
+    ]
+
+
+def group_models(studies: Sequence[Row]) -> dict[str, tuple[list[list[int]], int]]:
+    """The groups in which models are ranked, for each comparison, and how many models count as independent.
+
+    Within runs there is one group less a run; at equal steps, those that all runs have, the runs are independent.
+    """
+    runs, steps = [find_run(study) for study in studies], [study["step"] for study in studies]
+    groups = {"all models": ([list(range(len(studies)))], len(studies))}
+    if len(set(runs)) > 1:
+        every = [[i for i, each in enumerate(runs) if each == run] for run in dict.fromkeys(runs)]
+        several = [group for group in every if len(group) > 1]
+        groups["within runs"] = several, sum(len(group) - 1 for group in several) + 1
+    if len(set(steps)) > 1:
+        at_steps = [[i for i, each in enumerate(steps) if each == step] for step in dict.fromkeys(steps)]
+        shared = [group for group in at_steps if len(group) == len(set(runs))]
+        groups["at equal steps"] = shared, len(set(runs)) if shared else 0
+    return groups
 
 
 # Tables.
@@ -394,7 +374,7 @@ def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], lis
 # Part of a study -> title, columns of text, columns of numbers.
 QUALITY = ("nfe", "gen_ppl", "entropy", "distinct_2", "repetition_4")
 STUDY_TABLES = {
-    "guesses": ("guesses", ("head", "state", "kind"), ("tokens", "accuracy", "nll", "calibration_error")),
+    "guesses": ("guesses of masked tokens", ("head", "kind"), ("tokens", "accuracy", "nll", "calibration_error")),
     "losses": ("loss with perturbed anchor features", ("perturbation",), ("nll", "cost")),
     "samples": ("samples with perturbed anchor features", ("perturbation",), QUALITY),
     "reveals": ("mean rank of reveals", ("sampler",), ("anchors", "others", "gap", "anchor_share")),
@@ -415,7 +395,7 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
                     for key in (*texts, *numbers)
                 ]
                 for row in study[part]
-                if part != "guesses" or (row["mask_rate"] == ALL_RATES and row["kind"] != "every")
+                if part != "guesses" or row["mask_rate"] == ALL_RATES
             ]
             tables += [Table(columns, rows, f"{study['model']}: {title}")] if rows else []
         tables[-1] = replace(tables[-1], notes=[NOTE])
@@ -430,15 +410,10 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
         tables.append(Table(columns, rows, "Models", ["± is a standard error over rows or texts."]))
     if correlations:
         columns = [Column(name, is_text=True) for name in (f"{ACCURACY} with", "among")]
-        columns += [Column(name, digits=2) for name in ("models", "ρ (95%)", "p", "r (95%)", "p of r")]
+        columns += [Column("models"), Column("ρ (95%)", digits=2)]
         rows = [
-            [each["y"], each["among"], each["points"], *_format_test(each, "rho", ""), *_format_test(each, "r", "r_")]
+            [each["y"], each["among"], each["points"], Estimate(each["rho"], interval=(each["low"], each["high"]))]
             for each in correlations
         ]
         tables.append(Table(columns, rows, "Correlations", [CORRELATION_NOTE]))
     return tables
-
-
-def _format_test(each: Row, name: str, prefix: str) -> list[Any]:
-    p_value, *interval = (each[f"{prefix}{key}"] for key in ("p_value", "low", "high"))
-    return [Estimate(each[name], interval=tuple(interval)), "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"]

@@ -1,7 +1,6 @@
 """Any text as the rows that `adlm prepare` would make, for an evaluation, identified by a hash."""
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,10 @@ from adlm.data.batches import RowDataset, TensorRows
 from adlm.data.corpora import find_corpus
 from adlm.data.packing import PackedRows, Packer
 from adlm.data.prepare import ROW_LAYOUTS
-from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
+from adlm.data.shards import MANIFEST, PROGRESS, open_data
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
-from adlm.data.workers import TokenizedChunk, TokenizerPool, chunk_documents
+from adlm.data.workers import TokenizedChunk, chunk_documents, tokenize_chunks
 
 ROWS_PER_READ = 1024
 UNKNOWN = "<unk>"  # stands for rare words in the tokenized form of some sets
@@ -78,16 +77,13 @@ def load_eval_data(
         return _load_prepared(path, tokenizer, length, rows=rows, split=split, limit=limit)
     opened = open_source(source, split=split)
     packing = EvalPacker(packer, tokenizer, limit)
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        with TokenizerPool(Path(folder) / "tokenizer.json", choose_dtype(tokenizer.vocab_size), workers) as pool:
-            parts = ((text, consumed, True) for text, consumed in opened.read())
-            chunks = ((texts, (texts, consumed)) for texts, (consumed, _) in chunk_documents(parts))
-            for chunk, (texts, consumed) in pool.tokenize(chunks):
-                packing.feed(chunk, texts)
-                on_progress(consumed, opened.total_bytes or 0)
-                if packing.is_full:
-                    break
+    parts = ((text, consumed, True) for text, consumed in opened.read())
+    chunks = ((texts, (texts, consumed)) for texts, (consumed, _) in chunk_documents(parts))
+    for chunk, (texts, consumed) in tokenize_chunks(tokenizer, chunks, workers):
+        packing.feed(chunk, texts)
+        on_progress(consumed, opened.total_bytes or 0)
+        if packing.is_full:
+            break
     if not packing.parts:
         documents = len(packing.unknown)
         remedy = "use rows=documents (one document a row, padded), " if documents > 1 else "use "

@@ -1,4 +1,4 @@
-"""What a model loses when the anchor network's features are noisy, permuted, of another row or out of date.
+"""What a model loses when the anchor network's features are noisy, permuted or out of date.
 
 The noise on the text is the same for every perturbation, so differences have small standard errors.
 """
@@ -38,9 +38,8 @@ LEVELS = 32  # of masking: features that are k levels stale saw the text at time
 class Perturbation:
     """A change of the anchor features before the bridge.
 
-    none; noise: Gaussian, its norm `amount` times that of the features; permuted: over the row's positions; other_row:
-    of another row with the same positions masked; stale: of the text `amount` masking levels earlier (in sampling:
-    computed once for every `amount` evaluations).
+    none; noise: Gaussian, its norm `amount` times that of the features; permuted: over the row's positions; stale: of
+    the text `amount` masking levels earlier (in sampling: computed once for every `amount` evaluations).
     """
 
     kind: str = "none"
@@ -136,7 +135,7 @@ class NoisyRows:
         self, model: LanguageModel, rows: RowDataset, number: Tensor, draw: int, draws: int, seed: int
     ) -> None:
         assert model.config.mask_id is not None
-        self.model, self.rows, self.number, self.draw, self.seed = model, rows, number, draw, seed
+        self.model, self.number, self.draw, self.seed = model, number, draw, seed
         self.mask_id, self.rng = model.config.mask_id, CounterRng.from_seed(seed, number)
         x0, self.lengths = fetch_rows(rows, number)
         x0 = x0[:, : int(self.lengths.max())]
@@ -158,11 +157,7 @@ class NoisyRows:
 
     def perturb_anchor(self, each: Perturbation) -> Tensor:
         """The anchor network's features under a perturbation."""
-        x0, xt, valid = self.on_host.x0, self.on_host.xt, self.on_host.valid
-        if each.kind == "other_row":
-            other, lengths = fetch_rows(self.rows, (self.number + 1) % len(self.rows))
-            other = other.gather(1, torch.arange(x0.shape[1]) % lengths[:, None])  # a shorter row repeats
-            return self.run_anchor(torch.where(xt == self.mask_id, self.mask_id, other), self.noisy.noise_level)
+        x0, valid = self.on_host.x0, self.on_host.valid
         if each.kind == "stale":
             earlier = (self.on_host.t + each.amount / LEVELS).clamp(max=1.0)
             # The same random numbers: what is masked now was masked then.
@@ -185,8 +180,6 @@ class PerturbedPredictor(Predictor):
     """A predictor with perturbed anchor features, for one batch after another: see `begin_batch`."""
 
     def __init__(self, lm: LM, perturbation: Perturbation, seed: int) -> None:
-        if perturbation.kind == "other_row":
-            raise ValueError("other_row: a text that is being generated has no other row; use noise, permuted or stale")
         super().__init__(lm.model, lm.device, is_compiled=False)
         self.perturbation, self.seed = perturbation, seed
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from adlm.evaluate.anchor_study import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
 from adlm.evaluate.results import EvalResult, shorten_names
-from adlm.evaluate.stats import AT_EQUAL_STEPS, find_shared_steps
 from adlm.remedies import import_extra
 from adlm.view.look import COLORS, GRAY, LIGHT
 
@@ -159,63 +157,44 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
 
 # One model's anchors.
 
-SERIES: dict[tuple[str, str, str], Look] = {
-    ("anchor", "hidden", "anchors"): {"color": COLORS[0], "marker": "o"},
-    ("anchor", "hidden", "others"): {"color": COLORS[0], "marker": "s", "linestyle": "--"},
-    ("final", "hidden", "anchors"): {"color": COLORS[1], "marker": "o"},
-    ("final", "hidden", "others"): {"color": COLORS[1], "marker": "s", "linestyle": "--"},
-    ("anchor", "visible", "every"): {"color": GRAY, "marker": "^"},
+SERIES: dict[tuple[str, str], Look] = {
+    ("anchor", "anchors"): {"color": COLORS[0], "marker": "o"},
+    ("anchor", "others"): {"color": COLORS[0], "marker": "s", "linestyle": "--"},
+    ("final", "anchors"): {"color": COLORS[1], "marker": "o"},
+    ("final", "others"): {"color": COLORS[1], "marker": "s", "linestyle": "--"},
 }
-CHANGE_COLORS = {"none": "black", "noise": COLORS[4], "stale": COLORS[2], "permuted": COLORS[3], "other_row": COLORS[3]}
-CHANGE_LABELS = {"none": "unchanged", "other_row": "from another row"}
 MIN_BIN_TOKENS = 20  # of a point in the calibration plot
 
 
 def draw_anchors(study: Row, path: Path) -> Path:
-    """Plot one model's anchors: accuracy, likelihood, calibration, costs of changes; with samples two panels more."""
-    panels: list[Callable[[Axes, Row], None]] = [partial(_draw_rates, name=name) for name in ("accuracy", "nll")]
-    panels += [_draw_calibration, _draw_costs, *([_draw_samples, _draw_reveals] if study["samples"] else [])]
-    columns = len(panels) // 2
-    with new_figure(path, 3.4 * columns + 0.4, 6.4) as figure:
-        for axes, draw in zip(figure.subplots(2, columns).flat, panels, strict=True):
-            draw(axes, study)
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+    """Plot one model's anchors: accuracy by mask rate, calibration, and the costs of perturbed features."""
+    with new_figure(path, 10.2, 3.6) as figure:
+        rates, calibration, costs = figure.subplots(1, 3)
+        for (head, kind), look in SERIES.items():
+            key, whole = {"head": head, "kind": kind}, find_guess(study, head, kind)
+            guesses = [guess for guess in study["guesses"] if guess | key == guess and guess["tokens"]]
+            guesses = [guess for guess in guesses if guess["mask_rate"] != ALL_RATES]
+            middles = [sum(guess["mask_rate"]) / 2 for guess in guesses]
+            rates.errorbar(middles, *_split_errors(guesses, "accuracy"), label=f"{HEADS[head]}: {kind}", **look)
+            bins = [(mean, share) for count, mean, share in whole["reliability"] if count >= MIN_BIN_TOKENS]
+            calibration.plot(*np.array(bins).reshape(-1, 2).T, label=f"{whole['calibration_error']:.3f}", **look)
+        rates.set(xlabel="masked share of the row", ylabel="accuracy", title="guesses of masked tokens")
+        calibration.plot([0, 1], [0, 1], color=GRAY, linestyle=":")
+        calibration.set(xlabel="highest probability", ylabel="accuracy", title="calibration")
+        calibration.legend(loc="upper left", title="expected error")
+        unchanged, *perturbed = study["losses"]
+        values, errors = _split_errors(perturbed, "cost")
+        places = range(len(perturbed))[::-1]
+        costs.errorbar(
+            values, places, xerr=[2 * error for error in errors], color=COLORS[2], marker="o", linestyle="none"
+        )
+        costs.axvline(0, color=GRAY, linewidth=0.8)
+        _label_rows(costs, [row["perturbation"] for row in perturbed])
+        title = f"perturbed features (nll {unchanged['nll']:.3f} without)"
+        costs.set(xlabel="more nats per token (± 2 s.e.)", title=title)
+        figure.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=4)
         figure.suptitle(f"{study['model']}: the anchor network", fontsize=10)
     return path
-
-
-def _draw_rates(axes: Axes, study: Row, name: str) -> None:
-    for (head, state, kind), look in SERIES.items():
-        key = {"head": head, "state": state, "kind": kind}
-        guesses = [each for each in study["guesses"] if each | key == each and each["tokens"]]
-        guesses = [guess for guess in guesses if guess["mask_rate"] != ALL_RATES]
-        middles, label = [sum(guess["mask_rate"]) / 2 for guess in guesses], f"{HEADS[head]}: {state} {kind}"
-        axes.errorbar(middles, *_split_errors(guesses, name), label=label, **look)
-    axes.set(xlabel="masked share of the row", ylabel=METRICS.get(name, name), title=f"{name} of guesses")
-
-
-def _draw_calibration(axes: Axes, study: Row) -> None:
-    axes.plot([0, 1], [0, 1], color=GRAY, linestyle=":")
-    for key, look in SERIES.items():
-        guess = find_guess(study, *key)
-        bins = [(mean, share) for count, mean, share in guess["reliability"] if count >= MIN_BIN_TOKENS]
-        axes.plot(*np.array(bins).reshape(-1, 2).T, label=f"{guess['calibration_error']:.3f}", **look)
-    axes.set(xlabel="highest probability", ylabel="accuracy", title="calibration of guesses")
-    axes.legend(loc="upper left", title="expected error")
-
-
-def _draw_costs(axes: Axes, study: Row) -> None:
-    unchanged, *changed = study["losses"]
-    _draw_changes(axes, changed, "cost")
-    axes.axvline(0, color=GRAY, linewidth=0.8)
-    title = f"changed anchor features (nll {unchanged['nll']:.3f} unchanged)"
-    axes.set(xlabel="more nats per token (± 2 s.e.)", title=title)
-
-
-def _draw_changes(axes: Axes, rows: Sequence[Row], name: str) -> None:
-    for place, row, value, error in zip(range(len(rows))[::-1], rows, *_split_errors(rows, name), strict=True):
-        axes.errorbar([value], [place], xerr=[2 * error], color=CHANGE_COLORS[row["kind"]], marker="o")
-    _label_rows(axes, [str(CHANGE_LABELS.get(row["kind"], row["perturbation"])) for row in rows])
 
 
 def _label_rows(axes: Axes, names: Sequence[str]) -> None:
@@ -223,91 +202,28 @@ def _label_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylim(-0.6, len(names) - 0.4)
 
 
-def _draw_samples(axes: Axes, study: Row) -> None:
-    """Plot Gen-PPL with entropy in the margin, or entropy only, for every change."""
-    samples = study["samples"]
-    has_gen_ppl = all(sample["gen_ppl"] is not None for sample in samples)
-    _draw_changes(axes, samples, "gen_ppl" if has_gen_ppl else "entropy")
-    axes.set(title="texts sampled that way", xlabel="entropy (nats, ± 2 s.e.)")
-    if has_gen_ppl:
-        margin: Any = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "color": GRAY}
-        for place, sample in enumerate(reversed(samples)):
-            axes.text(1.0, place, f" {sample['entropy']:.2f}", **margin)
-        set_log_scale(axes, "x")
-        axes.set_xlabel("Gen-PPL (± 2 s.e.); right margin: entropy")
-
-
-def _draw_reveals(axes: Axes, study: Row) -> None:
-    reveals = study["reveals"]
-    axes.axvline(0.5, color=GRAY, linestyle=":")
-    for kind, color, shift in (("anchors", COLORS[0], 0.1), ("others", COLORS[1], -0.1)):
-        values, errors = _split_errors(reveals, kind)
-        places = [place + shift for place in range(len(reveals))[::-1]]
-        look: Look = {"color": color, "marker": "o", "linestyle": "none", "label": kind}
-        axes.errorbar(values, places, xerr=[2 * error for error in errors], **look)
-    _label_rows(axes, [each["sampler"] for each in reveals])
-    axes.set(xlabel="mean rank of the reveal: 0 first, 1 last", title="order of reveals")
-    axes.legend()
-
-
 # Several models' anchors.
 
 
 def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: Path) -> Path:
-    """Plot every metric over anchor accuracy; below, runs at equal steps with each step's mean subtracted."""
+    """Plot every metric over anchor accuracy, with a line through the checkpoints of each run."""
     names = shorten_names([find_run(study) for study in studies])
-    metrics, steps = dict.fromkeys(each["y"] for each in correlations), sorted({study["step"] for study in studies})
-    markers = {step: MARKERS[place] if len(steps) <= len(MARKERS) else "o" for place, step in enumerate(steps)}
-    runs: dict[str, Look] = _assign(list(names), LINE_LOOKS)
-    for run, look in runs.items():  # of one color differ in their line, and in markers that are filled or hollow
-        runs[run] = look | {"markerfacecolor": look["color"] if look["linestyle"] == "-" else "white"}
-    looks = [runs[find_run(study)] | {"marker": markers[study["step"]]} for study in studies]
-    has_equal = any(each["among"] == AT_EQUAL_STEPS for each in correlations)
-    with new_figure(path, 3.6 * len(metrics) + 1.9, 7.4 if has_equal else 4.0) as figure:
-        for place, name in enumerate(metrics, 1):
-            text = "{among}: ρ = {rho:.2f} [{low:.2f}, {high:.2f}], r = {r:.2f} [{r_low:.2f}, {r_high:.2f}]"
-            titles = {each["among"]: text.format(**each) for each in correlations if each["y"] == name}
-            equal = titles.pop(AT_EQUAL_STEPS, None)
-            axes = figure.add_subplot(1 + has_equal, len(metrics), place)
-            _draw_runs(axes, studies, name, looks)
-            axes.set_title("\n".join(titles.values()), fontsize=7)
-            if equal is not None:
-                axes = figure.add_subplot(2, len(metrics), len(metrics) + place)
-                _draw_equal_steps(axes, studies, name, looks)
-                axes.set_title(equal, fontsize=7)
-        legend = [(name, runs[run] | {"marker": "o"}) for run, name in names.items()]
-        if len(steps) <= len(MARKERS):
-            bare = {"color": GRAY, "linestyle": "none"}
-            legend += [(f"step {step:,}", bare | {"marker": marker}) for step, marker in markers.items()]
-        add_legend(figure, legend)
+    looks: dict[str, Look] = {run: look | {"marker": "o"} for run, look in _assign(list(names), LINE_LOOKS).items()}
+    metrics = list(dict.fromkeys(each["y"] for each in correlations))
+    with new_figure(path, 3.6 * len(metrics) + 1.9, 4.0) as figure:
+        for axes, name in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+            for run, look in looks.items():
+                own = sorted((study for study in studies if find_run(study) == run), key=lambda study: study["step"])
+                across, up = ([get_metric(study, each) for study in own] for each in (ACCURACY, name))
+                errors = ([each.stderr or 0.0 for each in values] for values in (up, across))
+                axes.errorbar([each.value for each in across], [each.value for each in up], *errors, **look)
+            text = "{among}: ρ = {rho:.2f} [{low:.2f}, {high:.2f}]"
+            axes.set_title("\n".join(text.format(**each) for each in correlations if each["y"] == name), fontsize=7)
+            axes.set(xlabel="accuracy on masked anchors", ylabel=METRICS[name])
+            if name == "gen_ppl":
+                set_log_scale(axes, "y")
+        add_legend(figure, [(name, looks[run]) for run, name in names.items()])
     return path
-
-
-def _draw_runs(axes: Axes, studies: Sequence[Row], name: str, looks: Sequence[Look]) -> None:
-    """Draw a line through each run's checkpoints, and a marker for each of them."""
-    for run in dict.fromkeys(map(find_run, studies)):
-        own = [i for i in np.argsort([study["step"] for study in studies]) if find_run(studies[i]) == run]
-        across, up = ([get_metric(studies[i], each) for i in own] for each in (ACCURACY, name))
-        xs, ys = ([each.value for each in values] for values in (across, up))
-        x_errors, y_errors = ([each.stderr or 0.0 for each in values] for values in (across, up))
-        axes.errorbar(xs, ys, y_errors, x_errors, **looks[own[0]] | {"marker": ""})
-        for i, x, y in zip(own, xs, ys, strict=True):
-            axes.plot([x], [y], **looks[i])
-    axes.set(xlabel="accuracy on masked anchors", ylabel=METRICS[name])
-    if name == "gen_ppl":
-        set_log_scale(axes, "y")
-
-
-def _draw_equal_steps(axes: Axes, studies: Sequence[Row], name: str, looks: Sequence[Look]) -> None:
-    """Draw runs at equal steps, each step's mean subtracted from both metrics."""
-    for step in find_shared_steps([find_run(study) for study in studies], [study["step"] for study in studies]):
-        here = [i for i, study in enumerate(studies) if study["step"] == step]
-        x, y = (np.array([get_metric(studies[i], each).value for i in here]) for each in (ACCURACY, name))
-        y = np.log(y) if name == "gen_ppl" else y
-        for i, across, up in zip(here, x - x.mean(), y - y.mean(), strict=True):
-            axes.plot([across], [up], **looks[i])
-    label = "log Gen-PPL" if name == "gen_ppl" else METRICS[name]
-    axes.set(xlabel="accuracy minus the step's mean", ylabel=f"{label} minus the step's mean")
 
 
 # Arms of reasoning.

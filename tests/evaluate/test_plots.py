@@ -34,19 +34,10 @@ def test_a_frontier_shows_points_models_and_real_text(tmp_path: Path) -> None:
     assert "entropy (nats" in unscored and "Gen-PPL" not in unscored and "real text" not in unscored
 
 
-def test_anchors_have_two_panels_more_with_samples(tmp_path: Path) -> None:
-    assert pixels(draw_anchors(study(), tmp_path / "whole.png")).std() > 0.05
-    unscored = {"samples": [sample | {"gen_ppl": None} for sample in study()["samples"]]}
-    for changes, expected in ({}, [True, True, False]), (unscored, [True, False, True]), ({"samples": []}, [False] * 3):
-        drawn = draw_anchors(study() | changes, tmp_path / "part.svg").read_text("utf-8")
-        assert all(word in drawn for word in ("from another row", "stale 2", "expected error"))
-        assert [word in drawn for word in ("order of reveals", "Gen-PPL", "entropy (nats")] == expected
-
-
-def test_correlations_show_runs_steps_and_coefficients(tmp_path: Path) -> None:
+def test_anchors_and_correlations_show_their_data(tmp_path: Path) -> None:
+    drawn = draw_anchors(study(), tmp_path / "one.svg").read_text("utf-8")
+    assert all(word in drawn for word in ("stale 2", "permuted", "expected error", "denoiser: others", "small: the"))
     few = build_studies(RUNS)
     drawn = draw_correlation(few, correlate_studies(few)[0], tmp_path / "few.svg").read_text("utf-8")
-    for word in ("within runs: ρ = -1.00", "at equal steps: ρ = 1.00", "step 4", ">a<", ">d<"):
+    for word in ("within runs: ρ = -1.00", "at equal steps: ρ = 1.00", ">a<", ">d<"):
         assert word in drawn
-    many = build_studies([(f"run {i}", step, 6 - step / 9 - i, step / 99) for i in range(9) for step in range(1, 15)])
-    assert pixels(draw_correlation(many, correlate_studies(many)[0], tmp_path / "many.png")).std() > 0.05
