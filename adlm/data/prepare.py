@@ -23,7 +23,7 @@ from adlm.data.packing import PackedRows, Packer
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, train_bpe
-from adlm.data.workers import PART_CUT, TokenizerPool, choose_cut, chunk_documents, cut_documents
+from adlm.data.workers import PART_CUT, choose_cut, chunk_documents, cut_documents, tokenize_chunks
 
 TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
 SHARD_TOKENS = 2**25
@@ -246,10 +246,9 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
     """Do everything that is left to do and return the manifest."""
     tokenizer = save_tokenizer(job, sources["train"], tokenizer)
     try:
-        with TokenizerPool(job.folder / "tokenizer.json", job.dtype, job.workers) as pool:
-            for split, source in sources.items():
-                if not job.state["splits"][split]["is_complete"]:
-                    write_split(job, split, source, tokenizer, pool)
+        for split, source in sources.items():
+            if not job.state["splits"][split]["is_complete"]:
+                write_split(job, split, source, tokenizer)
         if job.is_cut:
             cut_valid(job)
         return write_manifest(job)
@@ -287,7 +286,7 @@ def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
             return
 
 
-def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokenizer, pool: TokenizerPool) -> None:
+def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokenizer) -> None:
     """Write documents to shards, from the end of the last complete shard."""
     state, began = job.state["splits"][split], time.perf_counter()
 
@@ -301,7 +300,8 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
     packer = Packer(tokenizer, job.settings["length"], is_wrapped=is_wrapped, start=state["end"])
     parts = cut_documents(source.parts(), choose_cut(json.loads(tokenizer.json)))
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
-    for chunk, (consumed, is_whole) in pool.tokenize(chunk_documents(parts, skip=packer.documents)):
+    chunks = chunk_documents(parts, skip=packer.documents)
+    for chunk, (consumed, is_whole) in tokenize_chunks(tokenizer, chunks, job.workers):
         packed = packer.feed(*chunk, is_whole=is_whole)
         writer.add(packed)
         rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)

@@ -1,39 +1,26 @@
-"""A pool of tokenizing processes. Run as a script, this file is one of the processes.
-
-It imports nothing from adlm, so that a process starts in a tenth of a second and holds no torch. It inherits no threads
-and ends when its input does, so a parent that is killed leaves no process behind.
-"""
+"""Divides documents into chunks and tokenizes them in threads: the library releases Python's lock while it encodes."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
-# Between a visible ASCII character and a space before a letter, or a line end; between a letter and a punctuation mark.
-WORD_CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z]|\n)|(?<=[A-Za-z])(?=[,.;:!?\"])")
-# In a long document: between words in any script, which no pre-tokenizer above takes together.
+from adlm.data.tokenizers import Tokenizer
+
+# In a long document: between words in any script, which no pre-tokenizer of `choose_cut` takes together.
 PART_CUT = re.compile(r"(?<=\S)(?=\n| \S)|(?<=[\u3041-\u30fa\u4e00-\u9fff])(?=[、。，！？])")
 ANYWHERE = re.compile(r"(?<=[\s\S])")
 PART_CHARACTERS = 2**20  # a longer document is cut into parts
 MAX_UNCUT, MAX_WHOLE = 2**24, 2**26  # characters without a place to cut; of a document that may not be cut
-MAX_CACHED_WORDS = 2**18  # about 50 MB
-MAX_CACHED_LENGTH = 40  # characters: text without Latin letters is hardly cut, and paragraphs do not repeat
-CHUNKS_PER_PROCESS = 3  # in flight: one in work, one waiting, one on its way back
+CHUNKS_PER_WORKER = 2  # in flight
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # of the library's own threads
 
 
 class TokenizedChunk(NamedTuple):
@@ -44,83 +31,33 @@ class TokenizedChunk(NamedTuple):
     sizes: NDArray[np.int64]
 
 
-class TokenizerPool:
-    """Processes that share the tokenizing; results keep the order of the input."""
+def tokenize_chunks(
+    tokenizer: Tokenizer, chunks: Iterable[tuple[Sequence[str], Any]], workers: int
+) -> Iterator[tuple[TokenizedChunk, Any]]:
+    """Yield each chunk's ids and the object that came with it, in order; only a few chunks are read ahead."""
 
-    def __init__(self, tokenizer_file: Path, dtype: str, workers: int) -> None:
-        self.dtype = np.dtype(dtype)
-        command = [sys.executable, "-P", __file__, str(tokenizer_file), dtype]
-        # One thread each: the processes are the parallel part.
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            for _ in range(workers)
-        ]
-        self.free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        for process in self.processes:
-            self.free.put(process)
-        self.threads = ThreadPoolExecutor(workers)  # they wait on pipes
+    def tokenize(texts: Sequence[str]) -> TokenizedChunk:
+        # Half of a surrogate pair is no character and has no UTF-8: it becomes a question mark.
+        encoded = [text.encode("utf-8", "replace") for text in texts]
+        ids, lengths = tokenizer.encode_batch([text.decode("utf-8") for text in encoded])
+        return TokenizedChunk(ids, lengths, np.array(list(map(len, encoded)), dtype=np.int64))
 
-    def __enter__(self) -> TokenizerPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            for process in self.processes:
-                process.kill()  # their results are not needed
-        self.threads.shutdown(cancel_futures=True)
-        for process in self.processes:
-            assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # closing flushes, and the process may have ended
-                process.stdin.close()
-            process.stdout.close()
-            process.wait()
-
-    def tokenize(self, chunks: Iterable[tuple[Sequence[str], Any]]) -> Iterator[tuple[TokenizedChunk, Any]]:
-        """Yield each chunk's ids and the object that came with it; only a few chunks are read ahead."""
-        waiting: deque[tuple[Future[TokenizedChunk], Any]] = deque()
+    waiting: deque[tuple[Future[TokenizedChunk], Any]] = deque()
+    threads, before = ThreadPoolExecutor(workers), os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "false"  # these threads are the parallel part
+    try:
         for texts, tag in chunks:
-            waiting.append((self.threads.submit(self._tokenize_chunk, texts), tag))
-            if len(waiting) >= CHUNKS_PER_PROCESS * len(self.processes):
+            waiting.append((threads.submit(tokenize, texts), tag))
+            if len(waiting) >= CHUNKS_PER_WORKER * workers:
                 future, first_tag = waiting.popleft()
                 yield future.result(), first_tag
         for future, tag in waiting:
             yield future.result(), tag
-
-    def _tokenize_chunk(self, texts: Sequence[str]) -> TokenizedChunk:
-        # Half of a surrogate pair is no character and has no UTF-8: it becomes a question mark.
-        encoded = [text.encode("utf-8", "replace") for text in texts]
-        sizes = np.array([len(each) for each in encoded], dtype=np.int64)
-        process = self.free.get()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            send(process.stdin, b"".join(encoded), sizes)
-            ids, lengths = receive(process.stdout)
-        except (BrokenPipeError, EOFError) as error:
-            raise ChildProcessError(
-                f"a tokenizing process ended with code {process.wait()}; its messages are above. "
-                "If it was killed, memory may be short: try fewer --workers"
-            ) from error
-        finally:
-            self.free.put(process)  # a dead one, too: otherwise a waiting thread would block
-        return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
-
-
-def send(pipe: IO[bytes], content: bytes, sizes: NDArray[np.int64]) -> None:
-    """Write two lengths in bytes, then the sizes of the parts and the content itself."""
-    pipe.write(np.array([sizes.nbytes, len(content)], dtype=np.int64).tobytes() + sizes.tobytes())
-    pipe.write(content)
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> tuple[bytes, NDArray[np.int64]]:
-    """Read what `send` wrote; EOFError where the pipe ends."""
-    header = pipe.read(16)
-    lengths = np.frombuffer(header if len(header) == 16 else bytes(16), dtype=np.int64).tolist()
-    sizes, content = (pipe.read(length) for length in lengths)
-    if [len(header), len(sizes), len(content)] != [16, *lengths]:
-        raise EOFError("the pipe ended")
-    return content, np.frombuffer(sizes, dtype=np.int64)
+    finally:
+        threads.shutdown(cancel_futures=True)
+        del os.environ[PARALLELISM]
+        if before is not None:
+            os.environ[PARALLELISM] = before
 
 
 def chunk_documents(
@@ -176,82 +113,21 @@ def cut_documents(
 
 
 def choose_cut(description: dict[str, Any]) -> re.Pattern[str] | None:
-    """Return where a tokenizer.json allows a text to be cut, so that the parts have the ids of the whole."""
-    if can_split_words(description):
-        return PART_CUT
-    splitter, model = description.get("pre_tokenizer") or {}, description["model"]
-    is_plain = description.get("normalizer") is None and all(t["special"] for t in description.get("added_tokens", []))
-    is_bytes = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"] and model.get("merges") == []
-    is_characters = splitter.get("type") == "Split" and splitter["pattern"] == {"Regex": r"[\s\S]"}
-    return ANYWHERE if is_plain and (is_bytes or is_characters) else None
+    """Return where a tokenizer.json allows a text to be cut, so that the parts have the ids of the whole.
 
-
-def can_split_words(description: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json cuts text wherever `WORD_CUT` does, so that pieces can be encoded one by one.
-
-    The byte-level pre-tokenizer of GPT-2 and that of BERT do. An added token that is not special is searched for in the
-    text before it is cut: with one the answer is no.
+    The byte-level pre-tokenizer of GPT-2 and that of BERT split at `PART_CUT`, those of bytes and characters anywhere.
+    An added token that is not special is searched for in the text before it is split: with one there is no place.
     """
-    splitter = description.get("pre_tokenizer") or {}
-    normalizer = (description.get("normalizer") or {}).get("type")
-    if splitter.get("type") == "BertPreTokenizer":
-        is_known = normalizer in (None, "BertNormalizer")
-    else:
-        is_gpt2 = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"]
-        is_known = is_gpt2 and splitter.get("use_regex", True) and normalizer is None
-    is_plain = all(token["special"] for token in description.get("added_tokens", []))
-    return is_known and is_plain and not description["model"].get("dropout")
-
-
-class CachedEncoder:
-    """Encodes text to the bytes of its ids, with a cache of words."""
-
-    def __init__(self, description: str, dtype: str) -> None:
-        self.tokenizer = tokenizers.Tokenizer.from_str(description)
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
-        self.tokenizer.encode_special_tokens = True  # as in Tokenizer: no text is a special token
-        self.dtype = np.dtype(dtype)
-        self.can_split = can_split_words(json.loads(description))
-        self.cache: dict[str, bytes] = {}
-
-    def encode(self, text: str) -> bytes:
-        if not self.can_split:
-            return self._encode_pieces([text])[0]
-        pieces = WORD_CUT.split(text)
-        # Word by word: a difference of sets would walk through the whole cache for every document.
-        if fresh := [piece for piece in set(pieces) if piece not in self.cache]:
-            if len(self.cache) + len(fresh) > MAX_CACHED_WORDS:
-                self.cache.clear()
-                fresh = list(set(pieces))
-            self.cache.update(zip(fresh, self._encode_pieces(fresh)))
-        ids = b"".join(map(self.cache.__getitem__, pieces))
-        for piece in fresh:
-            if len(piece) > MAX_CACHED_LENGTH:
-                del self.cache[piece]
-        return ids
-
-    def _encode_pieces(self, texts: list[str]) -> list[bytes]:
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(each.ids, dtype=self.dtype).tobytes() for each in encodings]
-
-
-def run_worker(tokenizer_file: str, dtype: str) -> None:
-    """Read chunks from standard input and write ids to standard output until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
-    encoder = CachedEncoder(Path(tokenizer_file).read_bytes().decode("utf-8"), dtype)
-    with suppress(EOFError):
-        while True:
-            content, sizes = receive(sys.stdin.buffer)
-            ends = np.cumsum(sizes).tolist()
-            texts = (content[end - size : end].decode("utf-8") for end, size in zip(ends, sizes.tolist()))
-            parts = [encoder.encode(text) for text in texts]
-            lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
-            send(sys.stdout.buffer, b"".join(parts), lengths)
-
-
-if __name__ == "__main__":
-    try:
-        run_worker(*sys.argv[1:])
-    except BrokenPipeError:
-        os._exit(1)  # the parent is gone
+    splitter, model = description.get("pre_tokenizer") or {}, description["model"]
+    kind, normalizer = splitter.get("type"), (description.get("normalizer") or {}).get("type")
+    if model.get("dropout") or not all(token["special"] for token in description.get("added_tokens", [])):
+        return None
+    if kind == "BertPreTokenizer" and normalizer in (None, "BertNormalizer"):
+        return PART_CUT
+    if normalizer is not None:
+        return None
+    if kind == "ByteLevel" and not splitter["add_prefix_space"]:
+        if model.get("merges") == []:
+            return ANYWHERE
+        return PART_CUT if splitter.get("use_regex", True) else None
+    return ANYWHERE if kind == "Split" and splitter["pattern"] == {"Regex": r"[\s\S]"} else None
