@@ -199,7 +199,8 @@ class GuessTally:
             # Bins are (0, 0.1], (0.1, 0.2], …
             place = np.clip(np.ceil(probability * PROBABILITY_BINS).astype(np.int64) - 1, 0, PROBABILITY_BINS - 1)
             each = np.stack([np.ones_like(nll), probability, hits, nll], axis=1)
-            np.add.at(self.sums, (rows.number[at[0]].numpy(), rate.numpy(), is_other.long().numpy(), head, place), each)
+            places: Any = (rows.number[at[0]].numpy(), rate.numpy(), is_other.long().numpy(), head, place)
+            np.add.at(self.sums, places, each)
 
     def summarize(self) -> list[dict[str, Any]]:
         """One entry for each head, kind of token and range of mask rates."""

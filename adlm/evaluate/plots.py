@@ -16,6 +16,7 @@ from adlm.view.look import COLORS, GRAY, LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axes._secondary_axes import SecondaryAxis
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]  # one entry of a result's metrics
@@ -75,7 +76,7 @@ def new_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
         figure.savefig(path, dpi=200, metadata={date: None} if date else None)
 
 
-def set_log_scale(axes: Axes, side: str, base: int = 10) -> None:
+def set_log_scale(axes: Axes | SecondaryAxis, side: str, base: int = 10) -> None:
     """Make the axis `x` or `y` logarithmic, with plain numbers that are dense enough for less than a decade."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
