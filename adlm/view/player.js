@@ -1,8 +1,8 @@
 
 "use strict";
 // Text from the data enters the page as text nodes and attributes alone, never as markup.
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+// Used by the written page, whose frames are all there, and by the server's, whose frames are appended one by one.
+const player = (() => {
   const byId = (id) => document.getElementById(id);
   const isMasked = (token) => token.state === "hidden" || token.state === "remasked";
 
@@ -15,7 +15,7 @@
 
   // --- The data: every frame in full; a token that did not change is the same object. ---
 
-  function decodeFrames(trajectory) {
+  function decodeFrames(trajectory, states) {
     let tokens = [];
     return trajectory.frames.map(([step, nfe, flat]) => {
       tokens = tokens.slice();
@@ -25,7 +25,7 @@
         const text = trajectory.strings[flat[i++]];
         const guesses = [];
         for (let left = flat[i++]; left > 0; left--) guesses.push([trajectory.strings[flat[i++]], flat[i++] / 1000]);
-        tokens[at] = { state: data.states[kind >> 1], isAnchor: kind % 2 === 1, text, guesses };
+        tokens[at] = { state: states[kind >> 1], isAnchor: kind % 2 === 1, text, guesses };
       }
       return { step, nfe, tokens };
     });
@@ -65,6 +65,7 @@
   // --- One panel for each trajectory. ---
 
   const GUESS_SIZE = 0.92; // of the text's, as in the style
+  const UNKNOWN = [" ", "\u2003\u2003", ""]; // the place of a token that has not been seen yet
   const brush = document.createElement("canvas").getContext("2d");
   const family = getComputedStyle(document.documentElement).getPropertyValue("--serif");
   const widths = new Map();
@@ -77,41 +78,50 @@
     return widths.get(key);
   }
 
+  // A panel without frames: title, guesser, settings (pairs of strings) and seconds are the trajectory's.
   function makePanel(trajectory) {
-    const frames = decodeFrames(trajectory);
-    const last = frames[frames.length - 1];
     const text = element("div", "text");
     text.translate = false;
-    const tokens = last.tokens.map((final, place) => {
-      const parts = ["gap", "ink", "gap"].map((name) => element("span", name));
-      const token = element("span", "token", ...parts);
-      token.tabIndex = place === 0 ? 0 : -1;
-      token.dataset.place = place;
-      const [lead, ink, tail] = pieces(final.text);
-      // Where nothing or a new line will stand there is a small block as well.
-      return { token, parts, ghost: [lead, ink || "\u2002", tail] };
-    });
-    text.append(...tokens.map((each) => each.token));
-    const step = element("b", "step");
-    const nfe = element("b", "nfe");
-    const seen = element("b", "seen");
+    const title = element("h2");
+    const [step, nfe, seen] = ["step", "nfe", "seen"].map((name) => element("b", name));
+    const [total, length, time] = ["total", "length", "time"].map((name) => element("span", name));
     const share = element("i");
     const counts = element(
       "div", "counts",
-      element("span", "", "step ", step, ` of ${last.step}`),
+      element("span", "", "step ", step, total),
       element("span", "", element("abbr", "", "NFE"), " ", nfe),
-      element("span", "", seen, ` of ${tokens.length} visible`),
+      element("span", "", seen, length, " visible"),
+      time,
     );
     counts.querySelector("abbr").title = "network evaluations so far";
-    const panel = element("section", "panel", element("div", "head", element("h2", "", trajectory.title), counts));
-    panel.append(element("div", "share", share), text, settings(trajectory, last));
-    panel.setAttribute("aria-label", trajectory.title);
-    const view = { trajectory, frames, panel, text, tokens, step, nfe, seen, share, index: -1, shown: [] };
+    const details = element("details");
+    const panel = element("section", "panel", element("div", "head", title, counts), element("div", "share", share), text, details);
+    const view = { trajectory, frames: [], panel, title, text, tokens: [], details, step, total, nfe, seen, length, time, share, index: -1, shown: [] };
     text.addEventListener("mouseover", (event) => point(view, event.target.closest(".token")));
     text.addEventListener("mouseleave", () => point(null, null));
     text.addEventListener("focusin", (event) => focus(view, event.target.closest(".token")));
     text.addEventListener("focusout", () => focus(null, null));
+    nameParts(view);
     return view;
+  }
+
+  function makeTokens(panel, count) {
+    panel.tokens = Array.from({ length: count }, (_, place) => {
+      const parts = ["gap", "ink", "gap"].map((name) => element("span", name));
+      const token = element("span", "token", ...parts);
+      token.tabIndex = place === 0 ? 0 : -1;
+      token.dataset.place = place;
+      return { token, parts, ghost: UNKNOWN };
+    });
+    panel.text.append(...panel.tokens.map((each) => each.token));
+    panel.length.textContent = ` of ${count}`;
+  }
+
+  function nameParts(panel) {
+    const { trajectory, frames } = panel;
+    panel.title.textContent = trajectory.title;
+    panel.panel.setAttribute("aria-label", trajectory.title);
+    if (frames.length) panel.details.replaceChildren(...settings(trajectory, frames[frames.length - 1]));
   }
 
   function settings(trajectory, last) {
@@ -119,7 +129,7 @@
     const rows = [...trajectory.settings, ["network evaluations", String(last.nfe)]];
     if (trajectory.seconds > 0) rows.push(["seconds", String(trajectory.seconds)]);
     for (const [name, value] of rows) list.append(element("dt", "", name), element("dd", "", value));
-    return element("details", "", element("summary", "", "Settings"), list);
+    return [element("summary", "", "Settings"), list];
   }
 
   function draw(panel, index) {
@@ -131,6 +141,7 @@
     panel.index = index;
     const visible = frame.tokens.filter((token) => !isMasked(token)).length;
     panel.step.textContent = frame.step;
+    panel.time.textContent = frame.seconds === undefined ? "" : `${frame.seconds.toFixed(2)} s`;
     panel.nfe.textContent = frame.nfe;
     panel.seen.textContent = visible;
     panel.share.style.transform = `scaleX(${frame.tokens.length ? visible / frame.tokens.length : 1})`;
@@ -158,24 +169,66 @@
 
   // --- The timeline: as many ticks as the longest trajectory has steps; the others keep pace by their share. ---
 
-  const panels = data.trajectories.map(makePanel);
-  const ticks = Math.max(...panels.map((panel) => panel.frames.length)) - 1;
   const scrub = byId("scrub");
+  let panels = [];
+  let ticks = 0;
   let tick = 0;
   let playing = false;
   let owed = 0;
   let clock = 0;
+  let opening = 0;
 
-  // At speed 1 a trajectory lasts about fourteen seconds, within what an eye can follow or wait for.
-  const pace = Math.min(500, Math.max(60, 14000 / Math.max(1, ticks)));
+  // Replace the panels by new ones without frames, and return them.
+  function open(trajectories) {
+    pause();
+    [pointed, focused] = [{ panel: null, token: null }, { panel: null, token: null }];
+    panels = trajectories.map(makePanel);
+    byId("panels").replaceChildren(...panels.map((panel) => panel.panel));
+    document.body.classList.toggle("several", panels.length > 1);
+    for (const name of Object.keys(occurs)) setLegend(name, false);
+    ticks = 0;
+    show(0);
+    return panels;
+  }
+
+  // Add a frame: { step, nfe, tokens: [{ state, text, isAnchor, guesses }] } and, live, the seconds so far.
+  function append(panel, frame) {
+    if (!panel.frames.length) makeTokens(panel, frame.tokens.length);
+    const before = panel.frames[panel.frames.length - 1];
+    panel.frames.push(frame);
+    frame.tokens.forEach((token, place) => {
+      if (isMasked(token) || (before && before.tokens[place] === token)) return;
+      const [lead, ink, tail] = pieces(token.text);
+      // Where nothing or a new line stands there is a small block as well.
+      panel.tokens[place].ghost = [lead, ink || "\u2002", tail];
+    });
+    for (const [name, test] of Object.entries(occurs)) if (frame.tokens.some(test)) setLegend(name, true);
+    ticks = Math.max(ticks, panel.frames.length - 1);
+  }
+
+  // Add a frame and show it, unless the reader has gone back or plays.
+  function appendLive(panel, frame) {
+    const isFollowing = !playing && tick === ticks;
+    append(panel, frame);
+    show(isFollowing ? ticks : tick);
+  }
+
+  // The last frame is there: name how many steps there are, and the settings that the trajectory was made with.
+  function finish(panel, changes) {
+    Object.assign(panel.trajectory, changes);
+    panel.total.textContent = ` of ${panel.frames[panel.frames.length - 1].step}`;
+    nameParts(panel);
+  }
 
   function show(to) {
     tick = Math.min(ticks, Math.max(0, to));
     for (const panel of panels) {
       const index = ticks ? Math.round((tick * (panel.frames.length - 1)) / ticks) : 0;
-      if (index !== panel.index) draw(panel, index);
+      if (index !== panel.index && panel.frames[index]) draw(panel, index);
     }
+    scrub.max = ticks;
     scrub.value = tick;
+    scrub.disabled = byId("play").disabled = byId("restart").disabled = ticks === 0;
     scrub.setAttribute("aria-valuetext", `${tick} of ${ticks}`);
     byId("tick").textContent = `${tick} / ${ticks}`;
     byId("back").disabled = tick === 0;
@@ -209,6 +262,8 @@
 
   function advance(now) {
     if (!playing) return;
+    // At speed 1 a trajectory lasts about fourteen seconds, within what an eye can follow or wait for.
+    const pace = Math.min(500, Math.max(60, 14000 / Math.max(1, ticks)));
     owed += ((now - clock) * Number(byId("speed").value)) / pace;
     clock = now;
     if (owed >= 1) {
@@ -244,9 +299,8 @@
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
     // What a control does with a key of its own stays its own.
-    const own = { BUTTON: [" "], SUMMARY: [" "], SELECT: [" ", "ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight", "Home", "End"] };
-    const tag = event.target.tagName;
-    if ((own[tag] || []).includes(event.key) || (event.target.id === "guesses" && event.key === " ")) return;
+    if (event.target.matches("textarea, select, input:not([type=range], [type=checkbox])")) return;
+    if (event.key === " " && event.target.matches("button, summary, [type=checkbox]")) return;
     if (event.key.startsWith("Arrow") && /Up|Down/.test(event.key) && !focused.token) return;
     event.preventDefault();
     keys[event.key]();
@@ -348,25 +402,34 @@
 
   // --- The page. ---
 
-  const every = panels.flatMap((panel) => panel.frames.flatMap((frame) => frame.tokens));
-  const has = { given: (token) => token.state === "given", visible: (token) => token.state === "visible" };
-  has.guesses = (token) => token.guesses.length > 0;
-  has.anchors = (token) => isMasked(token) && token.isAnchor;
-  for (const [name, test] of Object.entries(has)) {
-    if (!every.some(test)) for (const item of document.querySelectorAll(`.only-${name}`)) item.hidden = true;
+  // What the legend names only where it occurs.
+  const occurs = {
+    given: (token) => token.state === "given",
+    visible: (token) => token.state === "visible",
+    guesses: (token) => token.guesses.length > 0,
+    anchors: (token) => isMasked(token) && token.isAnchor,
+  };
+  function setLegend(name, isShown) {
+    for (const item of document.querySelectorAll(`.only-${name}`)) item.hidden = !isShown;
   }
+
   const guessing = byId("guesses");
   const setGuessing = () => document.body.classList.toggle("guessing", guessing.checked);
   guessing.addEventListener("change", setGuessing);
-
-  document.title = data.title;
-  byId("title").textContent = data.title;
-  byId("panels").append(...panels.map((panel) => panel.panel));
-  document.body.classList.toggle("several", panels.length > 1);
-  scrub.max = ticks;
-  scrub.disabled = byId("play").disabled = byId("restart").disabled = ticks === 0;
   setGuessing();
-  show(0);
-  const reduceMotion = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const opening = setTimeout(() => !reduceMotion && play(), 900);
+
+  function playStored({ title, states, trajectories }) {
+    document.title = byId("title").textContent = title;
+    const stored = open(trajectories);
+    trajectories.forEach((trajectory, i) => {
+      for (const frame of decodeFrames(trajectory, states)) append(stored[i], frame);
+      finish(stored[i]);
+    });
+    show(0);
+    const reduceMotion = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    opening = setTimeout(() => !reduceMotion && play(), 900);
+  }
+  if (byId("data")) playStored(JSON.parse(byId("data").textContent));
+
+  return { open, append: appendLive, finish, element };
 })();

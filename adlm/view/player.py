@@ -43,6 +43,7 @@ def render_player(trajectories: Sequence[Trajectory], title: str = TITLE) -> str
         "policy": policy,
         "style": style,
         "script": script,
+        "stage": read_asset("stage.html"),
         # ASCII in which no text can end the script element or open a comment.
         "data": encoded.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
     }
