@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -23,32 +23,25 @@ from starlette.exceptions import HTTPException
 
 from adlm import __version__
 from adlm.methods import SAMPLERS
-from adlm.serve.engine import (
-    ALL,
-    SETTLED,
-    Engine,
-    EngineLimits,
-    EngineStats,
-    QueueFullError,
-    RowFrame,
-    generate_rows,
-    stream_rows,
-)
-from adlm.serve.page import PAGE_PATHS, add_page
-from adlm.serve.protocol import CompletionBody, InfillBody, ScoreBody, TextReader, describe_draft
+from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows
+from adlm.serve.page import PAGE_PATHS, POLICY, add_page, serve_file
+from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, describe_draft
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow
+from adlm.text.lm import LM
 
 log = logging.getLogger("adlm.serve")
 MAX_BODY_BYTES = 1 << 20
 MAX_SCORED_TEXTS = 64
-OPEN_PATHS = ("/healthz", "/readyz", *PAGE_PATHS)  # without an API key
+DOCS_PATHS = {"/docs": "docs.html", "/docs.js": "docs.js"}
+OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json", *DOCS_PATHS, *PAGE_PATHS)  # without an API key
 HEADERS = {
-    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 
@@ -120,14 +113,14 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, began, size, status = dict(scope["headers"]), time.perf_counter(), 0, 500
+        headers, began, size, status, has_begun = dict(scope["headers"]), time.perf_counter(), 0, 500, False
         extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
         extra.append((b"x-request-id", f"req-{secrets.token_hex(12)}".encode()))
 
         async def send_more(message: Any) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_begun = message["status"], True
                 own = dict(message.get("headers", ()))
                 message = {**message, "headers": [*own.items(), *(pair for pair in extra if pair[0] not in own)]}
             await send(message)
@@ -149,79 +142,98 @@ class Guard:
             app = answer_error(413, f"the body has more than {MAX_BODY_BYTES:,} bytes: send less")
         try:
             await app(scope, receive_some, send_more)
+        except Exception:
+            log.exception("a request failed")
+            if has_begun:
+                raise
+            error = answer_error(500, "the server failed: retry the request, and see its log")
+            await error(scope, receive, send_more)
         finally:
             path = getattr(scope.get("route"), "path", "other")
             self.requests.labels(path, status).inc()
             self.seconds.labels(path).observe(time.perf_counter() - began)
 
 
-class Completion:
-    """A request to /v1/completions while it is answered."""
+class Answer:
+    """The answer to a request to complete or infill while its texts are sampled."""
 
-    def __init__(self, body: CompletionBody, request: GenerationRequest, model: str) -> None:
-        self.body, self.request = body, request
-        self.head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time())}
-        self.head |= {"model": model, "seed": request.config.seed}
-        self.readers = [TextReader(layout, body.stops) for layout, _ in request.rows]
-        self.nfe, self.skipped, self.begun = [0] * len(self.readers), set[int](), set[int]()
+    def __init__(self, body: CompletionBody | InfillBody, request: GenerationRequest, model: str) -> None:
+        self.body, self.request, self.is_infill = body, request, isinstance(body, InfillBody)
+        self.head: dict[str, Any] = {"id": f"cmpl-{secrets.token_hex(12)}"}
+        self.head |= {"object": "infill" if self.is_infill else "text_completion", "created": int(time.time())}
+        self.head |= {"model": model, **{key: request.settings[key] for key in ("sampler", "seed")}}
+        self.readers = [body.make_reader(layout) for layout, _ in request.rows]
+        self.nfe, self.skipped = [0] * len(self.readers), set[int]()
 
     def read(self, frame: RowFrame) -> dict[str, Any] | None:
         """Return the choice of a chunk that a frame makes, if it adds something."""
         reader, self.nfe[frame.index] = self.readers[frame.index], frame.nfe
         text = reader.read(frame)
-        if self.body.echo and frame.index not in self.begun:
-            text = reader.layout.pieces(frame.ids)[0][0] * (reader.span is not reader.layout.spans[0]) + text
-        self.begun.add(frame.index)
-        reason = None
-        if frame.is_done or reader.is_stopped:
-            self.skipped.add(frame.index)
-            reason = "stop" if reader.is_stopped or self.body.suffix else "length"
-        choice = {"index": frame.index, "text": text, "logprobs": None, "finish_reason": reason}
+        choice: dict[str, Any] = {"index": frame.index, "text": text, "logprobs": None, "finish_reason": None}
+        if self.body.logprobs is not None:
+            choice["logprobs"] = reader.read_logprobs(frame)
         if self.body.has_drafts:
             choice["draft"] = describe_draft(frame, self.request, self.body.guesses)
-        return choice if text or reason or "draft" in choice else None
+        if frame.is_done or reader.is_stopped:
+            self.skipped.add(frame.index)
+            choice["finish_reason"] = "stop" if reader.is_stopped or self.body.is_filling else "length"
+            if self.is_infill:
+                choice["fills"] = [text for text, is_given in frame.row.pieces if not is_given]
+        return choice if text or choice["finish_reason"] or "draft" in choice else None
 
     def count_usage(self) -> dict[str, int]:
         """Return the tokens and network evaluations so far."""
         prompt = sum(sum(layout.is_fixed) for layout in self.request.layouts)
-        tokens = sum(reader.tokens for reader in self.readers)
+        tokens = sum(reader.generated for reader in self.readers)
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
         return counts | {"nfe": sum(self.nfe)}
 
-    def stream(self, frames: AsyncGenerator[RowFrame]) -> AsyncIterator[bytes]:
-        """Return server-sent events."""
-        if self.body.stream_options is None or not self.body.stream_options.include_usage:
-            return stream_events(frames, self.read, self.head)
-        return stream_events(frames, self.read, self.head | {"usage": None}, self.count_usage)
+    async def stream(self, frames: AsyncGenerator[RowFrame]) -> AsyncIterator[bytes]:
+        """Yield server-sent events."""
+        has_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        extra: dict[str, Any] = {"usage": None} if has_usage else {}
+        try:
+            async with aclosing(frames):
+                async for frame in frames:
+                    if (choice := self.read(frame)) is not None:
+                        yield encode_event({**self.head, "choices": [choice], **extra})
+            if has_usage:
+                yield encode_event({**self.head, "choices": [], "usage": self.count_usage()})
+            yield b"data: [DONE]\n\n"
+        except Exception:
+            log.exception("a stream failed")
+            yield encode_event(describe_error(500, "the server failed while it sampled: retry the request"))
 
     async def finish(self, frames: AsyncGenerator[RowFrame]) -> dict[str, Any]:
         """Return the whole answer."""
-        choices = [{"index": i, "text": "", "logprobs": None} for i in range(len(self.readers))]
+        choices: list[dict[str, Any]] = [{"text": "", "logprobs": None} for _ in self.readers]
         async with aclosing(frames):
             async for frame in frames:
                 if (choice := self.read(frame)) is not None:
-                    choices[frame.index] |= choice | {"text": choices[frame.index]["text"] + choice["text"]}
+                    whole = choices[frame.index]
+                    choice["text"] = whole["text"] + choice["text"]
+                    if choice["logprobs"] is not None and whole["logprobs"] is not None:
+                        more = choice["logprobs"]
+                        choice["logprobs"] = {key: part + more[key] for key, part in whole["logprobs"].items()}
+                    whole |= choice
         return {**self.head, "choices": choices, "usage": self.count_usage()}
 
 
-async def stream_events(
-    frames: AsyncGenerator[RowFrame],
-    read: Callable[[RowFrame], dict[str, Any] | None],
-    head: dict[str, Any],
-    count_usage: Callable[[], dict[str, int]] | None = None,
-) -> AsyncIterator[bytes]:
-    """Yield server-sent events: a chunk for each frame of which a choice is read, then the usage."""
-    try:
-        async with aclosing(frames):
-            async for frame in frames:
-                if (choice := read(frame)) is not None:
-                    yield encode_event({**head, "choices": [choice]})
-        if count_usage is not None:
-            yield encode_event({**head, "choices": [], "usage": count_usage()})
-        yield b"data: [DONE]\n\n"
-    except Exception:
-        log.exception("a stream failed")
-        yield encode_event(describe_error(500, "the server failed while it sampled: retry the request"))
+class EventStream(StreamingResponse):
+    """Server-sent events; the request leaves the batch when they end, however that is."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, frames: AsyncGenerator[RowFrame]) -> None:
+        super().__init__(answer.stream(frames))
+        self.answer = answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.skipped.update(range(len(self.answer.readers)))
 
 
 def encode_event(content: dict[str, Any]) -> bytes:
@@ -243,11 +255,6 @@ async def run_while_connected(request: Request, work: Awaitable[Any]) -> Respons
     finally:
         for each in (task, watcher):
             each.cancel()
-
-
-def describe_fill(row: GeneratedRow, index: int) -> dict[str, Any]:
-    """Return a filled template as a choice."""
-    return {"index": index, "text": row.text, "fills": [text for text, is_given in row.pieces if not is_given]}
 
 
 def describe_model(name: str, lm: LM) -> dict[str, Any]:
@@ -281,66 +288,42 @@ def create_app(
         yield
         await asyncio.gather(*(asyncio.to_thread(partial(each.stop, drain=True)) for each in engines.values()))
 
-    app = FastAPI(title="adlm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="adlm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
     app.state.engine = engine
     add_page(app)
+    for path, file in DOCS_PATHS.items():
+        app.add_route(path, serve_file(file), include_in_schema=False)
     app.add_middleware(Guard, api_key=api_key, registry=registry)
     for kind in (RequestValidationError, HTTPException, QueueFullError, ValueError):
         app.add_exception_handler(kind, answer_exception)
-
-    async def answer_failure(request: Request, error: Exception) -> Response:
-        return answer_error(500, "the server failed: retry the request, and see its log")
-
-    app.add_exception_handler(Exception, answer_failure)
-
-    async def build(body: CompletionBody | InfillBody, is_filling: bool) -> tuple[Engine, GenerationRequest]:
-        """Build a request: in the engine's thread where the model chooses the lengths of holes."""
-        engine = engines[find_model(body.model)]
-        if body.guesses is not None and not body.has_drafts:
-            raise ValueError(
-                "guesses are sent with every frame: set stream_mode to denoise (to infill, stream to true)"
-            )
-        make = partial(body.build_request, engine.lm)
-        request = await (asyncio.wrap_future(engine.call(make)) if is_filling else asyncio.to_thread(make))
-        engine.limits.check_request(request)
-        return engine, request
 
     def find_model(wanted: str | None) -> str:
         if wanted is not None and wanted not in engines:
             raise HTTPException(404, f"there is no model {wanted!r}: this server has {', '.join(map(repr, engines))}")
         return wanted or model
 
-    @app.post("/v1/completions", response_model=None)
+    async def answer(body: CompletionBody | InfillBody, http: Request) -> Response:
+        """Sample the texts; their request is built in the engine's thread where the model chooses lengths of holes."""
+        name = find_model(body.model)
+        engine, make = engines[name], partial(body.build_request, engines[name].lm)
+        request = await (asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make))
+        engine.limits.check_request(request)
+        answer = Answer(body, request, name)
+        mode, wants = ALL if body.has_drafts else SETTLED, {"guesses": body.guesses, "logprobs": body.logprobs}
+        frames = stream_rows(engine, request, mode, answer.skipped, **wants)
+        if body.stream:
+            return EventStream(answer, frames)
+        return await run_while_connected(http, answer.finish(frames))
+
+    @app.post("/v1/completions", responses=STREAMED)
     async def create_completion(body: CompletionBody, http: Request) -> Response:
         """Generate texts after prompts, or between prompts and a suffix."""
-        engine, request = await build(body, bool(body.suffix))
-        completion = Completion(body, request, find_model(body.model))
-        mode = ALL if body.has_drafts else SETTLED
-        frames = stream_rows(engine, request, mode, completion.skipped, body.guesses)
-        if body.stream:
-            return StreamingResponse(completion.stream(frames), media_type="text/event-stream")
-        return await run_while_connected(http, completion.finish(frames))
+        return await answer(body, http)
 
-    @app.post("/v1/infill", response_model=None)
+    @app.post("/v1/infill", responses=STREAMED)
     async def infill(body: InfillBody, http: Request) -> Response:
-        """Fill the holes of templates; a stream has a draft for every frame, and the texts in the last ones."""
-        engine, request = await build(body, True)
-        settings = {key: request.settings[key] for key in ("sampler", "seed")}
-        head = {"object": "infill", "model": find_model(body.model), **settings}
-
-        async def fill() -> dict[str, Any]:
-            rows = await generate_rows(engine, request)
-            choices, usage = [describe_fill(row, i) for i, row in enumerate(rows)], sum(row.nfe for row in rows)
-            return {**head, "choices": choices, "usage": {"nfe": usage}}
-
-        def read(frame: RowFrame) -> dict[str, Any]:
-            draft = {"index": frame.index, "draft": describe_draft(frame, request, body.guesses)}
-            return draft | describe_fill(frame.row, frame.index) if frame.is_done else draft
-
-        if body.stream:
-            events = stream_events(stream_rows(engine, request, ALL, guesses=body.guesses), read, head)
-            return StreamingResponse(events, media_type="text/event-stream")
-        return await run_while_connected(http, fill())
+        """Fill the holes of templates."""
+        return await answer(body, http)
 
     @app.post("/v1/score", response_model=None)
     async def score(body: ScoreBody, http: Request) -> Response:

@@ -93,6 +93,7 @@ class RowFrame:
     nfe: int
     is_done: bool
     stream_step: tuple[StreamStep, int] | None = None  # with the row's place in it, where guesses are wanted
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position
 
     @property
     def row(self) -> GeneratedRow:
@@ -172,14 +173,16 @@ class Engine:
         frames: str = LAST,
         skipped: set[int] | None = None,
         guesses: int | None = None,
+        logprobs: int | None = None,
     ) -> Ticket:
         """Put a request into the queue; raise QueueFullError where its texts do not fit.
 
-        A row whose index is added to `skipped` leaves the batch before the next step.
+        A row whose index is added to `skipped` leaves the batch before the next step. With `logprobs`, its frames have
+        the log-probabilities of the drawn tokens and of so many likeliest ones.
         """
         self.limits.check_request(request)
         ticket = Ticket(request, notify, frames, set() if skipped is None else skipped, guesses)
-        rows = [Row(layout, request, number, i, ticket) for i, (layout, number) in enumerate(request.rows)]
+        rows = [Row(layout, request, number, i, ticket, logprobs) for i, (layout, number) in enumerate(request.rows)]
         with self.wake:
             if self.is_stopping:
                 raise QueueFullError("the server is shutting down: retry later", 5)
@@ -277,7 +280,7 @@ def stream_rows(
     request: GenerationRequest,
     frames: str = SETTLED,
     skipped: set[int] | None = None,
-    guesses: int | None = None,
+    **wants: int | None,
 ) -> AsyncGenerator[RowFrame]:
     """Submit a request and return the frames of its rows, but of those in `skipped`, to which the caller may add.
 
@@ -288,7 +291,7 @@ def stream_rows(
     def notify(news: list[RowFrame] | Exception) -> None:
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
-    return _read_frames(engine, engine.submit(request, notify, frames, skipped, guesses), queue)
+    return _read_frames(engine, engine.submit(request, notify, frames, skipped, **wants), queue)
 
 
 async def _read_frames(
@@ -361,7 +364,7 @@ def deliver(rows: Sequence[Row], result: StepResult, stream_steps: dict[int, tup
     for i, ids in zip(wants, tokens, strict=True):
         row = rows[i]
         row.delivered = settled[i]
-        columns = steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i], stream_steps.get(i)
+        columns = steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i], stream_steps.get(i), row.logprobs
         news.setdefault(row.owner, []).append(RowFrame(row.index, row.layout, *columns))
     for ticket, frames in news.items():
         notify(ticket, frames)

@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from adlm.serve.engine import RowFrame
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
-from adlm.text.templates import MAX_HOLE_TOKENS, Hole, Layout, Span, Template, parse_template
+from adlm.text.templates import (
+    MAX_HOLE_TOKENS,
+    TEXT,
+    WORD,
+    Hole,
+    Layout,
+    Span,
+    Template,
+    classify_tokens,
+    decode_tokens,
+    parse_template,
+)
 
 MAX_LENGTHS = 32  # of a hole before a suffix, among which the model chooses
 MAX_ALL_LENGTHS = 128  # of all holes of a request: each is tried with the network
+MAX_LOGPROBS = 5  # OpenAI's
 MAX_GUESSES = 8
-SETTINGS = ("n", "temperature", "top_p", "top_k", "seed", "sampler", "steps", "block")
-OPTIONS = ("eta", "t_on", "t_off", "alpha_on", "bound", "compat")
 
 
-class SamplingBody(BaseModel):
-    """Settings of a text; those that are left out or null are `LM.generate`'s defaults, the seed a random one."""
+class StrictBody(BaseModel):
+    """A body without unknown fields, numbers in strings, NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: str | None = None
+
+class ErrorDetail(BaseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error in OpenAI's form."""
+
+    error: ErrorDetail
+
+
+class SamplingSettings(StrictBody):
+    """Settings of a text; those that are left out or null are `LM.generate`'s defaults, the seed a random one."""
+
     n: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -40,88 +70,132 @@ class SamplingBody(BaseModel):
     alpha_on: float | None = None
     bound: float | None = None
     compat: bool | None = None
-    user: str | None = None
-    guesses: int | None = Field(None, ge=0, le=MAX_GUESSES)
 
     def read_settings(self) -> dict[str, Any]:
         """Return the settings that are given, with a seed."""
-        given = {name: getattr(self, name) for name in (*SETTINGS, *OPTIONS) if getattr(self, name) is not None}
-        return {"seed": secrets.randbits(32), **given}
+        given = {name: getattr(self, name) for name in SamplingSettings.model_fields}
+        return {"seed": secrets.randbits(32), **{name: value for name, value in given.items() if value is not None}}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictBody):
     """OpenAI's options of a stream."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     include_usage: bool | None = None
+
+
+class SamplingBody(SamplingSettings):
+    """What completions and infilling have in common."""
+
+    model: str | None = None
+    user: str | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_mode: Literal["settled", "denoise"] | None = None
+    guesses: int | None = Field(None, ge=0, le=MAX_GUESSES)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether every frame is wanted."""
+        return self.stream_mode == "denoise" or self.guesses is not None
 
 
 class CompletionBody(SamplingBody):
     """The body of /v1/completions. With `suffix` the text between prompt and suffix is generated."""
 
-    prompt: str | list[str] = ""
+    prompt: str | list[str] | list[int] | list[list[int]] = ""
     suffix: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
     echo: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stream_mode: Literal["settled", "denoise"] | None = None
     best_of: int | None = Field(None, ge=1, le=1)
     presence_penalty: float | None = Field(None, ge=0, le=0)
     frequency_penalty: float | None = Field(None, ge=0, le=0)
 
     @property
-    def stops(self) -> list[str]:
-        """The sequences that end a text."""
-        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if text]
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether every frame is wanted."""
-        return self.stream_mode == "denoise"
+    def is_filling(self) -> bool:
+        """Whether something follows the generated text."""
+        return bool(self.suffix)
 
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
-        settings, prompts = self.read_settings(), [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if not self.suffix:
+        settings, prompts = self.read_settings(), list_prompts(self.prompt)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not self.is_filling:
             if self.min_tokens is not None:
                 raise ValueError("min_tokens is the least length of a text before a suffix: leave it out, or give both")
-            return lm.build_request(prompts, max_new_tokens=self.max_tokens, **settings)
+            if len(texts) == len(prompts):
+                return lm.build_request(texts, max_new_tokens=self.max_tokens, **settings)
+            layouts = [layout_tokens(lm, ids, self.max_tokens) for ids in prompts if not isinstance(ids, str)]
+            longest = max(len(layout) - sum(layout.is_fixed) for layout in layouts)
+            request = lm.build_request("a", max_new_tokens=longest, **settings)  # for its sampler and settings
+            return replace(request, layouts=layouts)
+        if len(texts) < len(prompts):
+            raise ValueError("prompt has token ids, and a suffix is text: give the prompt as text")
         most = self.max_tokens or max(MAX_HOLE_TOKENS, self.min_tokens or 1)
         hole = Hole(self.min_tokens or max(1, most - MAX_LENGTHS + 1), most)
-        templates: list[Template] = [[prompt, hole, self.suffix] for prompt in prompts]
+        templates: list[Template] = [[text, hole, self.suffix or ""] for text in texts]
         return lm.build_request(template=check_lengths(templates), **settings)
+
+    def make_reader(self, layout: Layout) -> TextReader:
+        """Return the reader of the generated text; with `echo`, of the prompt too."""
+        hole = next(i for i, span in enumerate(layout.spans) if span.texts is None)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return TextReader(layout, layout.spans[0 if self.echo else hole : hole + 1], [each for each in stops if each])
 
 
 class InfillBody(SamplingBody):
     """The body of /v1/infill: templates such as "The ___ sat on the ___{2}."."""
 
     template: str | list[str]
-    stream: bool | None = None
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether every frame is wanted."""
-        return bool(self.stream)
+    is_filling: ClassVar[bool] = True
 
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
         templates = [self.template] if isinstance(self.template, str) else self.template
         return lm.build_request(template=check_lengths(templates), **self.read_settings())
 
+    def make_reader(self, layout: Layout) -> TextReader:
+        """Return the reader of the whole text."""
+        return TextReader(layout, layout.spans)
 
-class ScoreBody(BaseModel):
+
+class ScoreBody(StrictBody):
     """The body of /v1/score."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     text: str | list[str]
     draws: int = Field(64, ge=2, le=256)
     seed: int = Field(0, ge=0, lt=2**63)
+
+
+def list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """Return the prompts of a request, each a text or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [token for token in prompt if isinstance(token, int)]
+    return [ids] if ids else [each for each in prompt if not isinstance(each, int)]
+
+
+def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
+    """Lay a prompt of token ids out with a hole after it, by default as long as the model allows."""
+    special, room = classify_tokens(lm.tokenizer).special, lm.row_format.longest - len(ids)
+    if wrong := [token for token in ids if not 0 <= token < len(special) or bool(special[token])]:
+        raise ValueError(f"prompt has token {wrong[0]}: give ids of text tokens, from 0 to {len(special) - 1}")
+    if not ids or (count := room if max_tokens is None else max_tokens) > room or room < 1:
+        raise ValueError(
+            f"a prompt has {len(ids)} tokens and max_tokens is {max_tokens}: give at least one token, and at most "
+            f"{lm.row_format.longest} in all"
+        )
+    plain = lm.row_format.build_layout((Hole.of_length(count),))
+    start, end = plain.spans[0].start, plain.spans[0].start + len(ids)
+    spans = Span(start, end, tuple(decode_tokens(lm.tokenizer, (), ids))), Span(end, end + count)
+    columns: dict[str, Any] = {"ids": tuple(ids), "is_fixed": (True,) * len(ids), "kinds": (TEXT,) * len(ids)}
+    for name, given in columns.items():
+        row = getattr(plain, name)
+        columns[name] = row[:start] + given + row[start:]
+    return replace(plain, spans=spans, **columns)
 
 
 def check_lengths(templates: Sequence[Template]) -> Sequence[Template]:
@@ -146,38 +220,81 @@ def describe_draft(frame: RowFrame, request: GenerationRequest, guesses: int | N
     return draft | ({"settings": request.settings} if frame.is_done else {})
 
 
+class TextToken(NamedTuple):
+    """A token's position in the row, its offset in the text and what it adds to it."""
+
+    position: int
+    offset: int
+    text: str
+
+
 class TextReader:
-    """The text in a row's only hole that can no longer change: whole characters, up to the first stop sequence."""
+    """The text of some spans of a row that can no longer change: whole characters, up to the first stop sequence."""
 
-    def __init__(self, layout: Layout, stops: list[str]) -> None:
-        self.layout, self.stops, self.text = layout, stops, ""
-        self.span = next(span for span in layout.spans if span.texts is None)
-        self.position, self.sent, self.is_stopped = self.span.start, 0, False
-
-    @property
-    def tokens(self) -> int:
-        """The tokens that the text has so far."""
-        return self.position - self.span.start
+    def __init__(self, layout: Layout, spans: Sequence[Span], stops: Sequence[str] = ()) -> None:
+        self.layout, self.spans, self.stops, self.text = layout, deque(spans), stops, ""
+        self.position = self.generated = self.given = self.sent = 0  # `given`: characters before the first hole
+        self.is_stopped = False
+        self.tokens = deque[TextToken]()  # whose log-probabilities have not been read
 
     def read(self, frame: RowFrame) -> str:
         """Return the text that a frame adds; the last frame completes it."""
-        layout, end = self.layout, max(self.position, min(frame.settled, self.span.end))
-        eos_id, ids = layout.tokenizer.eos_id, frame.ids[self.position : end]
-        is_ended = layout.may_end and self.span is layout.spans[-1] and eos_id in ids
-        if is_ended and eos_id is not None:
-            end = self.position + ids.index(eos_id)
-        pieces = [text or "" for text in layout.decode_hole(Span(self.position, end), frame.ids)]
-        if pieces and pieces[-1].endswith("\ufffd") and not (frame.is_done or is_ended):  # an incomplete character
-            pieces.pop()
-            while pieces and not pieces[-1]:
-                pieces.pop()
-        self.position += len(pieces)
-        self.text += "".join(pieces)
-        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
-        self.is_stopped = is_ended or bool(found)
+        while self.spans and not self.is_stopped and self._read_span(self.spans[0], frame):
+            self.spans.popleft()
+        found = [at for stop in self.stops if (at := self.text.find(stop, self.given)) >= 0]
+        self.is_stopped |= bool(found)
         if found:
             self.text = self.text[: min(found)]
         is_final = self.is_stopped or frame.is_done
         held = 0 if is_final else max((len(stop) - 1 for stop in self.stops), default=0)
         start, self.sent = self.sent, max(self.sent, len(self.text) - held)
         return self.text[start : self.sent]
+
+    def _read_span(self, span: Span, frame: RowFrame) -> bool:
+        """Add the settled text of a span, and return whether that is all of it."""
+        if span.texts is not None:
+            self._add(span.start, span.texts, is_text=span.start == span.end)
+            self.given += len(span.text) * (self.generated == 0)
+            return True
+        layout, start = self.layout, max(self.position, span.start)
+        end = max(start, min(frame.settled, span.end))
+        eos_id, ids = layout.tokenizer.eos_id, frame.ids[start:end]
+        if layout.may_end and span is layout.spans[-1] and eos_id is not None and eos_id in ids:
+            self.is_stopped, end = True, start + ids.index(eos_id)
+        pieces = [text or "" for text in layout.decode_hole(Span(start, end), frame.ids)]
+        is_whole = self.is_stopped or end == span.end
+        if not is_whole and pieces and pieces[-1].endswith("\ufffd"):  # an incomplete character
+            pieces.pop()
+            while pieces and not pieces[-1]:
+                pieces.pop()
+        self._add(start, pieces)
+        self.generated += len(pieces)
+        return is_whole
+
+    def _add(self, start: int, texts: Sequence[str], is_text: bool = False) -> None:
+        """Add the texts of tokens from a position on, or text without tokens."""
+        self.position = start
+        for text in texts:
+            if not is_text:
+                self.tokens.append(TextToken(self.position, len(self.text), text))
+                self.position += 1
+            self.text += text
+
+    def read_logprobs(self, frame: RowFrame) -> dict[str, list[Any]]:
+        """Return OpenAI's log-probabilities of the tokens that begin in the text read so far, each token once."""
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        while self.tokens and self.tokens[0].offset < self.sent:
+            position, offset, text = self.tokens.popleft()
+            logprob, top = None, None
+            if (drawn := frame.logprobs.get(position)) is not None:
+                logprob = drawn.logprob
+                others = {i: value for i, value in drawn.top.items() if i != frame.ids[position]}
+                top = {self._name_token(frame, position, i): value for i, value in others.items()} | {text: logprob}
+            for column, value in zip(columns.values(), (text, logprob, top, offset), strict=True):
+                column.append(value)
+        return columns
+
+    def _name_token(self, frame: RowFrame, position: int, token: int) -> str:
+        """Return what a token would add to the text at a position."""
+        (text,) = decode_tokens(self.layout.tokenizer, frame.ids[:position], [token])
+        return text.removeprefix(" ") if self.layout.kinds[position] == WORD else text

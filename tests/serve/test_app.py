@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from adlm import Hole
+from adlm import LM, Hole
+from adlm.text.templates import classify_tokens
 from tests.text.models import lm
 
 if os.environ.get("ADLM_ALL") != "1":
@@ -35,8 +38,8 @@ def complete(client: TestClient, **body: Any) -> dict[str, Any]:
     return response.json()
 
 
-def stream(client: TestClient, **body: Any) -> list[dict[str, Any]]:
-    response = client.post("/v1/completions", json={**body, "stream": True})
+def stream(client: TestClient, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+    response = client.post(path, json={**body, "stream": True})
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
@@ -79,6 +82,63 @@ def test_denoise_mode_sends_every_frame(client: TestClient) -> None:
     assert join_chunks(chunks) == complete(client, prompt="the", **QUICK)["choices"][0]["text"]
 
 
+def replay_logprobs(model: LM, **settings: Any) -> list[float]:
+    """The log-probability of every token after the prompt when it was drawn last, by evaluating every state again."""
+    request, drawn, before = model.build_request("the", **settings), dict[int, float](), None
+    layout = request.layouts[0]
+    banned = classify_tokens(model.tokenizer).banned[torch.tensor(layout.kinds)]
+    for step in model.stream_request(request):
+        if before is not None:
+            tokens = before.frame.tokens.clamp(max=model.model.config.vocab_size - 1)
+            features = model.predictor.predict(tokens, torch.zeros(1), None)[0]
+            logits = model.predictor.logits_at(features)
+            if model.row_format.is_causal:
+                logits = logits.roll(1, 0)
+            logprobs = logits.masked_fill(banned[:, : logits.shape[1]], -torch.inf).log_softmax(-1)
+            for at in (step.frame.changed & ~step.frame.is_masked)[0].nonzero()[:, 0].tolist():
+                drawn[at] = float(logprobs[at, step.frame.tokens[0, at]])
+        before = step
+    return [drawn[at] for at, is_fixed in enumerate(layout.is_fixed) if not is_fixed]
+
+
+@pytest.mark.parametrize("method", ["adlm", "ar"])
+def test_logprobs_are_those_of_the_last_draws(method: str) -> None:
+    own = {"steps": 24, "sampler": "remask_loop"} if method == "adlm" else {}
+    settings: dict[str, Any] = {"seed": 3, "temperature": 0.7, "top_p": 0.8, **own}
+    expected = replay_logprobs(lm(method), max_new_tokens=12, **settings)
+    with TestClient(create_app(lm(method))) as client:
+        body = {"prompt": "the", "max_tokens": 12, "logprobs": 2, **settings}
+        (choice,) = complete(client, **body)["choices"]
+        columns = choice["logprobs"]
+        count = len(columns["tokens"])
+        assert columns["token_logprobs"] == pytest.approx(expected[:count], abs=1e-4)
+        assert count == 12 or choice["finish_reason"] == "stop"
+        assert "".join(columns["tokens"]) == choice["text"]
+        assert columns["text_offset"] == [len("".join(columns["tokens"][:i])) for i in range(count)]
+        for token, logprob, top in zip(*(columns[key] for key in ("tokens", "token_logprobs", "top_logprobs"))):
+            assert top[token] == logprob and 1 <= len(top) <= 3 and max(top.values()) >= logprob
+        chunks = [chunk["choices"][0]["logprobs"] for chunk in stream(client, **body)]
+        assert {key: [value for chunk in chunks for value in chunk[key]] for key in columns} == columns
+        (echoed,) = complete(client, **{**body, "echo": True, "logprobs": 0})["choices"]
+        assert echoed["text"] == "the" + choice["text"] and echoed["logprobs"]["tokens"][:3] == ["t", "h", "e"]
+        assert echoed["logprobs"]["token_logprobs"] == [None] * 3 + columns["token_logprobs"]
+        assert echoed["logprobs"]["text_offset"][3:] == [3 + offset for offset in columns["text_offset"]]
+        cut = complete(client, **body, stop=choice["text"][4])["choices"][0]
+        assert "".join(cut["logprobs"]["tokens"]).startswith(cut["text"]) and len(cut["logprobs"]["tokens"]) <= 5
+
+
+def test_prompts_may_be_token_ids(client: TestClient) -> None:
+    texts = ["the cat", "a"]
+    ids = [lm().tokenizer.encode(text) for text in texts]
+    expected = complete(client, prompt=texts, echo=True, **QUICK)
+    answer = complete(client, prompt=ids, echo=True, **QUICK)
+    assert answer["choices"] == expected["choices"] and answer["usage"] == expected["usage"]
+    whole = {"steps": 6, "seed": 3}  # as long as the model allows
+    assert complete(client, prompt=ids[0], **whole)["choices"] == complete(client, prompt=texts[0], **whole)["choices"]
+    response = client.post("/v1/completions", json={"prompt": [lm().tokenizer.mask_id]})
+    assert response.status_code == 400 and "give ids of text tokens" in response.json()["error"]["message"]
+
+
 def test_stop_sequences_cut_the_text(client: TestClient) -> None:
     whole = complete(client, prompt="the", sampler="ancestral", **QUICK)["choices"][0]["text"]
     stop = whole[3:5]
@@ -98,6 +158,20 @@ def test_a_suffix_infills(client: TestClient) -> None:
     assert answer["choices"][0]["fills"] == [text for text, is_given in row.pieces if not is_given]
 
 
+@pytest.mark.parametrize("template", ["the ___{3} sat ___{2}", "___{4}.", "a ___{2} b ___{2} "])
+def test_infilling_streams(client: TestClient, template: str) -> None:
+    body = {"template": [template, "x ___{2}"], "n": 2, "seed": 1, "sampler": "ancestral", "steps": 12}
+    whole = client.post("/v1/infill", json=body).json()
+    chunks = stream(client, "/v1/infill", **body, stream_options={"include_usage": True})
+    assert [join_chunks(chunks, i) for i in range(4)] == [choice["text"] for choice in whole["choices"]]
+    last = {each["index"]: each for chunk in chunks for each in chunk["choices"] if each["finish_reason"]}
+    assert [last[i]["fills"] for i in range(4)] == [choice["fills"] for choice in whole["choices"]]
+    assert chunks[-1]["usage"] == whole["usage"] and len(chunks) > 5, "text is sent before the end"
+    drafts = stream(client, "/v1/infill", template=template, seed=1, stream_mode="denoise")
+    steps = list(lm().stream(template=template, seed=1))[1:]
+    assert [chunk["choices"][0]["draft"]["text"] for chunk in drafts] == [step.texts[0] for step in steps]
+
+
 def test_scores_are_those_of_the_model(client: TestClient) -> None:
     data = client.post("/v1/score", json={"text": ["the cat", "a dog"], "draws": 8}).json()["data"]
     assert [each["nll"] for each in data] == pytest.approx(
@@ -112,9 +186,12 @@ def test_the_mask_token_as_text_stays_text(client: TestClient) -> None:
 
 BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"tempreature": 1}, "tempreature"), ({"n": 0}, "n"), ({"n": "2"}, "n"), ({"seed": -1}, "seed"),
-    ({"temperature": -1}, "temperature"), ({"logprobs": 2}, "logprobs"), ({"presence_penalty": 1}, "presence_penalty"),
+    ({"temperature": -1}, "temperature"), ({"logprobs": 6}, "logprobs"), ({"presence_penalty": 1}, "presence_penalty"),
     ({"stream_options": {"x": 1}}, "x"), ({"sampler": "nope"}, None), ({"steps": 10**6}, None), ({"n": 10**9}, None),
-    ({"prompt": 5}, "prompt"), ({"prompt": [1, 2]}, "prompt"), ({"prompt": []}, None),
+    ({"prompt": 5}, "prompt"), ({"prompt": [1, 2.5]}, "prompt"), ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": []}, None),
+    ({"prompt": [[]]}, None), ({"prompt": [10**30]}, None), ({"prompt": [-1]}, None), ({"prompt": [65] * 999}, None),
+    ({"prompt": [65], "max_tokens": 999}, None), ({"prompt": [65], "suffix": "x"}, None), ({"guesses": 99}, "guesses"),
     ({"eta": 0.1, "sampler": "margin"}, None),
     ({"max_tokens": 10**9}, None), ({"min_tokens": 3}, None), ([], None), (None, None), ({"\ud800": 1}, None),
     ({"prompt": "\ud800"}, None), ({"seed": 10**300}, "seed"), ({"suffix": "x", "max_tokens": 10**9}, None),
@@ -164,6 +241,17 @@ def test_models_health_metrics_and_headers(client: TestClient) -> None:
     assert headers["x-request-id"].startswith("req-") and "access-control-allow-origin" not in headers
 
 
+def test_the_schema_has_a_page_without_outside_resources(client: TestClient) -> None:
+    schema = client.get("/openapi.json").json()
+    assert {"/v1/completions", "/v1/infill", "/v1/score", "/v1/models", "/healthz", "/metrics"} <= set(schema["paths"])
+    page = client.get("/docs")
+    assert (
+        page.headers["content-type"].startswith("text/html")
+        and "script-src 'self'" in page.headers["content-security-policy"]
+    )
+    assert not re.search(r"https?:|<script>|style=|onclick", page.text + client.get("/docs.js").text)
+
+
 def test_an_api_key_is_required_where_it_is_set() -> None:
     with TestClient(create_app(lm(), api_key="secret")) as client:
         assert client.get("/healthz").status_code == 200
@@ -190,6 +278,7 @@ def test_a_failure_while_sampling_is_a_500_without_details(monkeypatch: pytest.M
     with TestClient(create_app(model), raise_server_exceptions=False) as client:
         response = client.post("/v1/completions", json={"prompt": "the", **QUICK})
         assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+        assert response.headers["x-content-type-options"] == "nosniff"
         assert "division" not in response.text
         assert "server_error" in client.post("/v1/completions", json={"prompt": "the", "stream": True, **QUICK}).text
 
@@ -201,7 +290,7 @@ def test_settled_text_is_whole_characters() -> None:
     layout = model.row_format.layout_prompt("a", max_new_tokens=len(text.encode()))
     ids = [*layout.ids[: layout.is_fixed.index(False)], *model.tokenizer.encode(text)]
     ids += layout.ids[len(ids) :]
-    reader = TextReader(layout, [])
+    reader = TextReader(layout, layout.spans[1:])
     start = layout.is_fixed.index(False)
     chunks = [reader.read(RowFrame(0, layout, i, ids, i, 0, i == len(ids))) for i in range(start, len(ids) + 1)]
     assert "".join(chunks) == text and not any("\ufffd" in chunk for chunk in chunks)
