@@ -54,7 +54,7 @@ RowLimit = Annotated[int | None, Option(min=2, help="Use only the first rows of 
 RowBatch = Annotated[int, Option(min=1, help="Rows at a time; does not change the results.")]
 Draws = Annotated[int, Option(min=1, help="Noise samples per row of a masked model; 1 gives no noise error.")]
 NoiseSeed = Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of the noise.")]
-Workers = Annotated[int, Option(min=1, help="Processes that tokenize; does not change the results.")]
+Workers = Annotated[int, Option(min=1, help="Threads that tokenize; does not change the results.")]
 TextLength = Annotated[int | None, Option(min=1, help="Tokens in a text. [default: the model's length]")]
 OutFolder = Annotated[
     Path | None, Option(help="Output folder for all results. Running the same command again resumes.")
@@ -376,7 +376,7 @@ def code(
         bool, problem_option("--unsafe", help="Run candidates without a sandbox; gives no protection.")
     ] = False,
     texts: Annotated[int, Option(min=0, help="Functions to generate and parse.")] = 32,
-    infills: Annotated[int, Option(min=0, help="Gaps of each kind to fill and parse.")] = 32,
+    infills: Annotated[int, Option(min=0, help="Gaps to fill and parse.")] = 32,
     length: TextLength = None,
     write_data: Annotated[
         Path | None, Option(help="Only write the standard library as jsonl for `adlm prepare`.")

@@ -14,19 +14,18 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from adlm.data.shards import hash_file
 from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
+from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
 from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
 from adlm.remedies import import_extra
 from adlm.text.generation import GenerationRequest
@@ -40,6 +39,7 @@ HELD_OUT_SHARE = 10  # every tenth file, by the hash of its name
 MAX_GAP_LINES, MAX_GAP_TOKENS, MAX_COMPLETION_TOKENS = 3, 24, 128
 BOOTSTRAP_RESAMPLES = 2000
 PROMPT = "def "
+CANDIDATE_FIELDS = ("task_id", "completion")
 PROBLEM_FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 PARSE_NOTE = (
     "With 95% intervals. parses: Python's parser accepts it. equal: identical to the original. parses_if_left_empty: "
@@ -58,7 +58,6 @@ class Gap:
     before: str
     removed: str
     after: str
-    kind: str
 
     @property
     def whole(self) -> str:
@@ -69,19 +68,18 @@ class Gap:
 class CodeMetrics:
     """The metrics of one model or of given candidates: their JSON form, and the values that they average."""
 
+    name: str
     settings: dict[str, Any]
+    entry: dict[str, Any]
     cache: Cache
     on_progress: ProgressCallback
-    name: str = "candidates"
-    entry: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Sequence[float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    values: dict[str, Sequence[float]] = field(default_factory=dict)
-    items: dict[str, Any] = field(default_factory=dict)  # what the values are of, where two models may share it
 
-    def add(self, metric: str, values: Sequence[float], items: Any = None) -> dict[str, Any]:
+    def add(self, metric: str, values: Sequence[float]) -> dict[str, Any]:
         """Add a metric, and return its JSON form."""
-        self.values[metric], self.items[metric] = values, items
+        self.values[metric] = values
         return estimate_share(values).as_dict() | {"count": len(values)}
 
     def generate(self, lm: LM, stage: str, request: GenerationRequest, prompt: Any) -> list[str]:
@@ -119,9 +117,9 @@ def code(
 ) -> EvalResult:
     """Measure how much generated Python parses or, with `problems`, pass@k.
 
-    Without problems, a model generates `texts` functions and fills `infills` gaps of each kind. With problems, `n`
-    candidates each (or those of the file `candidates`) run against the tests, in sandboxes with a limit of `seconds`
-    and of `memory` MiB; `unsafe` runs them without a sandbox, which protects nothing.
+    Without problems, a model generates `texts` functions and fills `infills` gaps. With problems, `n` candidates each
+    (or those of the file `candidates`) run against the tests, in sandboxes with a limit of `seconds` and of `memory`
+    MiB; `unsafe` runs them without a sandbox, which protects nothing.
     """
     lms: list[LM] = [models] if isinstance(models, LM) else list(models)
     if candidates is not None and problems is None:
@@ -134,55 +132,42 @@ def code(
         raise ValueError(f"pass@{max(k)} needs at least {max(k)} candidates for each problem, n is {n}: raise n")
     if problems is not None and not unsafe and (reason := find_sandbox_problem()):
         raise ValueError(reason)
-    limits, device = Limits(seconds, memory * 2**20), lms[0].device if lms else torch.device("cpu")
-    store = open_cache(out)
+    limits, tasks = Limits(seconds, memory * 2**20), {} if problems is None else read_problems(problems)
     shared: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed, "batch": batch}
-    extent: dict[str, Any] = {"texts": texts, "infills": infills, "prompt": PROMPT, "length": length}
-    isolation = {"seconds": seconds, "memory_mib": memory, "isolation": "none" if unsafe else "bubblewrap"}
-    tasks, measured = {} if problems is None else read_problems(problems), []
+    extent: dict[str, Any] = {"n": n}
+    if problems is None:
+        extent = {"texts": texts, "infills": infills, "prompt": PROMPT, "length": length}
+    new, measured = partial(CodeMetrics, cache=open_cache(out), on_progress=on_progress), list[CodeMetrics]()
     for lm in lms:
         sampling = shared if lm.row_format.is_causal else shared | {"sampler": sampler, "steps": steps}
-        about: dict[str, Any] = {"model": lm.name, "weights_sha256": hash_weights(lm.model), "method": lm.method}
-        about |= {"device": str(lm.device), **sampling, **(extent if problems is None else {"n": n})}
-        measured.append(CodeMetrics(about, store, on_progress, lm.name, {"model": lm.name}))
+        about = {"model": lm.name, "weights_sha256": hash_weights(lm.model), "method": lm.method}
+        measured.append(new(lm.name, about | {"device": str(lm.device), **sampling, **extent}, {"model": lm.name}))
         if problems is None:
             measure_parsing(measured[-1], lm, sampling)
         else:
-            complete_problems(measured[-1], lm, tasks, sampling | {"n": n})
+            complete_problems(measured[-1], lm, tasks, sampling | extent)
     if candidates is not None:
-        given = {"candidates": read_candidates(candidates, tasks, max(k))}
-        about = {"model": None, "candidates_sha256": hash_file(Path(candidates))}
-        measured = [CodeMetrics(about, store, on_progress, entry=given)]
-    if problems is not None:
-        for each in measured:
-            each.settings |= {"problems": len(tasks), "problems_sha256": hash_file(Path(problems)), **isolation}
-            measure_passing(each, tasks, k, limits, workers)
-    rows, differences = compare_models(measured)
+        given = {"candidates": read_json_lines(candidates, CANDIDATE_FIELDS)}
+        measured = [new("candidates", {"model": None, "candidates_sha256": hash_file(Path(candidates))}, given)]
+    for each in measured if problems is not None else ():
+        each.settings |= {"problems": len(tasks), "problems_sha256": hash_file(Path(str(problems)))}
+        each.settings |= {"seconds": seconds, "memory_mib": memory, "isolation": "none" if unsafe else "bubblewrap"}
+        measure_passing(each, tasks, k, limits, workers)
+    rows: list[list[Any]] = [
+        [metric, each.name, estimate_share(values), len(values)]
+        for metric in dict.fromkeys(metric for each in measured for metric in each.values)
+        for each in measured
+        if (values := each.values.get(metric))
+    ]
     notes = [PARSE_NOTE if problems is None else PASS_NOTE, *(note for each in measured for note in each.notes)]
     columns = [Column("metric", is_text=True), Column("model", is_text=True), Column("share"), Column("of")]
     warned = list(dict.fromkeys(warning for each in measured for warning in each.warnings))
-    end = (collect_provenance(device), [Table(columns, rows, notes=notes)], warned)
-    if len(measured) == 1:
-        return EvalResult("code", measured[0].entry, measured[0].settings, *end)
-    metrics = {"models": [each.entry | {"settings": each.settings} for each in measured], "differences": differences}
-    return EvalResult("code", metrics, shared | {"sampler": sampler, "steps": steps}, *end)
-
-
-def compare_models(measured: Sequence[CodeMetrics]) -> tuple[list[list[Cell]], list[dict[str, Any]]]:
-    """Rows of a table by metric, and the paired differences to the first model of metrics on the same items."""
-    rows, differences = list[list[Cell]](), list[dict[str, Any]]()
-    for metric in dict.fromkeys(metric for each in measured for metric in each.values):
-        first, *others = [each for each in measured if metric in each.values]
-        for each in (first, *others):
-            rows.append([metric, each.name, estimate_share(each.values[metric]), len(each.values[metric])])
-        for each in others:
-            if each.items[metric] and each.items[metric] == first.items[metric]:
-                count, pairs = len(each.items[metric]), zip(each.values[metric], first.values[metric], strict=True)
-                change = estimate_share([float(value) - float(other) for value, other in pairs])
-                rows.append([metric, f"{each.name} − {first.name}", replace(change, interval=None), count])
-                pair = {"metric": metric, "model": each.name, "baseline": first.name, "count": count}
-                differences.append(pair | {"difference": change.value, "se": change.stderr})
-    return rows, differences
+    provenance = collect_provenance(lms[0].device if lms else "cpu")
+    metrics, settings = measured[0].entry, measured[0].settings
+    if len(measured) > 1:
+        metrics = {"models": [each.entry | {"settings": each.settings} for each in measured]}
+        settings = shared | {"sampler": sampler, "steps": steps}
+    return EvalResult("code", metrics, settings, provenance, [Table(columns, rows, notes=notes)], warned)
 
 
 def estimate_share(values: Sequence[float]) -> Estimate:
@@ -208,19 +193,6 @@ def read_problems(path: Path | str) -> dict[str, Row]:
     if len(problems) < len(rows):
         raise ValueError(f"{path} has a task_id twice: every problem needs its own")
     return problems
-
-
-def read_candidates(path: Path | str, problems: Mapping[str, Row], k: int) -> list[Row]:
-    """Read candidates from a jsonl file of task_id and completion; pass@k needs at least `k` for every problem."""
-    candidates = read_json_lines(path, ("task_id", "completion"))
-    counts = Counter(each["task_id"] for each in candidates)
-    for task in (*problems, *counts):
-        if task not in problems or counts[task] < k:
-            raise ValueError(
-                f"{path} has {counts[task]} candidates for {task!r}: pass@{k} needs at least {k} for each of the "
-                f"{len(problems)} problems, and none for others"
-            )
-    return candidates
 
 
 def read_json_lines(path: Path | str, fields: Sequence[str]) -> list[Row]:
@@ -264,30 +236,36 @@ def measure_passing(
     metrics: CodeMetrics, problems: Mapping[str, Row], ks: Sequence[int], limits: Limits, workers: int
 ) -> None:
     """Run the candidates, and add pass@k as the mean over problems."""
-    unsafe, cache = metrics.settings["isolation"] == "none", metrics.cache
-    candidates, ran, outcomes = metrics.entry["candidates"], [], {task: list[bool]() for task in problems}
+    unsafe, candidates = metrics.settings["isolation"] == "none", metrics.entry["candidates"]
+    ran, outcomes = [], {task: list[bool]() for task in problems}
 
     def run(candidate: Row) -> tuple[str, dict[str, Any]]:
         problem = problems[candidate["task_id"]]
         job = {"program": problem["prompt"] + candidate["completion"], "test": problem["test"]}
         job |= {"reference": problem["prompt"] + problem["canonical_solution"], "entry_point": problem["entry_point"]}
         key = hash_settings([job, asdict(limits), unsafe])
-        return key, cache.get(key) or run_program(**job, limits=limits, unsafe=unsafe)
+        return key, metrics.cache.get(key) or run_program(**job, limits=limits, unsafe=unsafe)
 
+    counts = Counter(each["task_id"] for each in candidates)
+    for task in (*problems, *counts):
+        if task not in problems or counts[task] < max(ks):
+            raise ValueError(
+                f"{counts[task]} candidates for {task!r}: pass@{max(ks)} needs at least {max(ks)} for each of the "
+                f"{len(problems)} problems, and none for others"
+            )
     with ThreadPoolExecutor(max_workers=workers) as pool:
         for candidate, (key, result) in zip(candidates, pool.map(run, candidates), strict=True):
-            if key not in cache:
-                cache.put(key, result)
+            metrics.cache.put(key, result)
             ran.append(candidate | result)
             outcomes[candidate["task_id"]].append(result["status"] == "passed")
             metrics.on_progress(f"{metrics.name}: tests", len(ran), len(candidates))
-    cache.flush()
-    counts = Counter(each["status"] for each in ran)
-    metrics.notes.append(f"{metrics.name}: {', '.join(f'{count} {status}' for status, count in counts.items())}.")
-    metrics.entry |= {"candidates": ran, "statuses": dict(counts), "pass": {}}
+    metrics.cache.flush()
+    statuses = dict(Counter(each["status"] for each in ran))
+    metrics.notes.append(f"{metrics.name}: {', '.join(f'{count} {status}' for status, count in statuses.items())}.")
+    metrics.entry |= {"candidates": ran, "statuses": statuses, "pass": {}}
     for k in ks:
         rates = [estimate_pass_at_k(len(passed), sum(passed), k) for passed in outcomes.values()]
-        metrics.entry["pass"][f"pass@{k}"] = metrics.add(f"pass@{k}", rates, list(problems))
+        metrics.entry["pass"][f"pass@{k}"] = metrics.add(f"pass@{k}", rates)
     metrics.warnings += ["candidates ran without a sandbox (unsafe), which protects nothing"] * unsafe
     if reasons := [each["reason"] for each in ran if each["status"] == "unsupported"]:
         metrics.warnings.append(f"{len(reasons)} unsupported candidates count as failed, the first: {reasons[0]}")
@@ -302,37 +280,28 @@ def estimate_pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def measure_parsing(metrics: CodeMetrics, lm: LM, sampling: Mapping[str, Any]) -> None:
-    """Generate functions and fill gaps, and add the shares that parse, equal the original, or have its syntax tree."""
+    """Generate functions and fill gaps, and add the shares that parse or equal the original."""
     texts, infills, length = (metrics.settings[name] for name in ("texts", "infills", "length"))
-    values: dict[str, list[Any]]
     metrics.entry |= {"generated": None, "infilled": None}
     if texts:
-        request = lm.build_request(PROMPT, n=texts, length=length, **sampling)
-        generated = metrics.generate(lm, "texts", request, PROMPT)
-        values = {"parses": list(map(can_parse, generated)), "parsing_lines": list(map(share_parsing_lines, generated))}
-        shares = {name: metrics.add(f"generated: {name}", each) for name, each in values.items()}
-        metrics.entry |= {"generated": shares, "texts": generated}
+        generated = metrics.generate(lm, "texts", lm.build_request(PROMPT, n=texts, length=length, **sampling), PROMPT)
+        parses = metrics.add("generated: parses", list(map(can_parse, generated)))
+        metrics.entry |= {"generated": {"parses": parses}, "texts": generated}
     if infills and lm.row_format.is_causal:
         metrics.warnings.append(f"{lm.name} is causal, sees only what is before a gap, and fills none")
     elif infills:
-        metrics.settings["sources_sha256"], metrics.entry["infilled"] = hash_sources(load_standard_library()), {}
-        for kind in ("lines", "expression"):
-            gaps = choose_gaps(lm, infills, kind, sampling["seed"])
-            items = [list(asdict(gap).values()) for gap in gaps]
-            request = lm.build_request(template=[build_template(lm, gap) for gap in gaps], **sampling)
-            pairs = list(zip(metrics.generate(lm, kind, request, items), gaps, strict=True))
-            values = {
-                "parses": [can_parse(text) for text, _ in pairs],
-                "equal": [text == gap.whole for text, gap in pairs],
-                "same_tree": [
-                    can_parse(text) and ast.dump(ast.parse(text)) == ast.dump(ast.parse(gap.whole))
-                    for text, gap in pairs
-                ],
-                "parses_if_left_empty": [can_parse(gap.before + gap.after) for gap in gaps],
-            }
-            shares = {name: metrics.add(f"infilled {kind}: {name}", each, items) for name, each in values.items()}
-            examples = [asdict(gap) | {"completion": text} for text, gap in pairs]
-            metrics.entry["infilled"][kind] = {"shares": shares, "examples": examples}
+        metrics.settings["sources_sha256"] = hash_sources(load_standard_library())
+        gaps = choose_gaps(lm, infills, sampling["seed"])
+        request = lm.build_request(template=[build_template(lm, gap) for gap in gaps], **sampling)
+        filled = metrics.generate(lm, "lines", request, [list(asdict(gap).values()) for gap in gaps])
+        values = {
+            "parses": list(map(can_parse, filled)),
+            "equal": [text == gap.whole for text, gap in zip(filled, gaps, strict=True)],
+            "parses_if_left_empty": [can_parse(gap.before + gap.after) for gap in gaps],
+        }
+        shares = {name: metrics.add(f"infilled lines: {name}", each) for name, each in values.items()}
+        examples = [asdict(gap) | {"completion": text} for text, gap in zip(filled, gaps, strict=True)]
+        metrics.entry["infilled"] = {"lines": {"shares": shares, "examples": examples}}
 
 
 def can_parse(text: str) -> bool:
@@ -343,13 +312,6 @@ def can_parse(text: str) -> bool:
             return bool(ast.parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the errors of the parser
         return False
-
-
-def share_parsing_lines(text: str) -> float:
-    """The share of a text's lines in its longest beginning that parses: a text may be cut off at its end."""
-    lines = text.splitlines()
-    ends = (end for end in range(len(lines), 0, -1) if can_parse("\n".join(lines[:end])))
-    return next(ends, 0) / max(len(lines), 1)
 
 
 # The standard library
@@ -382,15 +344,14 @@ def hash_sources(sources: Sources) -> str:
 
 def write_standard_library(path: Path) -> list[dict[str, Any]]:
     """Write the library as two jsonl files for `adlm prepare`: for training, and with -heldout in its name."""
-    sources, written = load_standard_library(), []
+    written = []
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, kept in ((path, False), (path.with_name(f"{path.stem}-heldout{path.suffix}"), True)):
-        part = {name: text for name, text in sources.items() if is_held_out(name) is kept}
+        part = {name: text for name, text in load_standard_library().items() if is_held_out(name) is kept}
         lines = [json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n" for name, text in part.items()]
         file.write_bytes("".join(lines).encode("utf-8"))
-        size = sum(len(text.encode("utf-8")) for text in part.values())
-        about = {"file": file.name, "files": len(part), "bytes": size, "sha256": hash_sources(part)}
-        written.append(about | {"license": LICENSE})
+        about = {"file": file.name, "files": len(part), "bytes": sum(len(text.encode()) for text in part.values())}
+        written.append(about | {"sha256": hash_sources(part), "license": LICENSE})
     return written
 
 
@@ -409,15 +370,15 @@ def list_held_out_functions() -> dict[str, str]:
     return functions
 
 
-def choose_gaps(lm: LM, count: int, kind: str, seed: int) -> list[Gap]:
+def choose_gaps(lm: LM, count: int, seed: int) -> list[Gap]:
     """Choose `count` functions of held-out files that fit the model, each with a gap."""
     rng, longest, gaps = np.random.default_rng(seed), lm.row_format.longest, list[Gap]()
     functions = list(list_held_out_functions().items())
     for name, text in (functions[number] for number in rng.permutation(len(functions))):
         # A function with more characters is too long to be worth tokenizing.
-        if len(text) <= 8 * longest and (spans := list_spans(text, kind)):
+        if len(text) <= 8 * longest and (spans := list_spans(text)):
             begin, end = spans[int(rng.integers(len(spans)))]
-            gap = Gap(name, text[:begin], text[begin:end], text[end:], kind)
+            gap = Gap(name, text[:begin], text[begin:end], text[end:])
             sizes = [len(tokenize_piece(lm.tokenizer, piece)[0]) for piece in (gap.before, gap.removed, gap.after)]
             if 1 <= sizes[1] <= MAX_GAP_TOKENS and sum(sizes) <= longest:
                 gaps.append(gap)
@@ -435,25 +396,16 @@ def build_template(lm: LM, gap: Gap) -> list[str | Hole]:
     return [piece for piece in (gap.before, hole, gap.after) if piece]
 
 
-def list_spans(text: str, kind: str) -> list[tuple[int, int]]:
-    """Where in a function are expressions on one line (`expression`) or one to three whole lines of its body."""
+def list_spans(text: str) -> list[tuple[int, int]]:
+    """Where one to three whole lines of a function's body are, from their indentation to before their line end."""
     lines = text.split("\n")
     starts = [0, *accumulate(len(line) + 1 for line in lines)]
     function = ast.parse(text).body[0]
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     spans = []
-    if kind == "lines":  # from their indentation to before their line end
-        for first in range(function.body[0].lineno - 1, len(lines)):
-            begin = starts[first] + len(lines[first]) - len(lines[first].lstrip(" "))
-            for last in range(first, min(first + MAX_GAP_LINES, len(lines))):
-                if lines[last] and text[begin : starts[last + 1] - 1].strip():
-                    spans.append((begin, starts[last + 1] - 1))
-        return spans
-    for node in ast.walk(function):
-        inside = node.value if isinstance(node, ast.Return | ast.Assign | ast.keyword) else None
-        for each in [inside, *(node.args if isinstance(node, ast.Call) else ())]:
-            if each is not None and each.lineno == each.end_lineno:
-                start, line = starts[each.lineno - 1], lines[each.lineno - 1].encode()  # columns count bytes
-                begin, end = (start + len(line[:at].decode()) for at in (each.col_offset, each.end_col_offset))
-                spans.append((begin, end))
-    return sorted(set(spans))
+    for first in range(function.body[0].lineno - 1, len(lines)):
+        begin = starts[first] + len(lines[first]) - len(lines[first].lstrip(" "))
+        for last in range(first, min(first + MAX_GAP_LINES, len(lines))):
+            if lines[last] and text[begin : starts[last + 1] - 1].strip():
+                spans.append((begin, starts[last + 1] - 1))
+    return spans

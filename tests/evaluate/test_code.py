@@ -63,24 +63,14 @@ def test_a_program_is_what_the_parser_accepts(text: str) -> None:
     assert not can_parse(text) and can_parse("x = 1\n") and can_parse("'\\d'\n")
 
 
-def test_lines_up_to_where_it_breaks_off() -> None:
-    assert code_eval.share_parsing_lines("a = 1\nb = 2\nc = (\n") == pytest.approx(2 / 3)
-    assert code_eval.share_parsing_lines("a = 1\nb = 2") == 1.0
-    assert code_eval.share_parsing_lines("no no") == code_eval.share_parsing_lines("") == 0.0
-
-
-@pytest.mark.parametrize("kind", ["lines", "expression"])
-def test_a_gap_and_what_was_taken_out_are_the_function(kind: str) -> None:
+def test_a_gap_and_what_was_taken_out_are_the_function() -> None:
     model = lm("mdlm", length=200)
-    gaps, again, others = (code_eval.choose_gaps(model, 6, kind, seed) for seed in (3, 3, 4))
+    gaps, again, others = (code_eval.choose_gaps(model, 6, seed) for seed in (3, 3, 4))
     assert gaps == again != others
     for gap in gaps:
         assert can_parse(gap.whole) and gap.removed.strip() and code_eval.is_held_out(gap.name.partition(":")[0])
         assert isinstance(ast.parse(gap.whole).body[0], ast.FunctionDef | ast.AsyncFunctionDef)
-        if kind == "expression":
-            assert "\n" not in gap.removed and can_parse(f"({gap.removed})")
-        else:
-            assert gap.after[:1] in ("\n", "")
+        assert gap.after[:1] in ("\n", "")
         assert model.build_request(template=code_eval.build_template(model, gap)).settings["length"] <= 200
 
 
@@ -88,12 +78,12 @@ def test_infilling_counts_what_is_right(monkeypatch: pytest.MonkeyPatch) -> None
     """A model that always generates `a`: a gap of one name is filled so, and equals the original where it was `a`."""
     model = rigged("mdlm", {tokenizer("bytes").encode("a")[0]: 60.0}, length=64)
     removed = {"return ": "a", "return": " b", "return x": "+b"}
-    gaps = [Gap(each, f"def f(a):\n    {before}", each, "\n", "lines") for before, each in removed.items()]
-    gaps[1] = Gap("y", "def f(a):\n    return ", "b", "\n", "lines")
+    gaps = [Gap(each, f"def f(a):\n    {before}", each, "\n") for before, each in removed.items()]
+    gaps[1] = Gap("y", "def f(a):\n    return ", "b", "\n")
     monkeypatch.setattr(code_eval, "choose_gaps", lambda *_, **__: gaps)
     found = code(model, texts=0, infills=3, steps=2)["infilled"]["lines"]
     values = {name: each["value"] for name, each in found["shares"].items()}
-    assert values == pytest.approx({"parses": 1.0, "equal": 1 / 3, "same_tree": 1 / 3, "parses_if_left_empty": 1.0})
+    assert values == pytest.approx({"parses": 1.0, "equal": 1 / 3, "parses_if_left_empty": 1.0})
     assert found["examples"][2]["completion"] == "def f(a):\n    return xaa\n"
 
 
@@ -106,7 +96,7 @@ def test_generated_and_filled_in_functions(tmp_path: Path, monkeypatch: pytest.M
     assert all(text.startswith("def ") for text in found["texts"])
     assert found.settings["seed"] == 5 and len(found.settings["sources_sha256"]) == 64
     for each in found["infilled"].values():
-        assert set(each["shares"]) == {"parses", "equal", "same_tree", "parses_if_left_empty"}
+        assert set(each["shares"]) == {"parses", "equal", "parses_if_left_empty"}
         assert len(each["examples"]) == 2
     assert "parses_if_left_empty" in str(found)
     monkeypatch.setattr(LM, "run_request", None)  # everything is in the cache
@@ -118,9 +108,6 @@ def test_generated_and_filled_in_functions(tmp_path: Path, monkeypatch: pytest.M
     assert [each["model"] for each in both["models"]] == ["a", "b"]
     for key in ("texts", "generated", "infilled"):
         assert both["models"][0][key] == found[key]
-    metrics = [each["metric"] for each in both["differences"]]
-    assert "infilled lines: parses" in metrics and not [each for each in metrics if each.startswith("generated")]
-    assert {(each["baseline"], each["model"]) for each in both["differences"]} == {("a", "b")}
 
 
 def test_a_causal_model_fills_no_gap() -> None:
@@ -219,6 +206,7 @@ def as_candidates(*tasks: str) -> str:
     ],
 )
 def test_files_that_are_not_problems_or_candidates(tmp_path: Path, text: str, k: int, message: str) -> None:
-    (tmp_path / "x.jsonl").write_text(text, "utf-8")
+    path = tmp_path / "x.jsonl"
+    path.write_text(text, "utf-8")
     with pytest.raises(ValueError, match=message):
-        code_eval.read_candidates(tmp_path / "x.jsonl", PROBLEMS, k) if k else read_problems(tmp_path / "x.jsonl")
+        code(problems=FILE, candidates=path, k=[k], unsafe=True) if k else read_problems(path)
