@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from adlm.methods import build_config
-from adlm.models.costs import (
-    MemoryEstimate,
-    count_parameters,
-    count_parameters_by_part,
-    estimate_memory,
-    flops_per_token,
-    peak_flops,
-)
+from adlm.models.costs import count_parameters, estimate_memory, flops_per_token, peak_flops
 from adlm.models.language_model import ModelConfig
 
 # One value is measured; the others are assumptions or follow from it.
@@ -104,14 +97,13 @@ def shape_table() -> str:
     """The larger models and their parameters."""
     rows = []
     for model in LARGER:
-        shape, count = model.config, count_parameters_by_part(model.config)
+        shape, size = model.config, f"{count_parameters(model.config) / 1e9:.2f}B"
         layers = f"{shape.anchor_layers} + {shape.denoiser_layers}"
-        sizes = [f"{n / 1e9:.2f}B" for n in (count.total, count.layers, count.embedding + count.heads)]
-        rows.append([model.name, f"{shape.dim:,}", f"{shape.heads}", layers, f"{shape.length:,}", *sizes])
-    return table(["model", "dim", "heads", "layers", "length", "parameters", "in layers", "embedding and heads"], rows)
+        rows.append([model.name, f"{shape.dim:,}", f"{shape.heads}", layers, f"{shape.length:,}", size])
+    return table(["model", "dim", "heads", "layers", "length", "parameters"], rows)
 
 
-def estimate_larger_memory(model: Larger, rows: int, shards: int, checkpoint: bool) -> MemoryEstimate:
+def estimate_larger_memory(model: Larger, rows: int, shards: int, checkpoint: bool) -> int:
     """Estimate the memory of a larger model on one GPU, in bf16 with AdamW and an EMA."""
     return estimate_memory(
         model.config,
@@ -119,11 +111,9 @@ def estimate_larger_memory(model: Larger, rows: int, shards: int, checkpoint: bo
         length=model.config.length,
         bytes_per_activation=2,
         ema=True,
-        optimizer="adamw",
         shards=shards,
         checkpoint_activations=checkpoint,
         is_cuda=True,
-        anchor_share=model.anchor_share,
     )
 
 
@@ -134,15 +124,14 @@ def memory_table() -> str:
         for shards in EFFICIENCY:
             for checkpoint in (False, True):
                 one, two = (estimate_larger_memory(model, n, shards, checkpoint) for n in (1, 2))
-                row = two.activations - one.activations
-                totals = {2**i: estimate_larger_memory(model, 2**i, shards, checkpoint).total / GIB for i in range(10)}
-                cells = [f"{part / GIB:.1f}" for part in (one.total - one.head - row, row)]
+                totals = {2**i: estimate_larger_memory(model, 2**i, shards, checkpoint) / GIB for i in range(10)}
+                cells = [f"{part / GIB:.1f}" for part in (2 * one - two, two - one)]
                 for gib in CARDS.values():
                     fits = max((n for n in totals if totals[n] <= USABLE * gib), default=None)
                     cells.append("none" if fits is None else f"{fits} ({totals[fits]:.0f} GiB)")
                 rows.append([f"{model.name}, {shards} shards", "yes" if checkpoint else "no", *cells])
     cards = [f"micro-batch on {card}" for card in CARDS]
-    return table(["model", "checkpointing", "whatever the rows, GiB", "a row's activations, GiB", *cards], rows)
+    return table(["model", "checkpointing", "whatever the rows, GiB", "a row, GiB", *cards], rows)
 
 
 def time_table() -> str:

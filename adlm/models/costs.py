@@ -1,9 +1,6 @@
 """Parameters, FLOPs and memory of a model, counted or estimated from its config."""
 
 import re
-from typing import NamedTuple
-
-from torch import nn
 
 from adlm.models.language_model import ModelConfig, build_on_meta
 
@@ -12,7 +9,7 @@ HIDDEN_SHARE = 0.5  # of a masked model's positions, on average over t (log-line
 MAX_LOGIT_ROWS = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
 
 # Values a layer saves for its backward per token and unit of dim: x, norm 1, qkv (3), rotated q and k (2), attention,
-# x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks; dropout adds to them.
+# x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks.
 SAVED_PER_LAYER = 18
 # Measured peaks of CPU processes are 1.8 times the saved activations, because glibc keeps freed memory; CUDA's
 # allocator needs no such factor.
@@ -28,52 +25,10 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-class ParameterCounts(NamedTuple):
-    """Parameters of a model by part; a tied head counts once, as embedding."""
-
-    layers: int  # both stages with their norms, modulations and noise embeddings
-    embedding: int  # of tokens and of learned positions
-    heads: int
-    bridge: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-class MemoryEstimate(NamedTuple):
-    """Estimated bytes on one device at the peak of a training step."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    average: int
-    activations: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-def count_parameters_by_part(config: ModelConfig) -> ParameterCounts:
-    """Count the parameters of `LanguageModel(config)` by part, from shapes without memory."""
-    model = build_on_meta(config)
-
-    def count(*modules: nn.Module | None) -> int:
-        return sum(p.numel() for module in modules if module is not None for p in module.parameters())
-
-    return ParameterCounts(
-        layers=count(model.anchor, model.denoiser),
-        embedding=count(model.embed, model.positions),
-        heads=count(model.anchor_head, None if config.tied else model.head),
-        bridge=count(model.bridge),
-    )
-
-
 def count_parameters(config: ModelConfig) -> int:
-    """Count all parameters of `LanguageModel(config)`."""
-    return count_parameters_by_part(config).total
+    """Count the parameters of `LanguageModel(config)`, from shapes without memory; a tied head counts once."""
+    model = build_on_meta(config)
+    return sum(p.numel() for p in model.parameters()) - (model.head.weight.numel() if config.tied else 0)
 
 
 def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0.6) -> float:
@@ -111,58 +66,21 @@ def estimate_memory(
     length: int,
     bytes_per_activation: int,
     ema: bool,
-    optimizer: str,
     shards: int = 1,
     checkpoint_activations: bool = False,
     is_cuda: bool,
-    anchor_share: float = 0.6,
-) -> MemoryEstimate:
+) -> int:
     """Estimate the bytes at the peak of a training step of `rows` × `length` tokens on one of `shards` devices.
 
-    Weights, gradients, optimizer states and EMA are float32 and divided by `shards`; sharded embedding, heads, bridge
-    and two layers are gathered at a time. All gradients are counted together with all activations, which is too high
-    for one unsharded micro-batch. Not counted: CUDA context, communication buffers, fragmentation, time conditioning
-    and a CPU process's libraries.
+    Counted: weights, gradients, two moments and the EMA in float32, what is gathered of sharded weights and gradients
+    (embedding, heads, two layers), what the layers save for their backward, and a chunk of logits.
     """
-    parts, layers = count_parameters_by_part(config), config.anchor_layers + config.denoiser_layers
-    matrices, full = LAYER_WEIGHTS * config.dim**2, 4 * parts.total // shards
-    states = 2 * parts.total - (layers * matrices if optimizer == "muon" else 0)
-    all_gather = 4 * (parts.total - parts.layers + 2 * parts.layers // layers) if shards > 1 else 0
-    return MemoryEstimate(
-        weights=full + all_gather,
-        gradients=full + all_gather,
-        optimizer=4 * states // shards,
-        average=full if ema else 0,
-        activations=activation_bytes(config, rows * length, bytes_per_activation, checkpoint_activations, is_cuda),
-        head=head_bytes(config, rows * length, bytes_per_activation, anchor_share, is_cuda),
-    )
-
-
-def activation_bytes(config: ModelConfig, tokens: int, width: int, checkpoint: bool, is_cuda: bool) -> int:
-    """Estimate what the layers save for the backward, and the copies of their weights."""
-    layers, stages = config.anchor_layers + config.denoiser_layers, 2 if config.anchor_layers else 1
-    # Two dropouts save a byte per value in compiled layers, a value in eager ones.
-    dropout = (2 if is_cuda else 2 * width) if config.dropout else 0
-    layer = (SAVED_PER_LAYER * width + dropout) * config.dim
-    kept = layers * width * config.dim + layer if checkpoint else layers * layer
-    outside = 3 * stages * width * config.dim  # a stage's input, its final norm and that norm's input
-    if config.anchor_layers and config.bridge == "softmax":
-        outside += (width + 4) * config.vocab_size
-    copies = 0
-    if width == 2:
-        copies = 2 * LAYER_WEIGHTS * config.dim**2
-    elif config.cond_dim is not None and not config.time_conditioning:
-        copies = 4 * 5 * config.dim**2  # gates multiply the matrices `out` and `down`
-    copies *= 1 if checkpoint else layers
-    return int(ALLOCATOR_OVERHEAD[is_cuda] * (tokens * (kept + outside) + copies))
-
-
-def head_bytes(config: ModelConfig, tokens: int, width: int, anchor_share: float, is_cuda: bool) -> int:
-    """Estimate one chunk of logits, and each head's gradient and that of its features."""
-    shares = [1.0 if config.is_causal else HIDDEN_SHARE] + ([anchor_share] if config.anchor_layers else [])
-    positions = [int(share * tokens) for share in shares]
-    matrix = config.vocab_size * config.dim
-    chunk = width * config.vocab_size * min(MAX_LOGIT_ROWS[is_cuda], max(positions))
-    copy = 2 * matrix if width == 2 else 0
-    ready = sum(2 * n * config.dim * width + (width if n <= MAX_LOGIT_ROWS[is_cuda] else 4) * matrix for n in positions)
-    return chunk + copy + ready
+    dim, layers = config.dim, config.anchor_layers + config.denoiser_layers
+    states = 4 * count_parameters(config) * (5 if ema else 4) // shards
+    gathered = 4 * 2 * (2 * LAYER_WEIGHTS * dim**2 + 3 * config.vocab_size * dim) if shards > 1 else 0
+    saved = rows * length * dim * bytes_per_activation
+    saved *= layers + SAVED_PER_LAYER if checkpoint_activations else layers * SAVED_PER_LAYER
+    if bytes_per_activation == 2 and not checkpoint_activations:  # autocast keeps a copy of every matrix
+        saved += 2 * LAYER_WEIGHTS * dim**2 * layers
+    logits = config.vocab_size * bytes_per_activation * min(MAX_LOGIT_ROWS[is_cuda], rows * length)
+    return states + gathered + logits + int(ALLOCATOR_OVERHEAD[is_cuda] * saved)

@@ -307,20 +307,17 @@ def check_memory(
         length=length,
         bytes_per_activation=2 if precision == torch.bfloat16 else 4,
         ema=config.ema is not None,
-        optimizer=config.optimizer.name,
         shards=shards,
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_cuda=is_cuda,
     )
-    processes = 1 if is_cuda else context.local_world_size  # that share this memory
-    total, activations = needed.total * processes, (needed.activations + needed.head) * processes
+    needed *= 1 if is_cuda else context.local_world_size  # processes that share this memory
     available = get_available_memory(context.device)
-    if config.memory_check and total > available:
+    if config.memory_check and needed > available:
         raise MemoryError(
-            f"a step of {rows} × {length} tokens takes about {format_bytes(total)} (activations "
-            f"{format_bytes(activations)}), and {format_bytes(int(available))} are free on {context.device}. Reduce "
-            f"micro_batch (now {rows}), set parallel.checkpoint_activations=true, shard the weights with "
-            "parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this estimate"
+            f"a step of {rows} × {length} tokens takes about {format_bytes(needed)}, and {format_bytes(int(available))} "
+            f"are free on {context.device}. Reduce micro_batch (now {rows}), set parallel.checkpoint_activations=true, "
+            "shard the weights with parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this"
         )
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.objectives import training_loss
 from adlm.methods import METHODS, build_config
 from adlm.models import costs
-from adlm.models.costs import count_parameters, count_parameters_by_part, estimate_memory, flops_per_token, peak_flops
+from adlm.models.costs import count_parameters, estimate_memory, flops_per_token, peak_flops
 from adlm.models.language_model import LanguageModel, ModelConfig
 from bench import costs as planned
 from tests.world import count_weights, shapes_only
@@ -36,12 +35,7 @@ def small(method: str = "adlm", **changes: object) -> ModelConfig:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_count_is_the_models(method: str, options: dict[str, object]) -> None:
     config = build_config(method, "nano", vocab_size=1003, mask_id=1002, **options)
-    model, parts = shapes_only(config), count_parameters_by_part(config)
-    assert count_parameters(config) == parts.total == count_weights(model)
-    assert parts.layers == count_weights(model.anchor, model.denoiser)
-    assert parts.embedding == count_weights(model.embed, model.positions)
-    assert parts.bridge == count_weights(model.bridge)
-    assert parts.heads == count_weights(model.anchor_head) + (0 if config.tied else count_weights(model.head))
+    assert count_parameters(config) == count_weights(shapes_only(config))
 
 
 @pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
@@ -82,36 +76,26 @@ def test_peaks_are_found_by_name_and_never_guessed() -> None:
     assert peaks == {name: tera * 1e12 for name, tera in TERAFLOPS.items()} | dict.fromkeys(UNKNOWN)
 
 
-def estimate(config: ModelConfig, **changes: object) -> costs.MemoryEstimate:
-    settings = {"rows": 32, "length": 1024, "bytes_per_activation": 2, "ema": True, "optimizer": "adamw"}
+def estimate(config: ModelConfig, **changes: object) -> int:
+    settings = {"rows": 32, "length": 1024, "bytes_per_activation": 2, "ema": True}
     return estimate_memory(config, **(settings | {"is_cuda": True} | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("bridge", "gib"), [("factored", 24.3), ("direct", 23.1)])
 def test_memory_is_near_what_an_h200_took(bridge: str, gib: float) -> None:
     """bench/RECORDS.md: ADLM small, batch 32 × 1,024, compiled layers, dropout 0.1, AdamW, EMA."""
-    assert estimate(small(bridge=bridge)).total / 2**30 == pytest.approx(gib, rel=0.1)
+    assert estimate(small(bridge=bridge)) / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 def test_memory_follows_its_parts() -> None:
     config = small()
     base, count = estimate(config), count_parameters(config)
-    assert base.weights == base.gradients == base.average == base.optimizer // 2 == 4 * count
-    assert base.total == sum(base)
-    assert estimate(config, ema=False).average == 0
-    assert base.optimizer - estimate(config, optimizer="muon").optimizer == 4 * 18 * 12 * 768**2
-    sharded = estimate(config, shards=8)
-    assert sharded.optimizer == base.optimizer // 8 and sharded.average == base.average // 8
-    assert 4 * count // 8 < sharded.weights < 4 * count
-    assert estimate(config, checkpoint_activations=True).activations < base.activations / 5
-    assert estimate(config, bytes_per_activation=4).activations > 1.7 * base.activations
-    rows = [estimate(config, rows=n).activations for n in (8, 16, 24)]
-    assert rows[2] - rows[1] == rows[1] - rows[0]
-    # No more logits than those of one chunk of the loss exist at a time.
+    assert base - estimate(config, ema=False) == 4 * count
+    assert 20 * count // 8 < base - estimate(config, shards=8) < 20 * count
+    rows = [estimate(config, rows=n) for n in (32, 64, 96)]
+    assert rows[2] - rows[1] == rows[1] - rows[0] == 18 * 18 * 2 * 768 * 32 * 1024  # no more logits than of a chunk
+    assert estimate(config, checkpoint_activations=True) < base / 2
     assert {True: selected.MAX_LOGIT_ROWS["cuda"], False: selected.MAX_LOGIT_ROWS["cpu"]} == costs.MAX_LOGIT_ROWS
-    heads = [estimate(config, rows=n).head for n in (64, 128)]
-    assert heads[1] - heads[0] < 2 * 24576 * 50_258 / 4
-    assert estimate(replace(config, bridge="softmax")).activations > base.activations + 32 * 1024 * 50_258
 
 
 STEPS = """
@@ -132,7 +116,7 @@ def steps(config, rows):
     optimizers, ema = build_optimizers(model), EMA(model, 0.9)
     process = ForwardProcess(config.mask_id, anchor_rule=rare_in_sequence(5))
     x0 = torch.randint(config.vocab_size - 1, (rows, config.length))
-    for step in range(6):
+    for step in range(4):
         batch = corrupt(x0, process, CounterRng.from_seed(0, rows), step)
         training_loss(model, batch, anchor_weight=3e-3).total.backward()
         step_optimizers(model, optimizers, 1.0, ema)
@@ -150,19 +134,16 @@ print(peak() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and the estimate is of glibc")
-@pytest.mark.parametrize(
-    ("dim", "depth", "length", "rows", "vocab"), [(256, (4, 2), 256, 8, 2048), (128, (6, 3), 128, 32, 4096)]
-)
-def test_memory_is_near_what_a_cpu_took(dim: int, depth: tuple[int, int], length: int, rows: int, vocab: int) -> None:
-    """Six real steps in a fresh process, within 35%: 30.5% was seen once on a busy machine."""
-    shape = {"vocab_size": vocab, "mask_id": vocab - 1, "dim": dim, "heads": 4, "length": length}
-    shape |= {"anchor_layers": depth[0], "denoiser_layers": depth[1]}
+def test_memory_is_near_what_a_cpu_took() -> None:
+    """Real steps in a fresh process, within 35%: 30.5% was seen once on a busy machine."""
+    rows, length, vocab = 32, 128, 4096
+    shape = {"vocab_size": vocab, "mask_id": vocab - 1, "dim": 128, "heads": 4, "length": length}
+    shape |= {"anchor_layers": 6, "denoiser_layers": 3}
     command = [sys.executable, "-c", STEPS, json.dumps(shape), str(rows)]
     process = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    # Of tokens drawn evenly from a large vocabulary nearly all are rare.
-    real = {"rows": rows, "length": length, "bytes_per_activation": 4, "is_cuda": False, "anchor_share": 1.0}
+    real = {"rows": rows, "length": length, "bytes_per_activation": 4, "is_cuda": False}
     estimated = estimate(ModelConfig(**shape), **real)  # type: ignore[arg-type]
-    assert estimated.total == pytest.approx(int(process.stdout), rel=0.35)
+    assert estimated == pytest.approx(int(process.stdout), rel=0.35)
 
 
 @pytest.mark.parametrize("name", ["paper_table", "shape_table", "memory_table", "time_table"])
