@@ -27,6 +27,7 @@ from adlm.diffusion.plans import Plan, Transition, confidence_remask_prob, mean_
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.generate import Predictor
 from adlm.text.generation import GenerationRequest
+from adlm.text.lm import Guesses
 from adlm.text.templates import Layout, classify_tokens
 
 PLAN = 0  # the kind of rows that follow a plan; an order's kind is its place in `orders`, from 1 on
@@ -56,6 +57,7 @@ class Row:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position
     nfe: int = 0
     delivered: int = 0  # leading positions that can no longer change and were delivered
+    guesses: Guesses | None = None  # at its last change, where they are wanted
 
 
 class StepResult(NamedTuple):

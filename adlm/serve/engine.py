@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from adlm.diffusion.denoising import Frame
 from adlm.serve.batches import CausalBatch, MaskedBatch, Row, StepResult, TokenLogprob
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow, StreamStep, predict_guesses
+from adlm.text.lm import LM, GeneratedRow, Guesses, StreamStep, predict_guesses
 from adlm.text.templates import Layout
 from adlm.view.trajectory import TokenState
 
@@ -92,7 +92,7 @@ class RowFrame:
     settled: int  # leading positions that can no longer change
     nfe: int
     is_done: bool
-    stream_step: tuple[StreamStep, int] | None = None  # with the row's place in it, where guesses are wanted
+    stream_step: StreamStep | None = None  # of this row, where guesses are wanted
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position
 
     @property
@@ -103,10 +103,7 @@ class RowFrame:
     @property
     def tokens(self) -> tuple[TokenState, ...] | None:
         """The tokens as the player draws them, where guesses are wanted."""
-        if self.stream_step is None:
-            return None
-        step, row = self.stream_step
-        return step.trajectory_frame(row).tokens
+        return None if self.stream_step is None else self.stream_step.trajectory_frame().tokens
 
 
 Notify = Callable[[list[RowFrame] | Exception], None]
@@ -336,20 +333,26 @@ def run_calls(calls: Sequence[tuple[Future[Any], Callable[[], Any]]]) -> None:
                 future.set_exception(error)
 
 
-def predict_tokens(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[int, tuple[StreamStep, int]]:
-    """Return the guesses at rows that want them, by their places in the batch; they are not counted as NFE."""
+def predict_tokens(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[int, StreamStep]:
+    """Return the steps, with guesses, of the rows that want them, by their places in the batch.
+
+    A row in which nothing has changed keeps its guesses. They are not counted as NFE.
+    """
     places = [i for i, row in enumerate(rows) if row.owner.guesses is not None]
     if not places:
         return {}
-    at, layouts = torch.tensor(places), tuple(rows[i].layout for i in places)
-    columns = (x[at.to(x.device)] for x in (result.tokens, result.is_hidden, result.changed, result.nfe))
-    frame = Frame(0, *columns)
-    count = 0 if lm.row_format.is_causal else max(rows[i].owner.guesses for i in places)
-    step = StreamStep(0, frame, layouts, predict_guesses(lm.predictor, frame, layouts, count))
-    return {place: (step, i) for i, place in enumerate(places)}
+    columns = result.tokens, result.is_hidden, result.changed, result.nfe
+    frames = {i: Frame(0, *(x[[i]] for x in columns)) for i in places}
+    changed = [i for i in places if rows[i].guesses is None or bool(frames[i].changed.any())]
+    if changed and not lm.row_format.is_causal:
+        count, layouts = max(rows[i].owner.guesses for i in places), [rows[i].layout for i in changed]
+        guesses = predict_guesses(lm.predictor, Frame(0, *(x[changed] for x in columns)), layouts, count)
+        for at, i in enumerate(changed if guesses is not None else ()):
+            rows[i].guesses = Guesses(*(getattr(guesses, each.name)[[at]] for each in fields(Guesses)))
+    return {i: StreamStep(0, frames[i], (rows[i].layout,), rows[i].guesses) for i in places}
 
 
-def deliver(rows: Sequence[Row], result: StepResult, stream_steps: dict[int, tuple[StreamStep, int]]) -> None:
+def deliver(rows: Sequence[Row], result: StepResult, stream_steps: dict[int, StreamStep]) -> None:
     """Send every request the frames that it wants: the last ones, those with newly settled text, or all."""
     settled, is_done = result.settled.tolist(), result.is_done.tolist()
     wants = []
