@@ -89,7 +89,7 @@ class TextScorer:
 
     def __post_init__(self) -> None:
         if self.scorer is not None:
-            ScoringRequest(self.scorer, [], window=self.window).windows()  # raises where it cannot score so
+            ScoringRequest(self.scorer, [], window=self.window).check()
         elif self.window is not None:
             raise ValueError(f"window={self.window} needs a scoring model: give scorer (--judge)")
 

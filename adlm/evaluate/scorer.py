@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,8 +162,7 @@ class ScoringModel:
         config = {key: value for key, value in self.model.config.to_dict().items() if key not in IRRELEVANT_CONFIG}
         weights = self.settings["weights_sha256"] or hash_weights(self.model)
         precision = [self.settings[name] for name in ("dtype", "float32_matmul", "architecture")]
-        parts = [config, weights, precision, self.special_ids, self.is_causal]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+        return hash_settings([str(sorted(config.items())), weights, precision, self.special_ids, self.is_causal])
 
 
 def find_scorer(name: str | Path) -> ModelLocation:
@@ -276,7 +273,6 @@ def hide_stderr() -> Iterator[None]:
 class TokenWindow(NamedTuple):
     """A range of a text's tokens; those from `first_scored` on are scored in it."""
 
-    text: int
     start: int
     end: int
     first_scored: int
@@ -304,13 +300,22 @@ class ScoringRequest:
     with_features: bool = False
     window: int | None = None
 
-    def windows(self) -> list[TokenWindow]:
-        """The windows of all texts; texts that cannot be scored are refused."""
+    def check(self) -> None:
+        """Refuse texts that cannot be scored."""
+        max_tokens, lengths = self.scorer.max_tokens, list(map(len, self.texts))
         if self.with_nats:
             self.scorer.require_causal()
-        if empty := [number for number, text in enumerate(self.texts) if len(text) == 0]:
-            raise ValueError(f"{len(empty)} of {len(self.texts)} texts are empty (text {empty[0]} first): remove them")
-        return build_windows([len(text) for text in self.texts], self.scorer.max_tokens, self.window)
+        if 0 in lengths:
+            raise ValueError(f"{lengths.count(0)} of {len(lengths)} texts are empty (text {lengths.index(0)} first)")
+        if self.window is not None and not 2 <= self.window <= max_tokens:
+            raise ValueError(
+                f"window={self.window}: give 2 to {max_tokens} tokens, what the scoring model's context holds"
+            )
+        if self.window is None and (long := [number for number, length in enumerate(lengths) if length > max_tokens]):
+            raise ValueError(
+                f"{len(long)} of {len(lengths)} texts are longer than the {max_tokens:,} tokens of this context (text "
+                f"{long[0]} has {lengths[long[0]]:,}): shorten them (length), or score in windows of fewer (window)"
+            )
 
     @cached_property
     def keys(self) -> list[str]:
@@ -319,21 +324,13 @@ class ScoringRequest:
         return [f"score-{hash_settings([*base, text.ids])}" for text in self.texts]
 
 
-def build_windows(lengths: Sequence[int], max_tokens: int, window: int | None) -> list[TokenWindow]:
-    """Split texts of these lengths into windows; without `window`, each text is one."""
-    if window is not None and not 2 <= window <= max_tokens:
-        raise ValueError(f"window={window}: give 2 to {max_tokens} tokens, what this scoring model's context holds")
-    if window is None and (long := [number for number, length in enumerate(lengths) if length > max_tokens]):
-        raise ValueError(
-            f"{len(long)} of {len(lengths)} texts are longer than the {max_tokens:,} tokens of this model's context "
-            f"(text {long[0]} has {lengths[long[0]]:,}): shorten them (length), or score in windows of fewer (window)"
-        )
-    size, windows = window or max_tokens, list[TokenWindow]()
-    for text, length in enumerate(lengths):
-        windows.append(TokenWindow(text, 0, min(size, length), 0))
-        while (last := windows[-1]).end < length:
-            start = min(last.start + size // 2, length - size)
-            windows.append(TokenWindow(text, start, start + size, last.end))
+def split_windows(length: int, window: int | None) -> list[TokenWindow]:
+    """The windows of a text, which overlap by half; without `window`, it is one."""
+    size = window or length
+    windows = [TokenWindow(0, min(size, length), 0)]
+    while (last := windows[-1]).end < length:
+        start = min(last.start + size // 2, length - size)
+        windows.append(TokenWindow(start, start + size, last.end))
     return windows
 
 
@@ -354,7 +351,7 @@ def score_texts(
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     parts = []
     for request in requests:
-        request.windows()  # texts that cannot be scored are refused before anything is
+        request.check()  # before anything is scored
         longest_first = sorted(range(len(request.texts)), key=lambda number: -len(request.texts[number]))
         missing = {number for number, key in enumerate(request.keys) if key not in cache}
         # Every world_size-th from the longest on: equal work, and texts of similar length together.
@@ -370,68 +367,55 @@ def score_texts(
     return results
 
 
-@torch.no_grad()
 def compute_scores(
     request: ScoringRequest, numbers: Sequence[int], missing: set[int], batch: int
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """Score the missing texts among these numbers; after every batch, yield the scores that it completes, by key.
+    """Score the missing texts among these numbers, longest first; yield the scores of every batch, by key.
 
     Batches are those of all numbers, and are skipped or computed as a whole: a resumed run rounds like any other.
     """
-    scorer, texts = request.scorer, request.texts
-    before, after = scorer.special_ids
-    own, missing = set(numbers), missing.intersection(numbers)
-    nats = {number: np.full(len(texts[number]), np.nan, np.float32) for number in missing}
-    windows = [window for window in request.windows() if window.text in own]
-    unread = Counter(window.text for window in windows)
-    sums: dict[int, Any] = dict.fromkeys(missing, 0.0)
-    counts = dict.fromkeys(missing, 0)
-    max_tokens = MAX_BATCH_TOKENS[scorer.model.device.type]
-    for group in batch_windows(windows, batch, len(before) + len(after), max_tokens):
-        if not any(window.text in missing for window in group):
-            continue
-        rows = [[*before, *texts[window.text].ids[window.start : window.end], *after] for window in group]
+    scorer, texts, start = request.scorer, request.texts, 0
+    while start < len(numbers):
+        longest, special = len(texts[numbers[start]]), scorer.context - scorer.max_tokens
+        width = min(longest, request.window or longest) + special
+        group = numbers[start : start + max(1, min(batch, MAX_BATCH_TOKENS[scorer.model.device.type] // width))]
+        start += len(group)
+        if not missing.isdisjoint(group):
+            scores = score_batch(request, [texts[number] for number in group])
+            yield {
+                request.keys[number]: score for number, score in zip(group, scores, strict=True) if number in missing
+            }
+
+
+@torch.no_grad()
+def score_batch(request: ScoringRequest, texts: Sequence[TokenizedText]) -> list[dict[str, Any]]:
+    """The nats of all tokens of texts, and features, by one forward pass over the first windows of all, and so on."""
+    scorer, (before, after) = request.scorer, request.scorer.special_ids
+    nats = [np.full(len(text), np.nan, np.float32) for text in texts]
+    sums, counts = [np.zeros(1) for _ in texts], [0] * len(texts)
+    for turn in zip_longest(*(split_windows(len(text), request.window) for text in texts)):
+        windows = [(number, window) for number, window in enumerate(turn) if window is not None]
+        rows = [[*before, *texts[number].ids[window.start : window.end], *after] for number, window in windows]
         row_nats, states = run_scorer(scorer, rows, request.with_nats, request.with_features)
-        finished: dict[str, dict[str, Any]] = {}
-        for row, (text, start, end, first_scored) in enumerate(group):
-            if text not in missing:
-                continue
+        for row, (number, (start, end, first_scored)) in enumerate(windows):
             skipped, length = first_scored - start, len(rows[row])
             if request.with_nats:
                 first = max(skipped, 1 - len(before))  # row_nats[i] is of token i + 1 of the row
-                nats[text][start + first : end] = row_nats[row, len(before) + first - 1 : length - 1]
+                nats[number][start + first : end] = row_nats[row, len(before) + first - 1 : length - 1]
             if request.with_features:
                 is_counted = np.full(length, not scorer.is_causal)
                 is_counted[len(before) : len(before) + skipped] = False
-                is_counted[-1] |= end == len(texts[text])
-                sums[text] = sums[text] + states[row, :length][is_counted].sum(0, dtype=np.float64)
-                counts[text] += int(is_counted.sum())
-            unread[text] -= 1
-            if unread[text] == 0:
-                score = {"nats": nats.pop(text)} if request.with_nats else {}
-                if request.with_features:
-                    score["features"] = np.asarray(sums.pop(text) / counts[text], dtype=np.float32)
-                for name, values in score.items():
-                    unscored = 1 - len(before) if name == "nats" else 0
-                    if not np.isfinite(values[unscored:]).all():  # they would vanish in a mean
-                        raise FloatingPointError(f"{name} by {scorer.name} are not finite: its weights are broken")
-                finished[request.keys[text]] = score
-        yield finished
-
-
-def batch_windows(
-    windows: Sequence[TokenWindow], batch: int, special: int, max_tokens: int
-) -> Iterator[list[TokenWindow]]:
-    """Batches of windows of similar length, the longest first: if memory is too small, that shows at once."""
-    group: list[TokenWindow] = []
-    for window in sorted(windows, key=lambda window: (window.start - window.end, window.text)):
-        width = (group[0].end - group[0].start if group else window.end - window.start) + special
-        if group and (len(group) == batch or (len(group) + 1) * width > max_tokens):
-            yield group
-            group = []
-        group.append(window)
-    if group:
-        yield group
+                is_counted[-1] |= end == len(texts[number])
+                sums[number] = sums[number] + states[row, :length][is_counted].sum(0, dtype=np.float64)
+                counts[number] += int(is_counted.sum())
+    scores: dict[str, list[Any]] = {"nats": nats} if request.with_nats else {}
+    if request.with_features:
+        scores["features"] = [np.asarray(total / count, np.float32) for total, count in zip(sums, counts, strict=True)]
+    for name, values in scores.items():
+        unscored = 1 - len(before) if name == "nats" else 0
+        if not all(np.isfinite(each[unscored:]).all() for each in values):  # they would vanish in a mean
+            raise FloatingPointError(f"{name} by {scorer.name} are not finite: its weights are broken")
+    return [dict(zip(scores, values, strict=True)) for values in zip(*scores.values(), strict=True)]
 
 
 def run_scorer(
