@@ -18,25 +18,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.batches import RowDataset, TensorRows, is_valid
 from adlm.diffusion import orders
-from adlm.diffusion.masking import ForwardProcess, NoisyBatch, Selection, collect_batch, corrupt, select, shift_tokens
+from adlm.diffusion.masking import ForwardProcess, NoisyBatch, collect_batch, corrupt, select, shift_tokens
 from adlm.diffusion.objectives import Loss, training_loss
-from adlm.diffusion.orders import Order, next_positions
 from adlm.diffusion.plans import EPS
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, NoiseSchedule, noise_level
-from adlm.diffusion.selected import MAX_LOGIT_ROWS, selected_loss
+from adlm.diffusion.selected import MAX_LOGIT_ROWS
 from adlm.models.language_model import LanguageModel
 from adlm.remedies import check_known
 
 MIN_DRAWS_PER_BIN, MAX_TIME_BINS = 8, 64  # of the mean loss by time that `noise_variance` subtracts
 MAX_ENUMERATED = 6  # scored tokens of which all sets are hidden in turn: at most 63 evaluations
 LEFT_TO_RIGHT, RANDOM = "left_to_right", "random"
-# The orders of the samplers; `tokens_per_step` sets how many tokens a step reveals, not steps or a bound on entropies.
-SCORED_ORDERS = {
-    order.name: replace(order, steps=None, entropy_bound=None)
-    for order in (orders.confidence(1), orders.margin(1), replace(orders.entropy_bounded(), name="entropy"))
-}
-ORDERS = (LEFT_TO_RIGHT, *SCORED_ORDERS, RANDOM)
+SCORES = {"confidence": orders.confidence(1).score, "margin": orders.margin(1).score}
+SCORES |= {"entropy": orders.entropy_bounded().score}  # of logits; the highest is revealed next
+ORDERS = (LEFT_TO_RIGHT, *SCORES, RANDOM)
 MAX_TIE = 1e-6  # scores that are no further apart are equal
 
 
@@ -385,9 +381,8 @@ def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> 
 def estimate_order_nll(
     model: LanguageModel,
     rows: Tensor | RowDataset,
-    order: str | Order | Tensor,
+    order: str,
     *,
-    tokens_per_step: int = 1,
     draws: int = 1,
     seed: int = 0,
     batch: int = 32,
@@ -396,124 +391,64 @@ def estimate_order_nll(
     ranks: Ranks | None = None,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> NllEstimate:
-    """Nats per token of rows (n, L) that are revealed in an order: exact, or a bound for a random order.
+    """Nats per token of rows (n, L) that are revealed a token a step in an order: exact, a bound for a random order.
 
-    The order is a name of `ORDERS`, an `Order` with a score (with its own steps or entropy bound), or a permutation
-    (L,): the positions in the order of their reveal. Scores are computed in float64, and of equal ones (to 1e-6) the
-    left one comes first, so that rounding and batch size change nothing. A row of n hidden tokens takes
-    ceil(n / tokens_per_step) steps, as in `denoise`. A random order takes `draws` permutations for each row. `batch` is
-    the number of states in the network at a time; the other arguments are those of `estimate_nll`.
+    The order is a name of `ORDERS`. Scores are computed in float64, and of equal ones (to 1e-6) the left one comes
+    first, so that rounding and batch size change nothing. A random order takes `draws` permutations for each row. The
+    other arguments are those of `estimate_nll`.
     """
     if model.config.is_causal or model.config.mask_id is None:
         raise ValueError("a causal model has one order, from left to right, in which its nll is exact already")
-    if tokens_per_step < 1:
-        raise ValueError(f"tokens_per_step must be at least 1, got {tokens_per_step}")
-    scored, is_random = None, False
-    if isinstance(order, str):
-        check_known("order", order, ORDERS)
-        scored, is_random = SCORED_ORDERS.get(order), order == RANDOM
-    elif isinstance(order, Order):
-        if order.score is None:
-            raise ValueError(f"order {order.name!r} is random: give the name {RANDOM!r}")
-        scored = order
-    if scored is not None and model.embed.weight.device.type == "mps":
-        raise ValueError(f"order {scored.name!r} is scored in float64, which mps does not have: use device=cpu")
-    folded = model.fold() if scored is None else model.fold().double()
+    check_known("order", order, ORDERS)
+    score, is_random = SCORES.get(order), order == RANDOM
+    if score is not None and model.embed.weight.device.type == "mps":
+        raise ValueError(f"order {order!r} is scored in float64, which mps does not have: use device=cpu")
+    folded = model.fold() if score is None else model.fold().double()
     draws = draws if is_random else 1
 
     def compute_nats(each: RowBatch, _: int) -> Tensor:
-        if scored is not None:
-            return _nats_by_score(folded, each, scored, tokens_per_step)[:, None]
-        positions = torch.arange(each.x0.shape[1])
-        reveals = order if isinstance(order, Tensor) else positions
-        if not torch.equal(reveals.sort().values, positions):
-            raise ValueError(f"order {reveals.tolist()} does not have all {len(positions)} positions of a row once")
-        place = reveals.argsort().expand_as(each.x0)
-        nats = []
+        length, nats = each.x0.shape[1], []
         for draw in range(draws):
+            scores = -torch.arange(length, dtype=torch.float64).repeat(len(each.x0), 1)
             if is_random:
-                place = CounterRng.from_seed(seed, each.row).uniform(draw, len(positions), Purpose.ORDER)
-            nats.append(_nats_by_place(folded, each, place, tokens_per_step, batch))
+                scores = CounterRng.from_seed(seed, each.row).uniform(draw, length, Purpose.ORDER)
+            nats.append(_nats_in_order(folded, each, scores, score))
         return torch.stack(nats, dim=1)
 
     shared = (draws, batch, given_tokens, documents, ranks, on_rows)
     return _estimate(rows, compute_nats, *shared, is_exact=not is_random)
 
 
-def find_reveal_steps(rank: Tensor, hidden: Tensor, steps: Tensor) -> Tensor:
-    """The one of `steps` even steps, larger ones first, that reveals the token of each rank among `hidden`."""
-    small, more = hidden // steps.clamp(min=1), hidden % steps.clamp(min=1)
-    early = more * (small + 1)
-    return torch.where(rank < early, rank // (small + 1), more + (rank - early) // small.clamp(min=1))
+def _nats_in_order(
+    model: LanguageModel, rows: RowBatch, scores: Tensor, score: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Nats of rows (n,) by revealing in each the hidden token with the highest of `scores` (n, L), one after another.
 
-
-def _nats_by_place(model: LanguageModel, rows: RowBatch, place: Tensor, tokens_per_step: int, batch: int) -> Tensor:
-    """Nats of rows (n,) whose order is known beforehand, the lowest place (n, L) first: all states at once."""
-    hidden = rows.is_counted.sum(1, keepdim=True)
-    rank = torch.where(rows.is_counted, place.double(), torch.inf).argsort(stable=True, dim=1).argsort(1)
-    steps = -(-hidden // tokens_per_step)
-    reveal = torch.where(rows.is_counted, find_reveal_steps(rank, hidden, steps), -1)  # -1: given, or padding
-    row = torch.repeat_interleave(torch.arange(len(place)), steps[:, 0])
-    step = torch.arange(len(row)) - (steps.cumsum(0) - steps)[row, 0]
-    nats = torch.zeros(len(place), dtype=torch.float64)
-    for states in torch.arange(len(row)).split(batch) if len(row) else ():
-        mine, now = row[states], step[states, None]
-        index = (reveal[mine] == now).flatten().nonzero()[:, 0]
-        features = _compute_features(model, rows, mine, reveal[mine] >= now)
-        targets = rows.x0[mine].to(features.device)
-        selection = Selection(index.to(features.device), torch.ones(len(index), device=features.device))
-        losses = selected_loss(features, model.head, targets, selection, without=model.config.mask_id).each
-        nats.index_add_(0, mine[index // place.shape[1]], losses.cpu().double())
-    return nats
-
-
-def _nats_by_score(model: LanguageModel, rows: RowBatch, order: Order, tokens_per_step: int) -> Tensor:
-    """Nats of rows (n,) whose next positions follow from the network's own prediction, a step of all rows at a time."""
-    is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
-    steps = -(-is_hidden.sum(1) // tokens_per_step)
-    start = torch.zeros_like(steps)
-    if order.steps is None and order.entropy_bound is None:
-        # Rows end together: a row of fewer steps starts later, so that the steps left are the same for all.
-        order = replace(order, steps=int(steps.max()))
-        start = steps.max() - steps
-    step = 0
-    while bool(is_hidden.any()):
-        active = (is_hidden.any(1) & (start <= step)).nonzero()[:, 0]
-        here = is_hidden[active]
-        scores, losses = _score_hidden(model, rows, active, here, order)
-        chosen = next_positions(order, merge_ties(scores, here), here, step)
-        nats[active] += (losses * chosen).sum(1)
-        is_hidden[active] = here & ~chosen
-        step += 1
-    return nats
-
-
-def merge_ties(scores: Tensor, is_hidden: Tensor) -> Tensor:
-    """The scores (n, L) of hidden positions, neighbors in rank that are equal (to `MAX_TIE`) made the same.
-
-    In a row that is all hidden, a model with relative positions predicts the same everywhere, up to rounding.
+    With a `score` of logits, it is computed of every hidden position before each reveal.
     """
-    ranked, place = scores.masked_fill(~is_hidden, -torch.inf).sort(dim=1, descending=True, stable=True)
-    is_lower = torch.ones_like(is_hidden)
-    is_lower[:, 1:] = ranked[:, :-1] - ranked[:, 1:] > MAX_TIE
-    leader = torch.where(is_lower, torch.arange(scores.shape[1]), 0).cummax(1).values
-    return torch.empty_like(scores).scatter_(1, place, ranked.gather(1, leader))
+    is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
+    while bool(is_hidden.any()):
+        active = is_hidden.any(1).nonzero()[:, 0]
+        here, x0 = is_hidden[active], rows.x0[active]
+        features = _compute_features(model, rows, active, here)
+        if score is not None:
+            parts = features[here.to(features.device)].split(MAX_LOGIT_ROWS[features.device.type])
+            scored = torch.cat([score(_compute_logits(model, part)) for part in parts]).cpu()
+            scores[active] = torch.zeros_like(scores[active]).masked_scatter_(here, scored)
+        ranked = scores[active].masked_fill(~here, -torch.inf)
+        chosen = (ranked >= ranked.amax(1, keepdim=True) - MAX_TIE).long().argmax(1)
+        place = torch.arange(len(active)), chosen
+        logits = _compute_logits(model, features[tuple(each.to(features.device) for each in place)])
+        nats[active] -= logits.log_softmax(-1).cpu().double()[place[0], x0[place]]
+        is_hidden[active, chosen] = False
+    return nats
 
 
-def _score_hidden(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor, order: Order) -> Tensor:
-    """Score and nats (2, n, L) of every hidden position of some rows of the batch, zero elsewhere."""
-    assert order.score is not None
-    features = _compute_features(model, batch, rows, is_hidden)
-    is_scored = is_hidden.to(features.device)
-    targets, parts = batch.x0[rows].to(features.device)[is_scored], []
-    for i, each in enumerate(features[is_scored].split(size := MAX_LOGIT_ROWS[features.device.type])):
-        logits = model.head(each)
-        logits[:, model.config.mask_id] = -torch.inf
-        losses = -logits.log_softmax(-1).gather(1, targets[i * size : (i + 1) * size, None])[:, 0]
-        parts.append(torch.stack([order.score(logits), losses]))
-    result = features.new_zeros(2, *is_hidden.shape)
-    result[:, is_scored] = torch.cat(parts, dim=1)
-    return result.cpu()
+def _compute_logits(model: LanguageModel, features: Tensor) -> Tensor:
+    """The head's logits (N, V), the mask impossible."""
+    logits: Tensor = model.head(features)
+    logits[:, model.config.mask_id] = -torch.inf
+    return logits
 
 
 def _compute_features(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor) -> Tensor:

@@ -139,9 +139,6 @@ def ppl(
         str | None,
         Option(help="Also the likelihood under an order: left_to_right, confidence, margin, entropy or random."),
     ] = None,
-    tokens_per_step: Annotated[
-        int | None, Option(min=1, help="Tokens that a step of --order reveals. [default: 1]")
-    ] = None,
     count: Annotated[str, Option(help="lineage: all tokens but padding; text: without BOS and EOS.")] = "lineage",
     attend_padding: Annotated[
         bool, Option("--attend-padding", help="Read and mask padding like text, as the lineage does on LM1B.")
@@ -417,7 +414,6 @@ def report(
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Adds samples and the frontier.")] = None,
     zeroshot_dir: Annotated[Path | None, Option(help="Folder of the zero-shot sets. Adds that section.")] = None,
     code: Annotated[bool, Option("--code", help="Add Python code that parses.")] = False,
-    quick: Annotated[bool, Option("--quick", help="Use small sizes everywhere, as a smoke test.")] = False,
     n: Annotated[int | None, Option("--n", min=2, help=f"Number of samples. {DEFAULTS}")] = None,
     length: Annotated[int | None, Option(min=1, help=f"Tokens in a sample. {DEFAULTS}")] = None,
     steps: Annotated[
@@ -429,7 +425,6 @@ def report(
     limit: RowLimit = None,
     rows: RowsOption = None,
     license: Annotated[str | None, Option("--license", help="License of the weights. [default: unknown]")] = None,
-    language: Annotated[str, Option(help="Language of the text for report.md.")] = "en",
     seed: options.Seed = 0,
     batch: Annotated[int | None, Option(min=1, help=f"Texts per batch; does not change the texts. {DEFAULTS}")] = None,
     out: OutFolder = Path("report"),

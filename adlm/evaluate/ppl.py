@@ -46,7 +46,6 @@ class NllSettings:
     seed: int = 0
     steps: int | None = None  # of discrete time; None: continuous time
     order: str | None = None  # of a second estimate
-    tokens_per_step: int | None = None
     count: str = "lineage"
     attend_padding: bool = False
 
@@ -55,8 +54,6 @@ class NllSettings:
             raise ValueError(f"unknown count {self.count!r}: expected one of {', '.join(COUNTS)}")
         if self.order is not None and self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}: expected one of {', '.join(ORDERS)}")
-        if self.order is None and self.tokens_per_step is not None:
-            raise ValueError(f"tokens_per_step {self.tokens_per_step} has no effect without order: give order too")
         if self.order is not None and self.attend_padding:
             raise ValueError(f"order {self.order} never hides padding: leave attend_padding out")
 
@@ -82,7 +79,6 @@ def perplexity(
     draws: int = 4,
     steps: int | None = None,
     order: str | None = None,
-    tokens_per_step: int | None = None,
     count: str = "lineage",
     attend_padding: bool = False,
     limit: int | None = None,
@@ -96,11 +92,11 @@ def perplexity(
     """Estimate the perplexity of models on one text or on named texts: an upper bound for masked models.
 
     `draws` is the number of noises for each row, `steps` selects discrete time, `order` adds the likelihood under an
-    unmasking order, `tokens_per_step` at a time. `count="text"` leaves out BOS and EOS. `out` is a folder in which the
-    estimates are stored: the same call resumes.
+    unmasking order. `count="text"` leaves out BOS and EOS. `out` is a folder that stores the estimates: the same call
+    resumes.
     """
     lms, texts = list_models(models), data if isinstance(data, Mapping) else {str(data): data}
-    settings = NllSettings(draws, seed, steps, order, tokens_per_step, count, attend_padding)
+    settings = NllSettings(draws, seed, steps, order, count, attend_padding)
     selection: dict[str, Any] = {"rows": rows, "split": split, "limit": limit}
 
     same: dict[str, Any] = {"batch": batch, "out": out, "context": context, "on_progress": on_progress}
@@ -193,7 +189,7 @@ def estimate_text(
     noise = {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
     form: dict[str, Any] = {"score_entropy": METHODS[lm.method].score_entropy}
     form |= {} if is_causal else {"steps": settings.steps, "attend_padding": settings.attend_padding}
-    order = {"order": settings.order, "tokens_per_step": settings.tokens_per_step or 1}
+    order = {"order": settings.order}
 
     def recall(task: str, estimate: Callable[..., NllEstimate], options: dict[str, Any]) -> NllEstimate:
         """The cached estimate of these settings, or a new one."""

@@ -315,7 +315,7 @@ def check_memory(
     available = get_available_memory(context.device)
     if config.memory_check and needed > available:
         raise MemoryError(
-            f"a step of {rows} × {length} tokens takes about {format_bytes(needed)}, and {format_bytes(int(available))} "
+            f"a step of {rows} × {length} tokens takes about {format_bytes(needed)}; {format_bytes(int(available))} "
             f"are free on {context.device}. Reduce micro_batch (now {rows}), set parallel.checkpoint_activations=true, "
             "shard the weights with parallel.kind=fsdp, or choose a smaller model.preset; memory_check=false skips this"
         )

@@ -48,7 +48,7 @@ def test_the_bundled_model_in_a_process_of_its_own() -> None:
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """Both tokenize, each computes half of the batches, one prints and writes; stored estimates are known to both."""
     models = (trained(), trained("mdlm"))
-    words = ("--draws", 2, "--limit", 50, "--rows", "documents", "--order", "confidence", "--tokens-per-step", 8)
+    words = ("--draws", 2, "--limit", 50, "--rows", "documents", "--order", "confidence")
     words = (*words, "--batch", 7, "--device", "cpu")
     expected = run_ppl(*models, *words)
     run_ppl(models[0], *words, "--out", tmp_path)
@@ -83,15 +83,15 @@ def test_several_models_and_texts(tmp_path: Path) -> None:
 
 def test_an_order_is_a_second_estimate() -> None:
     words = (trained(), "--limit", 10, "--draws", 2)
-    plain, found = run_ppl(*words), run_ppl(*words, "--order", "margin", "--tokens-per-step", 3)
+    plain, found = run_ppl(*words), run_ppl(*words, "--order", "margin")
     assert found["nll"] == plain["nll"] and found["kind"] == "nelbo" and "unmasking" not in plain
     second, lm = found["unmasking"], adlm.load(trained(), device="cpu")
     assert second["kind"] == "unmasking_exact" and second["is_bound"] is False and second["se_noise"] == 0
-    assert (second["order"], second["tokens_per_step"], second["draws"]) == ("margin", 3, 1)
+    assert (second["order"], second["draws"]) == ("margin", 1)
     rows = load_eval_data(documents(), lm.tokenizer, 32, limit=10).rows
-    expected = estimate_order_nll(lm.model, rows, "margin", tokens_per_step=3)
+    expected = estimate_order_nll(lm.model, rows, "margin")
     assert math.isclose(second["nll"], expected.nll, rel_tol=1e-5) and second["tokens"] == expected.tokens
-    random = run_ppl(*words, "--order", "random", "--tokens-per-step", 8)["unmasking"]
+    random = run_ppl(*words, "--order", "random")["unmasking"]
     assert random["is_bound"] is True and random["kind"] == "unmasking_bound" and random["se_noise"] > 0
 
 
@@ -130,7 +130,7 @@ def test_warnings(tmp_path: Path) -> None:
 
 
 def test_the_table_has_the_numbers_of_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (trained(), "--draws", 2, "--limit", 20, "--order", "left_to_right", "--tokens-per-step", 8)
+    words = (trained(), "--draws", 2, "--limit", 20, "--order", "left_to_right")
     result, found = invoke("eval", "ppl", *words, "--data", documents()), run_ppl(*words)
     first, second = (line for line in result.stdout.splitlines() if line.startswith("│"))
     assert "NELBO " in first and f"≤ {found['nll']:.4f} ± {found['se']:.4f}" in first
@@ -181,7 +181,6 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
         (("--data", "TEXT", "--rows", "columns"), "unknown rows 'columns': expected one of wrapped, documents"),
         (("--data", "TEXT", "--count", "words"), "unknown count 'words': expected one of lineage, text"),
         (("--data", "TEXT", "--order", "sideways"), "unknown order 'sideways': expected one of left_to_right,"),
-        (("--data", "TEXT", "--tokens-per-step", "2"), "give order too"),
         (("--data", "TEXT", "--draws", "0"), "--draws"),
         (("--data", "TEXT", "--out", "TEXT"), "is a file: give the name of a folder"),
         (("nobody", "--data", "TEXT"), "'nobody'"),
