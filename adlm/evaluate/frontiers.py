@@ -24,7 +24,7 @@ from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
-from adlm.methods import ALIASES, SAMPLERS, look_up, takes_steps
+from adlm.methods import SAMPLERS, look_up, takes_steps
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, GeneratedRow
 from adlm.training.distributed import get_device_name
@@ -163,7 +163,6 @@ def simplify_setting(setting: SamplerSetting, length: int) -> SamplerSetting:
     if setting.sampler == LEFT_TO_RIGHT:
         return replace(setting, steps=None)
     factory, has_steps = look_up(SAMPLERS, setting.sampler, "sampler"), takes_steps(setting.sampler)
-    setting = replace(setting, sampler=ALIASES.get(setting.sampler, setting.sampler))
     if not has_steps:
         return replace(setting, steps=None)
     sampler = factory(setting.steps)

@@ -39,8 +39,7 @@ from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM
 
-MAX_FRONTIER_TEXTS = 48  # for each of many points
-MAX_ANCHOR_TEXTS = 32  # for each of eight perturbations
+MAX_TEXTS = {"frontier": 48, "anchors": 32, "code": 32}  # for each point, each perturbation, and each metric
 TAGS = ("diffusion", "masked-diffusion", "language-model")
 TITLES = {
     "perplexity": "Held-out likelihood",
@@ -49,19 +48,7 @@ TITLES = {
     "anchors": "Anchor network",
     "zero_shot": "Zero-shot likelihood",
     "code": "Python code",
-    "examples": "Examples",
 }
-EXTENT: dict[str, dict[str, Any]] = {"anchors": {"samples": MAX_ANCHOR_TEXTS}, "examples": {"n": 2}}
-QUICK_EXTENT: dict[str, dict[str, Any]] = {
-    "perplexity": {"limit": 16, "draws": 2},
-    "samples": {"n": 8, "steps": 8, "length": 24, "mauve_seeds": 1},
-    "frontier": {"n": 4, "length": 16, "steps": [4, 8], "samplers": ["ancestral"], "top_p": [1.0], "repeats": 2},
-    "anchors": {"limit": 16, "draws": 1, "perturb": [1.0], "stale": [1], "samples": 2, "length": 16, "steps": 4},
-    "zero_shot": {"limit": 8, "draws": 2},
-    "code": {"texts": 2, "infills": 2, "steps": 8},
-    "examples": {"n": 1, "steps": 8},
-}
-METRIC_NAMES = {"bits_per_byte": "bits/byte", "gen_ppl": "Gen-PPL", "mauve": "MAUVE"}
 ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:[^\s/:'\"]+/)+([^\s/:'\"]+)")
 GENERATED = ("text", "texts", "completion", "before", "removed", "after")  # values that stay as they are
 
@@ -76,7 +63,6 @@ class Section:
     tables: list[Table] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
-    examples: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -90,7 +76,7 @@ class Section:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        kept = {name: getattr(self, name) for name in ("name", "title", "reason", "figures", "examples")}
+        kept = {name: getattr(self, name) for name in ("name", "title", "reason", "figures")}
         return kept | {"results": [result.as_dict() for result in self.results]}
 
 
@@ -109,10 +95,8 @@ def report(
     steps: Sequence[int] = (),
     samplers: Sequence[str] = (),
     limit: int | None = None,
-    quick: bool = False,
     batch: int | None = None,
     license: str | None = None,
-    language: str = "en",
     seed: int = 0,
     out: str | Path = "report",
     command: str = "",
@@ -122,59 +106,60 @@ def report(
 
     `scorer` adds samples and the frontier (compared with `reference`, by default `data`), `zeroshot_dir` the zero-shot
     sets, `code` Python code. The frontier takes all `steps` and `samplers`, other sections the most steps and the first
-    sampler. `quick` measures little of everything. `batch` is how many rows the models and the scorer take at a time;
-    by default each evaluation's own. It changes the speed, results only by rounding. `command` is shown on the pages.
+    sampler. `batch` is how many rows the models and the scorer take at a time; by default each evaluation's own. It
+    changes the speed, results only by rounding. `command` is shown on the pages.
     """
     check_whole_numbers(1, batch=batch)
     import_extra("matplotlib", "the plots of a report need matplotlib", "eval")
     given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
     license = license or ("apache-2.0" if {lm.name for lm in given} <= set(MODELS) else "unknown")
-    extent = choose_extent(n, length, limit, steps, samplers, quick)
-    for name in extent if batch is not None else ():
-        extent[name] |= {"batch": batch} | ({"scorer_batch": batch} if name in ("samples", "frontier") else {})
+    sampler = next(iter(samplers), None)
+    most = max(steps, default=None) if sampler is None or takes_steps(sampler) else None
+    masked = drop_unset(length=length, steps=most, sampler=sampler)
+    sampling = {lm.name: drop_unset(length=length) if lm.row_format.is_causal else masked for lm in lms}
     for lm in lms:  # wrong settings are refused before anything runs
-        lm.build_request(seed=seed, **fit_sampling(lm, extent["examples"]))
+        lm.build_request(seed=seed, **sampling[lm.name])
     paths = [str(each) for each in (data, reference, scorer, zeroshot_dir) if isinstance(each, str | Path)]
     files = {Path(path).name: hash_file(Path(path)) for path in paths if Path(path).is_file()}
     scorer = None if scorer is None else load_scorer(scorer, device=lms[0].device)
-    same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress}
+    same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress, **drop_unset(batch=batch)}
+    bounded, texts = drop_unset(limit=limit), {name: min(n or most, most) for name, most in MAX_TEXTS.items()}
+    scored = {"scorer": scorer, "reference": real, **drop_unset(scorer_batch=batch)}
     sections = {name: Section(name) for name in TITLES}
 
-    sections["perplexity"].add(perplexity(lms, {Path(data).name: data}, rows=rows, **same, **extent["perplexity"]))
+    sections["perplexity"].add(perplexity(lms, {Path(data).name: data}, rows=rows, **same, **bounded))
     if scorer is None:
         sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
     else:
-        sections["frontier"].add(frontier(lms, scorer=scorer, reference=real, **same, **extent["frontier"]))
+        grid = drop_unset(n=n and texts["frontier"], length=length, steps=steps, samplers=samplers)
+        sections["frontier"].add(frontier(lms, **scored, **same, **grid))
         if find_spec("mauve") is None:
             sections["samples"].reason = f"mauve-text is not installed ({install_command('mauve')})"
         for lm in lms if find_spec("mauve") else []:
-            own = same | {"out": out / "samples" / lm.name} | fit_sampling(lm, extent["samples"])
-            sections["samples"].add(samples(lm, scorer=scorer, reference=real, **own), lm.name)
+            own = same | {"out": out / "samples" / lm.name} | drop_unset(n=n) | sampling[lm.name]
+            sections["samples"].add(samples(lm, **scored, **own), lm.name)
     if two_stage := [lm for lm in lms if lm.model.anchor is not None]:
-        sections["anchors"].add(anchors(two_stage, data, rows=rows, scorer=scorer, **same, **extent["anchors"]))
+        more = {"rows": rows, "scorer": scorer, "samples": texts["anchors"], **bounded, **masked}
+        sections["anchors"].add(anchors(two_stage, data, **more, **same))
     else:
         sections["anchors"].reason = "none of the models has two stages"
     if zeroshot_dir is None:
         sections["zero_shot"].reason = "no folder of the sets was given (--zeroshot-dir)"
     else:
-        result = zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **same, **extent["zero_shot"])
-        sections["zero_shot"].add(result)
+        sections["zero_shot"].add(zero_shot(lms, data_dir=zeroshot_dir, skip_missing=True, **bounded, **same))
     sections["code"].reason = "" if code else "it was not requested (--code)"
     try:
         if code:
-            sections["code"].add(measure_code(lms, **same, **extent["code"]))
+            more = {"texts": texts["code"], "infills": texts["code"], **drop_unset(steps=most, sampler=sampler)}
+            sections["code"].add(measure_code(lms, **more, **same))
     except ValueError as error:  # too few functions fit into short rows
         sections["code"].reason = str(error)
-    for lm in lms:
-        generated = lm.generate(seed=seed, **fit_sampling(lm, extent["examples"]))
-        keys = ("sampler", "steps", "temperature", "top_p", "seed")
-        about = ", ".join([lm.name, *(f"{key} {generated.settings[key]}" for key in keys if key in generated.settings)])
-        sections["examples"].examples += [{"settings": about, "text": each} for each in generated.texts]
 
     hide = partial(hide_paths, paths=[*paths, *(lm.name for lm in given)])
-    settings = {"data": str(data), "reference": str(real), "rows": rows, "quick": quick, "seed": seed, "files": files}
-    settings = hide(to_json(settings | {"scorer": scorer and scorer.settings, "extent": extent}))
+    settings: dict[str, Any] = {"data": str(data), "reference": str(real), "rows": rows, "seed": seed, "files": files}
+    settings |= {"n": n, "length": length, "steps": steps, "samplers": samplers, "limit": limit, "batch": batch}
+    settings = hide(to_json(settings | {"scorer": scorer and scorer.settings}))
     provenance, metrics = collect_provenance(lms[0].device), hide(collect_metrics(sections))
     paths_written = []
     for section in sections.values():
@@ -184,22 +169,27 @@ def report(
         paths_written += plots
     described, shown = [describe_model(lm) for lm in lms], list(sections.values())
     columns = [Column(name.replace("_", " "), is_text=isinstance(value, str)) for name, value in described[0].items()]
-    summary = tabulate_summary([lm.name for lm in lms], metrics)
+    summary = tabulate_summary(metrics)
     content = {"title": f"Evaluation of {', '.join(lm.name for lm in lms)}", "command": hide(command)}
     content |= {"models": Table(columns, [list(each.values()) for each in described]), "summary": summary}
-    content |= {"origin": tabulate_origin(settings, provenance), "sections": shown}
-    front: dict[str, Any] = {"license": license, "language": [language], "library_name": "adlm"}
+    content |= {"origin": {**settings, **provenance, "scorer": scorer and scorer.name}, "sections": shown}
+    front: dict[str, Any] = {"license": license, "language": ["en"], "library_name": "adlm"}
     front |= {"pipeline_tag": "text-generation", "tags": [*TAGS, *dict.fromkeys(lm.method for lm in lms)]}
     front["model-index"] = build_model_index(metrics)
     paths_written += write_pages(content, front, out)
     whole = {"models": described, "metrics": metrics, "command": hide(command), "license": license}
-    whole |= {"language": language, "sections": hide(to_json([each.as_dict() for each in shown]))}
+    whole |= {"sections": hide(to_json([each.as_dict() for each in shown]))}
     whole["files"] = [path.name for path in paths_written]
     states = [[each.title, f"no: {each.reason}" if each.reason else "yes"] for each in shown]
     tables = [summary, Table([Column("section", is_text=True), Column("measured", is_text=True)], states)]
     result = EvalResult("report", whole, settings, provenance, tables)
     save_json(out / "report.json", result.as_dict())
     return result
+
+
+def drop_unset(**options: Any) -> dict[str, Any]:
+    """The options that were given; the others have the defaults of each evaluation."""
+    return {name: value for name, value in options.items() if value}
 
 
 def name_models(lms: Sequence[LM]) -> list[LM]:
@@ -210,35 +200,6 @@ def name_models(lms: Sequence[LM]) -> list[LM]:
         named.append(copy.copy(lm))
         named[-1].name = name if short.count(name) == 1 else "-".join(Path(lm.name).resolve().parts[-3:])
     return named
-
-
-def choose_extent(
-    n: int | None, length: int | None, limit: int | None, steps: Sequence[int], samplers: Sequence[str], quick: bool
-) -> dict[str, dict[str, Any]]:
-    """How much each section measures: the given numbers, else the defaults."""
-    one = {"length": length, "steps": max(steps, default=None), "sampler": next(iter(samplers), None)}
-    given: dict[str, dict[str, Any]] = {
-        "perplexity": {"limit": limit},
-        "samples": {"n": n, **one},
-        "frontier": {"n": n and min(n, MAX_FRONTIER_TEXTS), **one, "steps": list(steps), "samplers": list(samplers)},
-        "anchors": {"limit": limit, "samples": n and min(n, MAX_ANCHOR_TEXTS), **one},
-        "zero_shot": {"limit": limit},
-        "code": one | {"length": None},
-        "examples": one,
-    }
-    del given["frontier"]["sampler"]
-    for section, chosen in given.items():
-        defaults = (QUICK_EXTENT if quick else EXTENT).get(section, {})
-        given[section] = defaults | {name: value for name, value in chosen.items() if value}
-        if "sampler" in given[section] and not takes_steps(given[section]["sampler"]):
-            given[section].pop("steps", None)
-    return given
-
-
-def fit_sampling(lm: LM, extent: Mapping[str, Any]) -> dict[str, Any]:
-    """The extent without the sampler and its steps if the model is causal."""
-    skipped = ("sampler", "steps") if lm.row_format.is_causal else ()
-    return {name: each for name, each in extent.items() if name not in skipped}
 
 
 def describe_model(lm: LM) -> dict[str, Any]:
@@ -284,26 +245,14 @@ def build_model_index(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [{"name": name, "results": results} for name, results in index.items()]
 
 
-def tabulate_summary(models: Sequence[str], metrics: Sequence[Mapping[str, Any]]) -> Table:
+def tabulate_summary(metrics: Sequence[Mapping[str, Any]]) -> Table:
     """The main metrics of each model: of each type the first."""
-    cells: dict[tuple[str, str], str] = {}
+    first: dict[tuple[str, str], list[Any]] = {}
     for each in metrics:
         estimate = Estimate(each["value"], each["stderr"], each["interval"])
-        text = estimate.format(prefix="≤ " if "upper bound" in each["name"] else "")
-        cells.setdefault((each["model"], each["type"]), text)
-    kinds = list(dict.fromkeys(each["type"] for each in metrics))
-    rows = [[model, *(cells.get((model, kind)) for kind in kinds)] for model in models]
-    return Table([Column("model", is_text=True), *(Column(METRIC_NAMES.get(kind, kind)) for kind in kinds)], rows)
-
-
-def tabulate_origin(settings: Mapping[str, Any], provenance: Mapping[str, Any]) -> Table:
-    """Settings and provenance as text."""
-    rows: list[list[str]] = []
-    for name, value in {**settings, **provenance, "scorer": (settings["scorer"] or {}).get("name")}.items():
-        if name != "extent" and value not in (None, {}):
-            is_nested = isinstance(value, Mapping)
-            rows.append([name, ", ".join(f"{key} {each}" for key, each in value.items()) if is_nested else str(value)])
-    return Table([Column("name", is_text=True), Column("value", is_text=True)], rows)
+        first.setdefault((each["model"], each["type"]), [each["model"], each["name"], each["data"], estimate])
+    columns = [Column(name, is_text=True) for name in ("model", "metric", "data")]
+    return Table([*columns, Column("value")], list(first.values()))
 
 
 def hide_paths(value: Any, *, paths: Sequence[str]) -> Any:

@@ -33,7 +33,7 @@ CALLS = {
     "eval code": "model --texts 1 --infills 1 --steps 2",
     "eval frontier": "model --n 2 --length 8 --samplers ancestral --steps 2 --top-p 1.0 --repeats 2",
     "eval ppl": "model --data text.txt --limit 2 --draws 1",
-    "eval report": "model --data text.txt --quick --n 2 --length 8 --limit 2 --out empty.txt",
+    "eval report": "model --data text.txt --n 2 --length 8 --limit 2 --out empty.txt",
     "eval samples": "model --judge nowhere --reference text.txt --n 2 --length 8 --steps 2",
     "eval zeroshot": "model --data-dir nowhere",
     "reason ask": "run question",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from adlm import load
-from adlm.evaluate.reports import TITLES, Section, choose_extent, hide_paths, name_models, report, write_pages
+from adlm.evaluate.reports import TITLES, Section, hide_paths, name_models, report, write_pages
 from adlm.evaluate.results import Column, EvalResult, Table
 from tests.cli.terminal import answer_json, trained
 from tests.evaluate.scorers import causal, causal_folder, documents, needs, with_matplotlib
@@ -29,7 +29,8 @@ def quick_report() -> tuple[EvalResult, Path]:
     text, out = shelf() / "report-held-out.txt", shelf() / "report"
     text.write_text(TEXT[:6000], "utf-8")
     lms = [load(trained(name), device="cpu") for name in ("adlm", "ar")]
-    return report(lms, str(text), quick=True, command=f"adlm eval report {trained()} --data {text}", out=str(out)), out
+    command = f"adlm eval report {trained()} --data {text}"
+    return report(lms, str(text), n=2, length=16, steps=[4], limit=8, command=command, out=str(out)), out
 
 
 class Reader(HTMLParser):
@@ -89,7 +90,7 @@ def test_the_pages_show_the_results_and_nothing_else() -> None:
         assert section["title"] in words and f"## {section['title']}" in markdown
         assert not section["reason"] or f"Not measured: {section['reason']}." in words
     states = {section["name"]: bool(section["reason"]) for section in data["sections"]}
-    assert states == {name: name in ("samples", "frontier", "zero_shot", "code") for name in TITLES}
+    assert states == {name: name not in ("perplexity", "anchors") for name in TITLES}
     body = markdown.split("---\n", 2)[2].replace("\\", "")
     assert find_unknown_numbers(words, data) == find_unknown_numbers(body, data) == set()
     entry = data["sections"][0]["results"][0]["models"][0]
@@ -131,8 +132,8 @@ def test_no_text_becomes_markup(tmp_path: Path) -> None:
 
     def write(text: str) -> tuple[str, str]:
         table = Table([Column(text, is_text=True), Column("x")], [[text, 1.0], [text, None]], title=text, notes=[text])
-        section = Section("code", text, tables=[table], warnings=[text], examples=[{"settings": text, "text": text}])
-        content = {"title": text, "models": table, "summary": table, "origin": table, "command": text}
+        section = Section("code", text, tables=[table], warnings=[text])
+        content = {"title": text, "models": table, "summary": table, "origin": {text: text}, "command": text}
         paths = write_pages(content | {"sections": [section]}, {"license": "mit"}, tmp_path)
         return paths[0].read_text("utf-8"), paths[1].read_text("utf-8")
 
@@ -159,16 +160,6 @@ def test_the_hub_reads_the_front_matter() -> None:
     assert {each.metric_type for each in card.eval_results} == {"perplexity", "bits_per_byte"}
 
 
-def test_given_numbers_come_before_defaults() -> None:
-    few, many = (choose_extent(500, 40, 7, [16, 64], ["confidence"], quick) for quick in (True, False))
-    assert many["frontier"] == {"n": 48, "length": 40, "steps": [16, 64], "samplers": ["confidence"]}
-    assert few["samples"]["n"] == 500 and many["anchors"]["samples"] == 32
-    assert few["examples"] == {"n": 1, "steps": 64, "length": 40, "sampler": "confidence"}
-    assert "steps" not in choose_extent(None, None, None, [16], ["first_hitting"], True)["code"]
-    assert choose_extent(None, None, None, [], [], False)["perplexity"] == {}
-    assert choose_extent(None, None, None, [], [], True)["code"]["texts"] == 2
-
-
 def drop_times(value: Any) -> Any:
     """The data without what depends on the machine."""
     timed = ("seconds", "seconds_sd", "timings", "settings", "provenance", "tables")
@@ -183,7 +174,8 @@ def test_one_command_measures_everything_and_the_batch_changes_nothing(tmp_path:
     needs("transformers", "mauve")
     text, out, sets = tmp_path / "prose.txt", tmp_path / "report", write_sets(tmp_path / "sets")
     text.write_text("\n<|endoftext|>\n".join(documents()[:60]), "utf-8")
-    words = (trained(), trained("ar"), "--data", text, "--judge", causal_folder(), "--quick", "--code", "--batch", 1)
+    words = (trained(), trained("ar"), "--data", text, "--judge", causal_folder(), "--code", "--batch", 1)
+    words = (*words, "--n", 4, "--length", 16, "--steps", "4,8", "--samplers", "ancestral", "--limit", 8)
     data = answer_json("eval", "report", *words, "--zeroshot-dir", sets, "--out", out, "--device", "cpu")
     reasons = {section["name"]: section["reason"] for section in data["sections"] if section["reason"]}
     assert set(reasons) <= {"code"} and "functions" in reasons.get("code", "functions")  # the model's rows are short
@@ -192,7 +184,8 @@ def test_one_command_measures_everything_and_the_batch_changes_nothing(tmp_path:
     for name in FILES:
         assert str(tmp_path) not in (out / name).read_text("utf-8")
     lms, other = [load(trained(name), device="cpu") for name in ("adlm", "ar")], tmp_path / "other"
-    again = report(lms, text, scorer=causal(), zeroshot_dir=sets, code=True, quick=True, batch=3, out=other)
+    size: dict[str, Any] = {"n": 4, "length": 16, "steps": [4, 8], "samplers": ["ancestral"], "limit": 8, "batch": 3}
+    again = report(lms, text, scorer=causal(), zeroshot_dir=sets, code=True, **size, out=other)
     one, two = (list_leaves(drop_times(each["sections"])) for each in (data, json.loads(json.dumps(again.metrics))))
     assert len(one) == len(two) > 1000
     for value, expected in zip(one, two, strict=True):
