@@ -16,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.exceptions import HTTPException
@@ -71,6 +71,8 @@ async def answer_exception(request: Request, error: Exception) -> Response:
         place = [str(part) for part in first["loc"] if part != "body"]
         if first["type"] == "extra_forbidden":
             return answer_error(400, f"unknown field {place[-1]!r}: leave it out", param=place[-1])
+        if first["type"] == "json_invalid":
+            return answer_error(400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}")
         where = f"field {'.'.join(place)}" if place else "the body"
         return answer_error(400, f"{where}: {first['msg']}", param=place[0] if place else None)
     if isinstance(error, QueueFullError):
@@ -325,7 +327,7 @@ def create_app(
         """Fill the holes of templates."""
         return await answer(body, http)
 
-    @app.post("/v1/score", response_model=None)
+    @app.post("/v1/score")
     async def score(body: ScoreBody, http: Request) -> Response:
         """Return nats per token of texts, an upper bound for masked models."""
         name = find_model(body.model)
@@ -357,13 +359,13 @@ def create_app(
         """Say that the process answers."""
         return {"status": "ok"}
 
-    @app.get("/readyz", response_model=None)
+    @app.get("/readyz")
     async def check_readiness() -> Response:
         """Say whether requests are answered."""
         is_ready = all(each.is_ready for each in engines.values())
         return AsciiJSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Return metrics in Prometheus' format."""
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")

@@ -1,7 +1,6 @@
 """The official OpenAI client talks to a real server."""
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +12,13 @@ from tests.text.models import lm
 
 if os.environ.get("ADLM_ALL") == "1":
     import openai
-    import uvicorn
 else:
     openai: Any = pytest.importorskip("openai")
-    uvicorn: Any = pytest.importorskip("uvicorn")
+    pytest.importorskip("uvicorn")
 
 from adlm.serve.app import create_app
 from adlm.serve.engine import EngineLimits
+from tests.serve.servers import run_server
 
 QUICK: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 12, "extra_body": {"steps": 6}}
 
@@ -27,16 +26,8 @@ QUICK: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 12, "extra_b
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, Any]]:
     app = create_app(lm(), name="small", api_key="secret", limits=EngineLimits(max_rows=4, max_waiting=4))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1", app.state.engine
-        server.should_exit = True
-        thread.join()
+    with run_server(app) as address:
+        yield f"{address}/v1", app.state.engine
 
 
 @pytest.fixture
