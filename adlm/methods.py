@@ -64,24 +64,9 @@ SAMPLERS: dict[str, Callable[..., Plan | Order]] = {
     "entropy_bounded": orders.entropy_bounded,
 }
 
-ALIASES = {  # names in MDLM, ReMDM, LLaDA and Dream
-    "mdlm": "ancestral",
-    "forward-backward": "forward_backward",
-    "remdm-cap": "remask_cap",
-    "remdm-rescale": "remask_rescale",
-    "remdm-conf": "remask_conf",
-    "remdm-loop": "remask_loop",
-    "low_confidence": "confidence",
-    "topk_margin": "margin",
-    "entropy": "entropy_bounded",
-    "cosinesqr": "cosine_squared",
-}
-
 
 def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry of a name or alias; the error for an unknown one lists the known names."""
-    if name not in table and ALIASES.get(name) in table:
-        name = ALIASES[name]
+    """Return the entry of a name; the error for an unknown one lists the known names."""
     check_known(kind, name, table)
     return table[name]
 

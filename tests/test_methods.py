@@ -25,15 +25,6 @@ def test_the_error_of_an_unknown_name_lists_the_known_ones(kind):
         methods.look_up(TABLES[kind], "nonsense", kind)
 
 
-def test_aliases_are_names_of_their_own_table_only():
-    for alias, name in methods.ALIASES.items():
-        table = SAMPLERS if name in SAMPLERS else SCHEDULES
-        assert methods.look_up(table, alias, "name") is table[name] and alias not in table
-    assert methods.look_up(METHODS, "mdlm", "method") is METHODS["mdlm"]
-    with pytest.raises(ValueError, match="unknown method 'remdm-cap'"):
-        methods.look_up(METHODS, "remdm-cap", "method")
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_can_be_built_and_checks_its_options(name):
     options = {} if name in NEEDS_NO_STEPS else {"steps": 4}
@@ -86,7 +77,7 @@ def test_a_config_for_every_corner(method, preset):
 
 
 def test_schedules_and_rules_have_names():
-    assert methods.build_schedule("cosinesqr").alpha(torch.tensor(0.0)) == 1
+    assert methods.build_schedule("cosine_squared").alpha(torch.tensor(0.0)) == 1
     rule = methods.build_anchor_rule("rare_in_sequence", max_count=1)
     assert rule(torch.tensor([[1, 1, 2]]), None).tolist() == [[False, False, True]]
 

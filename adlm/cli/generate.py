@@ -189,10 +189,10 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
 def find_compared(name: str, settings: GenerationOptions, lm: LM, own: dict[str, Any]) -> tuple[LM, dict[str, Any]]:
     """Return what --compare names: the same model with another sampler, or another model."""
     from adlm.bundled import MODELS
-    from adlm.methods import ALIASES, SAMPLERS, takes_steps
+    from adlm.methods import SAMPLERS, takes_steps
     from adlm.text.lm import load
 
-    if ALIASES.get(name, name) in SAMPLERS:  # without the first sampler's options
+    if name in SAMPLERS:  # without the first sampler's options
         return lm, {"sampler": name, "steps": own["steps"] if takes_steps(name) else None, "block": own["block"]}
     if name in MODELS or Path(name).exists():
         other = load(name, device=settings.device, deterministic=settings.deterministic)

@@ -77,10 +77,8 @@ CORPORA: dict[str, Corpus] = {
 }
 # fmt: on
 
-ALIASES = {"openwebtext": "openwebtext-split", "wikitext-2": "wikitext2", "wikitext-103": "wikitext103"}
-
 
 def find_corpus(spec: object) -> Corpus | None:
     """Return the dataset that a source names, also in the form NAME:PATH; None for a path or an unknown name."""
     name = spec.partition(":")[0] if isinstance(spec, str) else ""
-    return CORPORA.get(ALIASES.get(name, name))
+    return CORPORA.get(name)

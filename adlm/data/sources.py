@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adlm.data import formats
-from adlm.data.corpora import ALIASES, CONVERTED, CORPORA, Corpus, find_corpus
+from adlm.data.corpora import CONVERTED, CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
 from adlm.data.hub import check_hub
@@ -130,8 +130,8 @@ def open_source(
         return _open_files(Path(spec), request)
     if hub := HUB_NAME.fullmatch(spec):
         return _open_hub(hub[1], hub[2], hub[3], request)
-    hint = suggest_names(spec, [*CORPORA, *ALIASES])
-    known = ", ".join([*CORPORA, *ALIASES, "owner/name[:config][@revision] of the Hub"])
+    hint = suggest_names(spec, CORPORA)
+    known = ", ".join([*CORPORA, "owner/name[:config][@revision] of the Hub"])
     raise FileNotFoundError(f"{spec!r} is no file, no folder and no named dataset{hint}: check the name ({known})")
 
 

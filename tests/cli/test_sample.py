@@ -78,13 +78,13 @@ def read_titles(page: Path) -> list[str]:
 def test_two_samplers_compared_generate_what_each_does_alone(tmp_path: Path) -> None:
     words, page, gif = (trained(), *SHORT, "--n", 2, "--seed", 3), tmp_path / "new" / "a.html", tmp_path / "a.gif"
     options = ("--option", "eta=0.3")
-    both = answer_json("sample", *words, *options, "--compare", "remdm-cap", "--html", page, "--gif", gif)
+    both = answer_json("sample", *words, *options, "--compare", "remask_cap", "--html", page, "--gif", gif)
     assert (both["html"], both["gif"]) == (str(page), str(gif))
     assert both["texts"] == answer_json("sample", *words, *options)["texts"]  # recording changes nothing
     alone = answer_json("sample", *words, "--sampler", "remask_cap")
     assert both["compare"]["texts"] == alone["texts"] and both["compare"]["settings"]["steps"] == 6
     assert both["settings"]["eta"] == 0.3 and "eta" not in both["compare"]["settings"]
-    assert [title.split(" · ")[1] for title in read_titles(page)] == ["remask_loop", "remdm-cap"]
+    assert [title.split(" · ")[1] for title in read_titles(page)] == ["remask_loop", "remask_cap"]
     assert gif.read_bytes().startswith(b"GIF89a")
     without_steps = answer_json("sample", *words, "--compare", "first_hitting")
     assert "steps" not in without_steps["compare"]["settings"]

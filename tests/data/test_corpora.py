@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adlm.data.corpora import ALIASES, CORPORA, Corpus, find_corpus
+from adlm.data.corpora import CORPORA, Corpus, find_corpus
 from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES
 from adlm.data.sources import Split, open_source
@@ -28,7 +28,7 @@ def test_every_entry_names_what_exists() -> None:
         assert set(corpus.splits) <= {"train", "valid", "test"}
         assert all(str(Split.parse(split)) == split for split in corpus.splits.values())
         assert corpus.characters.keys() <= corpus.splits.keys()
-    assert all(find_corpus(f"{alias}:PATH") is CORPORA[name] for alias, name in ALIASES.items())
+    assert all(find_corpus(f"{name}:PATH") is corpus for name, corpus in CORPORA.items())
     assert find_corpus("c4") is find_corpus(Path("lm1b")) is None
 
 
@@ -50,7 +50,7 @@ def test_wikitext_lines_are_rows() -> None:
     assert rows[:3] == ["", " = Homarus gammarus =\n", ""]
     assert "lobster, is a species" in rows[3] and "(24 in)" in rows[3] and rows[3].endswith(".\n")
     assert source.identity["detokenizer"] == "wikitext" and source.identity["documents"] == "every-line"
-    raw = open_source(f"wikitext-103:{FIXTURES / 'wiki.valid.tokens'}", split="valid", detokenizer="none")
+    raw = open_source(f"wikitext103:{FIXTURES / 'wiki.valid.tokens'}", split="valid", detokenizer="none")
     assert raw.identity["detokenizer"] is None and " lobster , is " in texts(raw)[3]
 
 
@@ -143,16 +143,16 @@ def split_texts(spec: str) -> tuple[list[str], list[str]]:
 def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
     write_parquet(tmp_path / "0.parquet", [{"text": str(i)} for i in range(4)])
     write_parquet(tmp_path / "1.parquet", [{"text": str(i)} for i in range(4, 9)])
-    assert split_texts(f"openwebtext:{tmp_path}") == (list("012345"), list("678"))
+    assert split_texts(f"openwebtext-split:{tmp_path}") == (list("012345"), list("678"))
     with pytest.raises(ValueError, match=r"no split 'test': choose train or valid"):
-        open_source(f"openwebtext:{tmp_path}", split="test")
+        open_source(f"openwebtext-split:{tmp_path}", split="test")
     with pytest.raises(ValueError, match="is a slice already"):
-        open_source(f"openwebtext:{tmp_path}", split="valid[:1]")
+        open_source(f"openwebtext-split:{tmp_path}", split="valid[:1]")
     (tmp_path / "1.parquet").unlink()
-    assert split_texts(f"openwebtext:{tmp_path}") == (["0"], list("123"))
+    assert split_texts(f"openwebtext-split:{tmp_path}") == (["0"], list("123"))
     write_parquet(tmp_path / "0.parquet", [{"text": "0"}])
     with pytest.raises(ValueError, match=r"needs at least 3 documents, and there are 1"):
-        open_source(f"openwebtext:{tmp_path}", split="valid").read()
+        open_source(f"openwebtext-split:{tmp_path}", split="valid").read()
 
 
 # The Hub, replaced by a folder of Parquet files.

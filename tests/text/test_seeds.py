@@ -7,7 +7,7 @@ import torch
 
 from adlm import LM, Hole, SamplingParams
 from adlm.diffusion.categorical import draw
-from adlm.methods import ALIASES, SAMPLERS
+from adlm.methods import SAMPLERS
 from tests.text.models import lm
 from tests.world import OPTIONS
 
@@ -80,9 +80,6 @@ def test_other_vocabularies(words: str) -> None:
 def test_infilling_reveals_one_token_per_step_by_default() -> None:
     model = lm("mdlm")
     assert model.infill(TEMPLATES).nfe_each == [7, 1, 7]
-    assert ALIASES["low_confidence"] == "confidence"
-    other = model.infill(TEMPLATES, sampler="low_confidence")
-    assert other.nfe_each == [7, 1, 7] and other.texts == model.infill(TEMPLATES).texts
     assert model.infill(TEMPLATES, steps=2).nfe_each == [2, 1, 2]
 
 
