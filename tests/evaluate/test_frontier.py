@@ -42,7 +42,6 @@ def without_times(points: list[Point]) -> list[Point]:
          [("confidence", 8, 1.0, 1.0), ("confidence", 12, 1.0, 1.0)]),
         ("adlm", {"samplers": ["ddpm"], "top_p": [1.0, 0.9]}, [("ddpm", 4, 1.0, 1.0)]),
         ("adlm", {"temperatures": [0.0], "top_p": [0.9, 1.0]}, [("ancestral", 4, 0.0, 1.0)]),
-        ("mdlm", {"samplers": ["mdlm", "ancestral"]}, [("ancestral", 4, 1.0, 1.0)]),
     ],
 )  # fmt: skip
 def test_settings_that_give_the_same_texts_are_one_point(method: str, changes: Any, expected: list[Any]) -> None:
