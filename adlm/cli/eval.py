@@ -105,19 +105,19 @@ def explain_full_disk(out: Path | None) -> Iterator[None]:
         ) from error
 
 
-def parse_pairs(option: str, values: list[str] | None) -> dict[str, str]:
-    """Parse NAME=VALUE options; a value without a name, where it is a path, is its own name."""
-    pairs: dict[str, str] = {}
+def name_texts(values: list[str] | None) -> dict[str, str]:
+    """Parse `--data [NAME=]DATA`; data without a name is its own."""
+    texts: dict[str, str] = {}
     for each in values or []:
-        name, equals, value = each.partition("=")
-        if option == "--data" and (not equals or Path(each).exists()):
-            name = value = each
-        if not name or not value:
-            raise ValueError(f"{option} {each!r} is not NAME=VALUE: write for example {option} ptb=VALUE")
-        if name in pairs:
-            raise ValueError(f"{option} names {name} twice: remove one of them")
-        pairs[name] = value
-    return pairs
+        name, equals, source = each.partition("=")
+        if not equals or Path(each).exists():
+            name = source = each
+        if not name or not source:
+            raise ValueError(f"--data {each!r} is not NAME=DATA: write for example --data news=news.txt")
+        if name in texts:
+            raise ValueError(f"--data names {name} twice: remove one of them")
+        texts[name] = source
+    return texts
 
 
 @app.command()
@@ -156,7 +156,7 @@ def ppl(
     For a masked model it is an upper bound (≤), for a causal one it is exact. With torchrun the processes share the
     rows.
     """
-    run_eval("perplexity", locals(), data=parse_pairs("--data", data))
+    run_eval("perplexity", locals(), data=name_texts(data))
 
 
 @app.command()
@@ -168,13 +168,6 @@ def zeroshot(
     ] = None,
     data_dir: Annotated[
         Path | None, Option(help="Folder with a folder for each set. [default: the Hugging Face Hub]")
-    ] = None,
-    paths: Annotated[
-        list[str] | None, Option("--set", metavar="NAME=PATH", help="Path of one set; repeatable.")
-    ] = None,
-    stand_ins: Annotated[
-        list[str] | None,
-        Option("--stand-in", metavar="NAME=LABEL", help="Label a set whose files are a stand-in; repeatable."),
     ] = None,
     skip_missing: Annotated[bool, Option("--skip-missing", help="List missing sets and skip them.")] = False,
     length: RowLength = None,
@@ -193,9 +186,7 @@ def zeroshot(
     Each result has its settings and a hash of its rows; deviations from the paper's data are listed. With torchrun the
     processes share the rows.
     """
-    parameters = locals() | {"sets": ",".join(sets or [])}
-    parsed: dict[str, Any] = {"paths": parse_pairs("--set", paths), "stand_ins": parse_pairs("--stand-in", stand_ins)}
-    run_eval("zero_shot", parameters, **parsed)
+    run_eval("zero_shot", locals() | {"sets": ",".join(sets or [])})
 
 
 scoring_option = partial(Option, rich_help_panel="Scoring")

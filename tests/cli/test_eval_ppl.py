@@ -174,7 +174,7 @@ def test_gpt2_weights_give_transformers_nll(tmp_path: Path, rows: Any) -> None:
         ((), "--data is required: a text file, a folder or a dataset name"),
         (("--data", "nowhere.txt"), "nowhere.txt"),
         (("--data", "a=x", "--data", "a=y"), "--data names a twice"),
-        (("--data", "a="), "--data 'a=' is not NAME=VALUE"),
+        (("--data", "a="), "--data 'a=' is not NAME=DATA"),
         (("--data", "SHORT", "--rows", "documents"), "a standard error needs more than 1 rows"),
         (("--data", "TEXT", "--order", "random", "--attend-padding"), "leave attend_padding out"),
         (("--data", "TEXT", "--length", "33"), "length 33 is more than the 32 tokens of"),
