@@ -57,8 +57,8 @@ def test_a_damaged_model_and_a_failing_driver_are_problems(tmp_path: Path, monke
 
     monkeypatch.setattr(torch.cuda, "device_count", fail)
     report = json.loads(invoke("doctor", "--json").stdout)
-    assert report["problems"] == ["cuda", *doctor.MODELS] and report["ok"] is False
-    assert report["devices"]["cuda"].startswith("broken: RuntimeError: no driver → ")
+    assert report["problems"] == ["gpu", *doctor.MODELS] and report["ok"] is False
+    assert report["devices"]["gpu"].startswith("broken: RuntimeError: no driver → ")
 
 
 @pytest.mark.parametrize("is_available", [False, True])
@@ -66,4 +66,4 @@ def test_an_apple_gpu_is_listed_where_there_is_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "MODELS", ())
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_available)
     report = json.loads(invoke("doctor", "--json").stdout)
-    assert ("mps" in report["devices"]) == is_available and report["problems"] == []
+    assert ("mps" in report["devices"]["gpu"]) == is_available and report["problems"] == []
