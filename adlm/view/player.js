@@ -79,7 +79,7 @@ const player = (() => {
   }
 
   // A panel without frames: title, guesser, settings (pairs of strings) and seconds are the trajectory's.
-  function makePanel(trajectory) {
+  function makePanel(trajectory, place) {
     const text = element("div", "text");
     text.translate = false;
     const title = element("h2");
@@ -96,7 +96,7 @@ const player = (() => {
     counts.querySelector("abbr").title = "network evaluations so far";
     const details = element("details");
     const panel = element("section", "panel", element("div", "head", title, counts), element("div", "share", share), text, details);
-    const view = { trajectory, frames: [], panel, title, text, tokens: [], details, step, total, nfe, seen, length, time, share, index: -1, shown: [] };
+    const view = { trajectory, place, frames: [], panel, title, text, tokens: [], details, step, total, nfe, seen, length, time, share, index: -1, shown: [] };
     text.addEventListener("mouseover", (event) => point(view, event.target.closest(".token")));
     text.addEventListener("mouseleave", () => point(null, null));
     text.addEventListener("focusin", (event) => focus(view, event.target.closest(".token")));
@@ -120,7 +120,7 @@ const player = (() => {
   function nameParts(panel) {
     const { trajectory, frames } = panel;
     panel.title.textContent = trajectory.title;
-    panel.panel.setAttribute("aria-label", trajectory.title);
+    panel.panel.setAttribute("aria-label", `${panel.place + 1}: ${trajectory.title}`);
     if (frames.length) panel.details.replaceChildren(...settings(trajectory, frames[frames.length - 1]));
   }
 
