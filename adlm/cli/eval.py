@@ -279,7 +279,6 @@ def frontier(
     seed: options.Seed = 0,
     batch: Annotated[int, Option(min=1, help="Texts generated at once; changes the time, not the texts.")] = 16,
     repeats: Annotated[int, Option(min=2, help="Smallest number of timings of a point.")] = 3,
-    window: ScoreWindow = None,
     scorer_batch: JudgeBatch = 32,
     device: options.Device = "auto",
     out: OutFolder = None,
@@ -310,14 +309,11 @@ def anchors(
     ] = "1,2,4,8",
     samples: Annotated[int, Option(min=0, help="Texts for every perturbation and order of reveals.")] = 0,
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
-    window: ScoreWindow = None,
     sampler: Annotated[
         str, Option(help="Sampler of the texts.", autocompletion=options.complete_sampler)
     ] = "ancestral",
     steps: Annotated[int, Option(min=1, help="Steps of the sampler.")] = 32,
     length: TextLength = None,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 0.9,
     checkpoints: Annotated[bool, Option("--checkpoints", help="Measure all checkpoints of each run.")] = False,
     seed: options.Seed = 0,
     batch: RowBatch = 16,

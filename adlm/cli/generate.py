@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from adlm.cli import options, output
 from adlm.remedies import install_command
@@ -277,19 +276,6 @@ def print_texts(runs: Sequence[GenerationRun], console: SafeConsole) -> None:
     for run in runs:
         if len(runs) > 1:
             console.print(f"\n{run.title}", style="bold", markup=False)
-        for number, row in enumerate(run.output.rows, 1):
-            console.print()
-            if len(run.output) > 1:
-                console.print(f"{number}", style="bold")
-            console.print(style_row(row), soft_wrap=True)
-
-
-def style_row(row: GeneratedRow) -> Text:
-    """Style the given and the generated parts of a text; without given parts it is plain."""
-    from adlm.view.look import STATE_STYLES
-    from adlm.view.trajectory import GIVEN, REVEALED
-
-    if not any(is_given and text for text, is_given in row.pieces):
-        return Text(escape_controls(row.text))
-    styles = {True: STATE_STYLES[GIVEN], False: STATE_STYLES[REVEALED]}
-    return Text.assemble(*((escape_controls(text), styles[is_given]) for text, is_given in row.pieces))
+        for number, text in enumerate(run.output.texts, 1):
+            console.print(f"\n{number}" if len(run.output) > 1 else "", style="bold")
+            console.print(escape_controls(text), markup=False, soft_wrap=True)

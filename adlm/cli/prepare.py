@@ -40,7 +40,7 @@ def prepare(
     split: Annotated[str, typer.Option(help="Split of SOURCE, optionally with a slice: train[:-1000].")] = "train",
     column: Annotated[str | None, typer.Option(help="Text column of a table. [default: the only one]")] = None,
     documents: Annotated[
-        str, typer.Option(help="Documents of plain text: auto, separator, file, line, blank or every-line.")
+        str, typer.Option(help="Documents of plain text: auto, file, line, blank or every-line.")
     ] = "auto",
     detokenizer: Annotated[
         str | None, typer.Option(help="Detokenizer of benchmark text, or none. [default: the corpus's]")

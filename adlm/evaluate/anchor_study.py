@@ -20,7 +20,7 @@ from adlm.data.batches import RowDataset
 from adlm.diffusion.anchors import AnchorRule
 from adlm.evaluate import stats
 from adlm.evaluate.cache import hash_settings, lock_output, open_cache
-from adlm.evaluate.data import EvalDataset, load_eval_data
+from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.perturbation import NoisyRows, Perturbation, TracedRow, check_two_stages, measure_losses, sample_rows
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
@@ -64,12 +64,9 @@ def anchors(
     stale: Sequence[int] = (1, 2, 4, 8),
     samples: int = 0,
     scorer: str | Path | ScoringModel | None = None,
-    window: int | None = None,
     sampler: str = "ancestral",
     steps: int = 32,
     length: int | None = None,
-    temperature: float = 1.0,
-    top_p: float = 0.9,
     seed: int = 0,
     batch: int = 16,
     out: Path | None = None,
@@ -92,20 +89,16 @@ def anchors(
     late = [Perturbation("stale", amount) for amount in stale]
     perturbations = [Perturbation(), *noise, Perturbation("permuted"), *late]
     perturbations = perturbations if noise or late else perturbations[:1]
-    sampling = {"sampler": sampler, "steps": steps, "length": length, "temperature": temperature, "top_p": top_p}
-    sampling |= {"seed": seed, "batch": batch}
+    sampling = {"sampler": sampler, "steps": steps, "length": length, "seed": seed, "batch": batch}
     settings = {"perturb": list(perturb), "stale": list(stale), "draws": draws, "samples": samples, **sampling}
-    cache, shared = open_cache(out), dict[tuple[str, int], tuple[EvalDataset, TextScorer]]()
-    studies, about = list[dict[str, Any]](), list[dict[str, Any]]()
+    cache, studies, about = open_cache(out), list[dict[str, Any]](), list[dict[str, Any]]()
     for lm in [models] if isinstance(models, LM) else models:
         check_two_stages(lm.model, lm.name)
-        key = (lm.tokenizer.sha256, lm.model.config.length)
-        if key not in shared:
-            on_progress("loading", 0, 0)
-            scorer = None if scorer is None else load_scorer(scorer, device=lm.device)
-            text_scorer = TextScorer(lm.tokenizer, scorer, window, batch)
-            shared[key] = load_eval_data(data, lm.tokenizer, key[1], rows=rows, limit=limit), text_scorer
-        (dataset, text_scorer), (rule, rule_settings) = shared[key], find_anchor_rule(lm, max_count)
+        on_progress(f"{lm.name}: loading", 0, 0)
+        scorer = None if scorer is None else load_scorer(scorer, device=lm.device)
+        text_scorer = TextScorer(lm.tokenizer, scorer, batch)
+        dataset = load_eval_data(data, lm.tokenizer, lm.model.config.length, rows=rows, limit=limit)
+        rule, rule_settings = find_anchor_rule(lm, max_count)
         names = {"model": lm.name, "method": lm.method, "step": lm.step}
         identity = names | {"weights_sha256": hash_weights(lm.model), "anchors": rule_settings}
         identity |= {"data": {"rows_hash": dataset.rows_hash, **dataset.settings}, "device": str(lm.device)}
@@ -122,7 +115,7 @@ def anchors(
         raise ValueError("models is empty: give at least one two-stage masked model")
     correlations, reasons = compare_studies(studies, about)
     metrics = {"models": studies, "correlations": correlations, "skipped_correlations": reasons}
-    settings = {"data": str(data), "window": window, **settings, "models": about}
+    settings = {"data": str(data), **settings, "models": about}
     figures: dict[str, Any] = {
         "anchors" if len(studies) == 1 else f"anchors-{number}": ("anchors", {"study": study})
         for number, study in enumerate(studies, 1)

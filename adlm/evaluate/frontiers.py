@@ -67,7 +67,6 @@ def frontier(
     seed: int = 0,
     batch: int = 16,
     repeats: int = 3,
-    window: int | None = None,
     scorer_batch: int = BATCH,
     out: str | Path | None = None,
     on_progress: ProgressCallback = ignore_progress,
@@ -88,7 +87,7 @@ def frontier(
     tokenizer = models[0].tokenizer  # counts the tokens of all models
     texts, about = draw_reference_texts(reference, tokenizer, length, n) if reference else (None, None)
     loaded = None if scorer is None else load_scorer(scorer, device=models[0].device)
-    measure = TextScorer(tokenizer, loaded, window, scorer_batch)
+    measure = TextScorer(tokenizer, loaded, scorer_batch)
     baseline = measure(texts).as_row() if texts else None
     size = {"n": n, "length": length, "seed": seed, "batch": batch, "repeats": repeats}
     machine = {"device": str(models[0].device), "threads": torch.get_num_threads()}
@@ -114,7 +113,7 @@ def frontier(
             points.append(cache.get(key))
     cache.merge()
     points = mark_pareto(points, baseline)
-    settings = {"models": described, **size, **measure.settings, **machine, "window": window, "reference": about}
+    settings = {"models": described, **size, **measure.settings, **machine, "reference": about}
     settings |= {"samplers": samplers, "steps": steps, "temperatures": temperatures, "top_p": top_p}
     warnings = []
     if short := sum(point["short"] for point in points):

@@ -26,28 +26,19 @@ LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5))
 PLOT_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
-    "axes.labelsize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": GRAY,
-    "axes.linewidth": 0.8,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": LIGHT,
-    "grid.linewidth": 0.6,
-    "xtick.color": GRAY,
-    "ytick.color": GRAY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
     "legend.fontsize": 8,
-    "text.parse_math": False,  # a model's name may contain dollar signs
     "legend.frameon": False,
     "lines.linewidth": 1.2,
     "lines.markersize": 5,
     "errorbar.capsize": 2,
+    "text.parse_math": False,  # a model's name may contain dollar signs
     "svg.hashsalt": "adlm",
     "svg.fonttype": "none",
-    "pdf.fonttype": 42,
 }
 LINE_LOOKS: list[Look] = [{"color": color, "linestyle": style} for style in LINES for color in COLORS]
 LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}

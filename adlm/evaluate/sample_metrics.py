@@ -84,22 +84,16 @@ class TextScorer:
 
     tokenizer: Tokenizer
     scorer: ScoringModel | None = None
-    window: int | None = None  # for texts longer than the scoring model's context
     batch: int = 16
 
     def __post_init__(self) -> None:
         if self.scorer is not None:
-            ScoringRequest(self.scorer, [], window=self.window).check()
-        elif self.window is not None:
-            raise ValueError(f"window={self.window} needs a scoring model: give scorer (--judge)")
+            self.scorer.require_causal()
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the metrics depend on."""
-        scorer = None
-        if self.scorer is not None:
-            window = {} if self.window is None else {"window": self.window, "stride": self.window // 2}
-            scorer = self.scorer.settings | {"identity": self.scorer.identity, **window}
+        scorer = self.scorer and self.scorer.settings | {"identity": self.scorer.identity}
         return {"tokenizer": self.tokenizer.name, "tokenizer_sha256": self.tokenizer.sha256, "scorer": scorer}
 
     def __call__(self, texts: Sequence[str]) -> SampleMetrics:
@@ -113,7 +107,7 @@ class TextScorer:
                 "generate longer texts, or more of them"
             )
         if self.scorer is not None:
-            request = ScoringRequest(self.scorer, self.scorer.encode([text for text, _ in long]), window=self.window)
+            request = ScoringRequest(self.scorer, self.scorer.encode([text for text, _ in long]))
             (scores,) = score_texts([request], batch=self.batch)
             gen_ppl = compute_gen_ppl(self.scorer, request.texts, scores.nats)
         return measure_tokens([row for _, row in long], (2,), gen_ppl=gen_ppl, short=short)

@@ -129,7 +129,7 @@ def test_the_unperturbed_model_has_the_held_out_bound(rows: TensorRows) -> None:
 
 def test_no_noise_changes_nothing_and_more_costs_more() -> None:
     noise = [Perturbation("noise", amount) for amount in (0, 0.3, 3)]
-    zero, some, much = measure_losses(train_small(), TensorRows(ROWS), noise, draws=8)[1:]
+    zero, some, much = measure_losses(train_small(), TensorRows(ROWS), noise, draws=32)[1:]
     assert zero["cost"] == pytest.approx(0, abs=1e-6)
     assert 0 < some["cost"] < much["cost"] and much["cost"] > 4 * much["cost_se"]
 

@@ -63,7 +63,6 @@ def test_every_other_combination_is_a_point() -> None:
         ({"samplers": ["fast"]}, "unknown sampler 'fast': expected one of ancestral"),
         ({"n": 1}, "n must be a whole number from 2 on, got 1"),
         ({"repeats": 1}, "repeats must be a whole number from 2 on, got 1"),
-        ({"window": 8}, r"window=8 needs a scoring model"),
         ({"models": []}, "models is empty"),
     ],
 )
@@ -159,14 +158,14 @@ def test_three_models_in_one_run(tmp_path: Path) -> None:
     assert run_json(*words)["points"] == points  # times too: nothing was measured twice
 
 
-def test_gen_ppl_of_texts_longer_than_the_context(tmp_path: Path) -> None:
+def test_gen_ppl_and_its_batch(tmp_path: Path) -> None:
     needs("transformers")
-    words = (trained(), *ARGS, "--steps", "2", "--judge", causal_folder(positions=24), "--length", 30)
-    words = (*words, "--out", tmp_path)
-    assert_error(invoke("eval", "frontier", *words), "longer than", "(window)")
-    words = (*words, "--window", 4, "--reference", eval_answers.documents())
+    words = (trained(), *ARGS, "--steps", "2", "--judge", causal_folder(), "--out", tmp_path)
+    assert_error(
+        invoke("eval", "frontier", *words, "--length", 30, "--judge", causal_folder(positions=8)), "longer than"
+    )
+    words = (*words, "--reference", eval_answers.documents())
     found = run_json(*words, "--judge-batch", 2)
-    assert found["settings"]["window"] == found["settings"]["scorer"]["window"] == 4
     assert all(each["gen_ppl"] > 1 for each in (*found["points"], found["reference"]))
     assert run_json(*words, "--judge-batch", 16)["points"] == found["points"]  # the batch is not part of the key
 
@@ -200,7 +199,7 @@ def test_the_table_has_the_values_of_the_json() -> None:
 def test_errors_come_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("transformers")
     words = ("eval", "frontier", trained(), *ARGS, "--out", tmp_path)
-    assert_error(invoke(*words, "--judge", causal_folder(), "--window", 10**6), "window=1000000", "give 2 to")
+    assert_error(invoke(*words, "--judge", "nowhere.gguf"), "nowhere.gguf does not exist")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert_error(invoke(*words), "frontier runs in one process", "without torchrun")
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
