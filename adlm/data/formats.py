@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -23,8 +23,10 @@ SEPARATOR_LINE = r"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?"
 BLANK_LINES = re.compile(r"(?:[ \t]*\n)*")
 CHUNK_BYTES = 1 << 20
 PART_CHARACTERS = 1 << 20  # a document of plain text that is longer comes in parts
+MAX_WORD = 1 << 24  # characters without a place to cut
+# Between words in any script, which no pre-tokenizer of `workers.can_cut_words` takes together.
+WORD_END = re.compile(r"(?<=\S)(?=\n| \S)|(?<=[\u3041-\u30fa\u4e00-\u9fff])(?=[、。，！？])")
 MAX_LINE_BYTES = 1 << 26  # of a table
-MAX_ARRAY_BYTES = 1 << 26  # of JSON
 MAX_WHOLE_BYTES = 1 << 28  # of a compressed Parquet file, or of a document that is not read in parts
 TEXT_SUFFIXES = (".txt", ".tokens", ".raw")
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -138,27 +140,24 @@ class DocumentRule:
     reach: int = 0  # a cut that begins further than this from the end of the data has been seen whole
     clean_start: Callable[[str], str] = str
     clean_end: Callable[[str], str] = lambda text: text.removesuffix("\n")  # it closes the document
-    needs_cut: bool = False
     keeps_blank: bool = False  # as the empty text; else blank documents are skipped
 
 
-_separators = DocumentRule(_find_pattern(SEPARATOR_LINE + r"\n", SEPARATOR_LINE + r"(?:\n|\Z)"), reach=15)
 _lines = _find_pattern(r"\n")
 RULES: dict[str, DocumentRule] = {
-    "auto": _separators,
+    "auto": DocumentRule(_find_pattern(SEPARATOR_LINE + r"\n", SEPARATOR_LINE + r"(?:\n|\Z)"), reach=15),
     "file": DocumentRule(lambda data, start, is_end: iter(())),
     "line": DocumentRule(_lines, clean_start=str.lstrip, clean_end=str.rstrip),
     "blank": DocumentRule(
         _find_pattern(r"\n[ \t\r]*\n"), 1 << 12, lambda text: BLANK_LINES.sub("", text, count=1), str.rstrip
     ),
-    "separator": replace(_separators, needs_cut=True),
     "every-line": DocumentRule(_lines, clean_end=lambda text: f"{text}\n", keeps_blank=True),
 }
 
 
 def read_text(path: Path, rule: DocumentRule) -> Parts:
-    """Yield the documents of a plain text file, long ones in parts."""
-    data, searched, position, n_cuts = "", 0, 0, 0
+    """Yield the documents of a plain text file, long ones in parts that end with a word."""
+    data, searched, position = "", 0, 0
     done = 0  # characters of `data` that were yielded: 0, or 1 inside a document, where a rule may look back at it
 
     def clean(text: str, *, is_last: bool) -> str:
@@ -178,19 +177,14 @@ def read_text(path: Path, rule: DocumentRule) -> Parts:
         for begin, end in rule.find_cuts(data, searched, not chunk):
             if (text := finish(start, begin)) is not None:
                 yield text, position, True
-            n_cuts += 1
             start, done = end, 0
         data = data[start - done :]
-        if len(data) > PART_CHARACTERS + rule.reach + 1:  # without what may be the beginning of a cut
-            # White space may be the end of the document, which is cleaned.
-            if kept := data[done : len(data) - rule.reach - 1].rstrip():
-                yield clean(kept, is_last=False), position, False
-                data, done = data[done + len(kept) - 1 :], 1
-            else:
-                check_size(len(data), 16 * PART_CHARACTERS, f"white space in {path}", "remove it")
+        # Without what may be the beginning of a cut.
+        if place := WORD_END.search(data, done + PART_CHARACTERS, max(0, len(data) - rule.reach)):
+            yield clean(data[done : place.start()], is_last=False), position, False
+            data, done = data[place.start() - 1 :], 1
+        check_size(len(data), MAX_WORD, f"a word of {path}", "divide it, or leave it out")
         searched = max(done, len(data) - rule.reach)
-    if rule.needs_cut and not n_cuts:
-        raise ValueError(f"{path} has no line '<|endoftext|>': use documents='file', 'line' or 'blank'")
     if data and (text := finish(done, len(data))) is not None:
         yield text, position, True
 
@@ -225,35 +219,17 @@ def join_columns(row: Any, names: tuple[str, ...], place: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8") if SURROGATE.search(text) else text
 
 
-def _read_json(path: Path, names: tuple[str, ...] | None) -> Rows:
-    """Read an array, or one value per line."""
-    starts = (chunk.lstrip(" \t\r\n")[:1] for chunk, _ in read_chunks(path))
-    if next(filter(None, starts), "") != "[":
-        yield from _read_json_lines(path, names)
-        return
-    content = read_whole(path, MAX_ARRAY_BYTES, f"write one value per line: jq -c '.[]' FILE > {path.stem}.jsonl")
-    rows = _parse_json(content, f"{path} is not a JSON array")
-    for number, row in enumerate(rows, 1):
-        yield _name_text(row), path.stat().st_size, f"{path}, item {number}"
-
-
 def _read_json_lines(path: Path, names: tuple[str, ...] | None) -> Rows:
     for number, (line, position) in enumerate(read_lines(path), 1):
         if not line.isspace():
             place = f"{path}, line {number}"
-            yield _name_text(_parse_json(line, f"{place} is not JSON")), position, place
-
-
-def _parse_json(text: str | bytes, problem: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too many brackets
-        raise ValueError(f"{problem} ({error}): make or fetch it again") from error
-
-
-def _name_text(row: Any) -> Any:
-    """A row that is itself a text is its one nameless column."""
-    return {"": row} if isinstance(row, str) else row
+            try:
+                if isinstance(row := json.loads(line), list):
+                    raise ValueError("an array")
+            except (ValueError, RecursionError) as error:  # RecursionError: too many brackets
+                remedy = "write one object or text per line, the items of an array with jq -c '.[]'"
+                raise ValueError(f"{place} is not JSON of this form ({error}): {remedy}") from error
+            yield {"": row} if isinstance(row, str) else row, position, place  # a text is its one nameless column
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -> Rows:
@@ -311,7 +287,7 @@ def _read_parquet(path: Path, names: tuple[str, ...] | None) -> Rows:
 
 TABLES: dict[str, Callable[[Path, tuple[str, ...] | None], Rows]] = {
     ".jsonl": _read_json_lines,
-    ".json": _read_json,
+    ".json": _read_json_lines,
     ".csv": _read_csv,
     ".tsv": partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,

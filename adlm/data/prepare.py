@@ -23,7 +23,7 @@ from adlm.data.packing import PackedRows, Packer
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, train_bpe
-from adlm.data.workers import PART_CUT, choose_cut, chunk_documents, cut_documents, tokenize_chunks
+from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
 
 TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
 SHARD_TOKENS = 2**25
@@ -278,7 +278,7 @@ def save_tokenizer(job: Preparation, source: Source, tokenizer: Tokenizer | None
 def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
     """Yield the first documents up to so many bytes; the last one is cut."""
     left = room = max_bytes
-    for text, _, is_last in cut_documents(source.parts(), PART_CUT):  # the tokenizer counts words
+    for text, _, is_last in source.parts():
         yield text[:room]  # characters: no more than the bytes that were left before the document
         left -= len(text.encode("utf-8", "replace"))
         room = left if is_last else room - len(text)
@@ -298,7 +298,9 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
     writer = job.open_writer(split, on_shard, first=len(state["shards"]), keep_ends=job.is_cut)
     is_wrapped = job.settings["rows"] == "wrapped"
     packer = Packer(tokenizer, job.settings["length"], is_wrapped=is_wrapped, start=state["end"])
-    parts = cut_documents(source.parts(), choose_cut(json.loads(tokenizer.json)))
+    parts = source.parts()
+    if not can_cut_words(json.loads(tokenizer.json)):
+        parts = ((text, position, True) for text, position in source.read())
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
     chunks = chunk_documents(parts, skip=packer.documents)
     for chunk, (consumed, is_whole) in tokenize_chunks(tokenizer, chunks, job.workers):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,11 +13,6 @@ from numpy.typing import NDArray
 
 from adlm.data.tokenizers import Tokenizer
 
-# In a long document: between words in any script, which no pre-tokenizer of `choose_cut` takes together.
-PART_CUT = re.compile(r"(?<=\S)(?=\n| \S)|(?<=[\u3041-\u30fa\u4e00-\u9fff])(?=[、。，！？])")
-ANYWHERE = re.compile(r"(?<=[\s\S])")
-PART_CHARACTERS = 2**20  # a longer document is cut into parts
-MAX_UNCUT, MAX_WHOLE = 2**24, 2**26  # characters without a place to cut; of a document that may not be cut
 CHUNKS_PER_WORKER = 2  # in flight
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # of the library's own threads
 
@@ -82,52 +76,18 @@ def chunk_documents(
         yield texts, (consumed, True)
 
 
-def cut_documents(
-    parts: Iterable[tuple[str, int, bool]], cut: re.Pattern[str] | None, characters: int = PART_CHARACTERS
-) -> Iterator[tuple[str, int, bool]]:
-    """Cut documents into parts of so many characters or a little more, at places that `cut` finds; None: nowhere.
+def can_cut_words(description: dict[str, Any]) -> bool:
+    """Return whether the words of a text have the ids of the whole, for the tokenizer of a tokenizer.json.
 
-    The parts depend on the document alone, not on the parts in which it arrives.
+    They have with the pre-tokenizers of GPT-2, of BERT and of single characters. An added token that is not special is
+    searched for in the text before it is split, and may have a space in it.
     """
-    held, searched = "", 0
-    for text, consumed, is_last in parts:
-        held, start = held + text if held else text, 0
-        while cut is not None and len(held) - start > characters:
-            if (place := cut.search(held, max(start + characters, searched))) is None:
-                break
-            yield held[start : place.start()], consumed, False
-            start = place.start()
-        held = held[start:] if start else held
-        searched = max(0, len(held) - 2)  # a cut looks at two characters behind it
-        if len(held) > (MAX_WHOLE if cut is None else MAX_UNCUT):
-            problem, remedy = (
-                "in which this tokenizer sees no end of a word",
-                "leave it out, or use --tokenizer bytes",
-            )
-            if cut is None:
-                problem, remedy = "and this tokenizer reads it as a whole", "divide the text, as with --documents blank"
-            raise ValueError(f"a document has {len(held):,} characters, {problem} ({held[:40]!r}…): {remedy}")
-        if is_last:
-            yield held, consumed, True
-            held, searched = "", 0
-
-
-def choose_cut(description: dict[str, Any]) -> re.Pattern[str] | None:
-    """Return where a tokenizer.json allows a text to be cut, so that the parts have the ids of the whole.
-
-    The byte-level pre-tokenizer of GPT-2 and that of BERT split at `PART_CUT`, those of bytes and characters anywhere.
-    An added token that is not special is searched for in the text before it is split: with one there is no place.
-    """
-    splitter, model = description.get("pre_tokenizer") or {}, description["model"]
-    kind, normalizer = splitter.get("type"), (description.get("normalizer") or {}).get("type")
-    if model.get("dropout") or not all(token["special"] for token in description.get("added_tokens", [])):
-        return None
-    if kind == "BertPreTokenizer" and normalizer in (None, "BertNormalizer"):
-        return PART_CUT
-    if normalizer is not None:
-        return None
-    if kind == "ByteLevel" and not splitter["add_prefix_space"]:
-        if model.get("merges") == []:
-            return ANYWHERE
-        return PART_CUT if splitter.get("use_regex", True) else None
-    return ANYWHERE if kind == "Split" and splitter["pattern"] == {"Regex": r"[\s\S]"} else None
+    splitter, normalizer = description.get("pre_tokenizer") or {}, description.get("normalizer") or {}
+    if description["model"].get("dropout") or not all(each["special"] for each in description.get("added_tokens", [])):
+        return False
+    if splitter.get("type") == "BertPreTokenizer":
+        return normalizer.get("type", "BertNormalizer") == "BertNormalizer"
+    is_bytes = splitter.get("type") == "ByteLevel" and not splitter["add_prefix_space"]
+    is_bytes = is_bytes and (splitter.get("use_regex", True) or description["model"].get("merges") == [])
+    is_characters = splitter.get("type") == "Split" and splitter["pattern"] == {"Regex": r"[\s\S]"}
+    return not normalizer and (is_bytes or is_characters)

@@ -20,12 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adlm.data import formats
 from adlm.data import prepare as module
 from adlm.data.prepare import PrepareProgress, count_valid_rows, prepare
 from adlm.data.shards import open_data
-from adlm.data.sources import Source, load_excerpt
+from adlm.data.sources import Source, load_excerpt, open_source
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.data.workers import chunk_documents, cut_documents
+from adlm.data.workers import chunk_documents
 from tests.data.test_packing import wrap_rows
 
 TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
@@ -319,10 +320,12 @@ def test_two_processes_do_not_prepare_one_folder(tmp_path: Path) -> None:
 def test_long_documents_are_cut_without_a_trace_and_resumed(
     tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, options = make_source(["\n\n".join(TEXTS), *TEXTS[:30]]), SMALL | {"rows": rows, "tokenizer": "gpt2"}
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(["\n\n".join(TEXTS), *TEXTS[:30]]), "utf-8")
+    source, options = open_source(tmp_path / "a.txt"), SMALL | {"rows": rows, "tokenizer": "gpt2"}
     options["shard_tokens"] = 64 * (30 if rows == "wrapped" else 5)
     before = prepare(source, tmp_path / "whole", **options)
-    monkeypatch.setattr(module, "cut_documents", lambda parts, cut: cut_documents(parts, cut, 3000))
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(formats, "PART_CHARACTERS", 3000)
     after = prepare(source, tmp_path / "cut", **options)
     assert [shard["sha256"] for shard in after["splits"]["train"]["shards"]] == [
         shard["sha256"] for shard in before["splits"]["train"]["shards"]
@@ -336,7 +339,7 @@ def test_long_documents_are_cut_without_a_trace_and_resumed(
     assert contents(tmp_path / "stopped") == contents(tmp_path / "cut")
     tokenizers = []
     for characters in (3000, 10**9):
-        monkeypatch.setattr(module, "cut_documents", lambda parts, cut, n=characters: cut_documents(parts, cut, n))
+        monkeypatch.setattr(formats, "PART_CHARACTERS", characters)
         tokenizers.append(train_bpe(module.read_first_documents(source, 50_000), 400).sha256)
     assert tokenizers[0] == tokenizers[1]
 

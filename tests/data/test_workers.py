@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from adlm.data.formats import WORD_END
 from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.data.workers import PART_CUT, choose_cut, chunk_documents, cut_documents, tokenize_chunks
+from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
 
 FAST = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased")}
 FAST["trained"] = train_bpe([load_excerpt()[:50_000]], 700, end_token=END_OF_TEXT)
@@ -38,48 +39,28 @@ def test_an_error_of_the_source_is_raised() -> None:
 
 def test_which_tokenizers_allow_a_cut() -> None:
     description = json.loads(FAST["gpt2"].json)
-    assert choose_cut(description) is PART_CUT
+    assert can_cut_words(description)
     changes = {"add_prefix_space": True, "use_regex": False, "type": "Metaspace"}
     for key, value in changes.items():
-        assert choose_cut(description | {"pre_tokenizer": description["pre_tokenizer"] | {key: value}}) is None
-    assert choose_cut(description | {"model": description["model"] | {"dropout": 0.1}}) is None
-    assert choose_cut(description | {"pre_tokenizer": None}) is None
+        assert not can_cut_words(description | {"pre_tokenizer": description["pre_tokenizer"] | {key: value}})
+    assert not can_cut_words(description | {"model": description["model"] | {"dropout": 0.1}})
+    assert not can_cut_words(description | {"pre_tokenizer": None})
+    assert not can_cut_words(description | {"normalizer": {"type": "NFC"}})
     bpe = train_bpe([load_excerpt()[:5000]], 300).bpe
     bpe.add_tokens([AddedToken("old man", special=False)])
-    assert choose_cut(json.loads(bpe.to_str())) is None
+    assert not can_cut_words(json.loads(bpe.to_str()))
 
 
 CUTTABLE = FAST | {name: load_tokenizer(name) for name in ("bytes", "characters")}
-CUTS = {name: choose_cut(json.loads(tokenizer.json)) for name, tokenizer in CUTTABLE.items()}
 WORDS = st.sampled_from([*" \n\t\u3000\x1c,é世。カ７½", "word", "The", "'s", "a\u0301"])
-TEXT = st.lists(WORDS, max_size=40).map("".join)
 
 
 @settings(max_examples=400, deadline=None)
-@given(TEXT, st.sampled_from(sorted(CUTTABLE)), st.integers(1, 9), st.integers(1, 30))
-def test_the_parts_of_a_document_have_the_ids_of_the_whole(text: str, name: str, size: int, piece: int) -> None:
-    parts = list(cut_documents([(text, 7, True), ("next", 8, True)], CUTS[name], size))
-    arriving = [(text[start : start + piece], 7, False) for start in range(0, len(text), piece)]
-    assert list(cut_documents([*arriving, ("", 7, True), ("next", 8, True)], CUTS[name], size)) == parts
-    parts = [part for part in parts if part[1] == 7]
-    assert "".join(part for part, _, _ in parts) == text
-    assert [is_last for _, _, is_last in parts] == [False] * (len(parts) - 1) + [True]
-    encode = CUTTABLE[name].encode
-    assert [token for part, _, _ in parts for token in encode(part)] == encode(text)
-
-
-def test_a_book_is_cut_and_what_cannot_be_cut_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = load_excerpt()[:50_000]
-    for name, cut in CUTS.items():
-        parts = [part for part, _, _ in cut_documents([(text, 0, True)], cut, 1000)]
-        assert 40 < len(parts) <= 50 and max(map(len, parts)) < 1100, name
-    monkeypatch.setattr("adlm.data.workers.MAX_UNCUT", 2000)
-    monkeypatch.setattr("adlm.data.workers.MAX_WHOLE", 4000)
-    with pytest.raises(ValueError, match=r"2,001 characters, in which .* no end of a word \('xxx.*bytes"):
-        list(cut_documents([("x" * 2001, 0, True)], CUTS["gpt2"], 1000))
-    plain = choose_cut(json.loads(FAST["gpt2"].json) | {"normalizer": {"type": "NFC"}})
-    with pytest.raises(ValueError, match="50,000 characters, and this tokenizer reads it as a whole"):
-        list(cut_documents([(text, 0, True)], plain, 1000))
+@given(st.lists(WORDS, max_size=40).map("".join), st.sampled_from(sorted(CUTTABLE)))
+def test_the_parts_of_a_document_have_the_ids_of_the_whole(text: str, name: str) -> None:
+    parts, encode = WORD_END.split(text), CUTTABLE[name].encode
+    assert can_cut_words(json.loads(CUTTABLE[name].json)) and "".join(parts) == text
+    assert [token for part in parts for token in encode(part)] == encode(text)
 
 
 def test_chunks_hold_every_document_once() -> None:
