@@ -21,6 +21,7 @@ else:
 
 def gpt2(seed: int = 0, **changes: int) -> Any:
     """A small one with random weights, none of them zero."""
+    torch.manual_seed(seed)
     size = {"vocab_size": 61, "n_positions": 24, "n_embd": 16, "n_layer": 3, "n_head": 2} | changes
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).eval()
     rng = torch.Generator().manual_seed(seed)
@@ -56,7 +57,7 @@ def test_names_with_and_without_the_head() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     state = gpt2().state_dict()
-    with pytest.raises(ValueError, match=r"keys of the state dict are not .*extra"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*extra"):
         from_state_dict(state | {"transformer.h.0.extra.weight": torch.zeros(1)}, heads=2)
     with pytest.raises(RuntimeError, match=r"denoiser\.norm\.bias"):
         from_state_dict({name: value for name, value in state.items() if name != "transformer.ln_f.bias"}, heads=2)
@@ -68,24 +69,11 @@ def test_what_does_not_fit_is_refused() -> None:
         from_state_dict(state, heads=3)
 
 
-def write_bin(model: Any, folder: Path) -> None:
-    model.config.save_pretrained(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-
-
-FORMS = {
-    "safetensors": lambda model, folder: model.save_pretrained(folder),
-    "sharded": lambda model, folder: model.save_pretrained(folder, max_shard_size="10KB"),
-    "bin": write_bin,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_folder_says_what_theirs_says(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["1GB", "10KB"])
+def test_a_folder_says_what_theirs_says(size: str, tmp_path: Path) -> None:
     theirs = gpt2(n_head=4)
-    FORMS[form](theirs, tmp_path)
-    if form == "sharded":
-        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    theirs.save_pretrained(tmp_path, max_shard_size=size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
     ours = load(tmp_path)
     assert (ours.config.vocab_size, ours.config.mask_id, ours.config.heads, ours.config.tied) == (61, None, 4, True)
     with torch.no_grad():
@@ -97,8 +85,8 @@ def test_a_folder_says_what_theirs_says(form: str, tmp_path: Path) -> None:
     ("setting", "value", "supported"),
     [
         ("model_type", "gptj", "supported is 'gpt2'"),
-        ("n_head", None, "expected a whole number, at least 1"),
-        ("n_head", 3, "must be a multiple of heads 3"),
+        ("n_head", None, "expected int"),
+        ("n_head", 3, "must be divisible by num_heads"),
         ("activation_function", "relu", "supported is 'gelu_new'"),
         ("layer_norm_epsilon", 1e-6, "supported is 1e-05"),
         ("scale_attn_weights", False, "supported is True"),
@@ -107,9 +95,9 @@ def test_a_folder_says_what_theirs_says(form: str, tmp_path: Path) -> None:
         ("add_cross_attention", True, "supported is False"),
         ("tie_word_embeddings", False, "supported is True"),
         ("n_inner", 32, "supported is 64"),
-        ("n_layer", 2, "the weights have 3"),
-        ("vocab_size", 60, "the weights have 61"),
-        ("resid_pdrop", 1.5, r"must be a number in \[0, 1\)"),
+        ("n_layer", 2, r"unexpected_keys.*transformer\.h\.2"),
+        ("vocab_size", 60, r"mismatched_keys.*wte.*\[61, 16\]"),
+        ("resid_pdrop", 1.5, "has to be between 0 and 1"),
     ],
 )
 def test_another_setting_is_refused_in_one_line(setting: str, value: Any, supported: str, tmp_path: Path) -> None:
@@ -124,55 +112,29 @@ def test_another_setting_is_refused_in_one_line(setting: str, value: Any, suppor
 
 def test_a_config_with_the_defaults_left_out(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_head": 2, "n_embd": 16, "n_inner": 64}', "utf-8")
+    settings = {"model_type": "gpt2", "n_head": 2, "n_embd": 16, "n_inner": 64, "n_layer": 3}
+    settings |= {"vocab_size": 61, "n_positions": 24}
+    (tmp_path / "config.json").write_text(json.dumps(settings), "utf-8")
     assert load(tmp_path).config.heads == 2
 
 
 def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config.json is missing: give a GPT-2 folder"):
-        load(tmp_path)
-    gpt2().save_pretrained(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    state = load_file(weights)
-
     def check(problem: str) -> None:
-        with pytest.raises(ValueError, match=problem) as caught:
+        with pytest.raises(ValueError, match=f"is no GPT-2 folder as transformers saves it.*{problem}") as caught:
             load(tmp_path)
         assert "\n" not in str(caught.value)
 
-    save_file({name: value for name, value in state.items() if "ln_f.bias" not in name}, weights)
-    check(r"Missing key.*denoiser\.norm\.bias")
+    check("model_type")
+    gpt2().save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    state = load_file(weights)
+    save_file({name: value for name, value in state.items() if "ln_f.bias" not in name}, weights, {"format": "pt"})
+    check(r"missing_keys.*ln_f\.bias")
     weights.write_bytes(b"not weights")
-    check("model.safetensors cannot be read")
+    check("header")
     weights.unlink()
-    check("no weights: expected model.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    for name in ("../model.safetensors", "", 3):
-        index.write_text(json.dumps({"weight_map": {"wte.weight": name}}), "utf-8")
-        check("no weight_map to files of its folder")
-    index.write_text(json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}}), "utf-8")
-    check("model-1.safetensors cannot be read")
-
-
-class Touch:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-def test_a_bin_is_not_unpickled(tmp_path: Path) -> None:
-    gpt2().config.save_pretrained(tmp_path)
-    torch.save({"wte.weight": Touch(tmp_path / "touched")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin holds builtins.getattr, .*which could run code"):
-        load(tmp_path)
-    assert not (tmp_path / "touched").exists()
-    torch.save([torch.zeros(1)], tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds no state dict"):
-        load(tmp_path)
+    torch.save(gpt2().state_dict(), tmp_path / "pytorch_model.bin")  # nothing is unpickled
+    check("no file named model.safetensors")
 
 
 def test_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
