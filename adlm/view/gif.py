@@ -9,19 +9,11 @@ from typing import Any
 from adlm.remedies import install_command
 from adlm.view import look
 from adlm.view.console import escape_controls
-from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, TokenState, Trajectory, TrajectoryFrame
+from adlm.view.trajectory import GIVEN, REMASKED, REVEALED, Trajectory, TrajectoryFrame
 
-MAX_FPS, HOLD_SECONDS, MARK_SECONDS = 20, 2.0, 0.2  # hold: of the last frame; mark: of a change
+MAX_FPS, HOLD_SECONDS = 20, 2.0  # hold: of the last frame
 MARGIN, LINE_HEIGHT, TEXT_TOP = 28, 30, 88  # pixels; TEXT_TOP is below title and counts
 SIZES = range(18, 11, -1)  # of fonts: the first in which a text fits into its box
-LEGEND = (
-    TokenState("", HIDDEN, (("hidden, guessed", 0.1),)),
-    TokenState("", HIDDEN, (("   a surer guess", 0.9),)),
-    TokenState("", HIDDEN, (("   a rare token", 0.6),), is_anchor=True),
-    TokenState("   just revealed", REVEALED),
-    TokenState("", REMASKED, (("   hidden again", 0.6),)),
-    TokenState("   given", GIVEN),
-)
 # Characters that Pillow's own font lacks.
 ASCII = str.maketrans({"—": "--", "–": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "…": "..."})
 Box = tuple[int, int, int]  # of a token: its left edge, row and width
@@ -52,19 +44,14 @@ def write_gif(
         GifPanel(each.title, each.frames, MARGIN + i * (panel_width + MARGIN), TEXT_TOP, panel_width, fonts)
         for i, each in enumerate(trajectories)
     ]
-    legend_top = max(panel.bottom for panel in panels) + 12
-    legend = GifPanel("", (TrajectoryFrame(0, 0, LEGEND),), MARGIN, legend_top, width - 2 * MARGIN, fonts)
     picks, durations = plan_frames(max(len(each.frames) for each in trajectories), seconds)
-    marked = max(1, round(MARK_SECONDS * len(picks) / seconds))  # images that a change is marked in
+    size = width, max(panel.bottom for panel in panels) + MARGIN
     palette, images = Image.new("P", (1, 1)), []
     palette.putpalette(build_palette())
-    for before, pick in zip([*[-1] * marked, *picks], picks):
-        image = Image.new("RGB", (width, legend.bottom + MARGIN), look.PAPER)
-        draw = ImageDraw.Draw(image)
+    for before, pick in zip([-1, *picks], picks):
+        image = Image.new("RGB", size, look.PAPER)
         for panel in panels:
-            panel.draw_head(draw, pick)
-            panel.draw_tokens(draw, pick, before if pick != picks[-1] else pick)
-        legend.draw_tokens(draw, 0, -1)
+            panel.draw(ImageDraw.Draw(image), pick, before if pick != picks[-1] else pick)
         images.append(image.quantize(palette=palette, dither=Image.Dither.NONE))
     path.parent.mkdir(parents=True, exist_ok=True)
     images[0].save(path, "GIF", save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
@@ -138,19 +125,14 @@ class GifPanel:
         while fonts[0].getlength(clean_text(self.title)) > width:
             self.title = self.title[:-1]
 
-    def draw_head(self, draw: Any, pick: int) -> None:
-        """Draw the title and the counts of frame `pick`."""
+    def draw(self, draw: Any, pick: int, before: int) -> None:
+        """Draw the title, the counts and the tokens of frame `pick`, with marks at changes since frame `before`."""
         frame = self.frames[min(pick, len(self.frames) - 1)]
         counts = f"step {frame.step} of {self.frames[-1].step}     NFE {frame.nfe}     {frame.hidden} hidden"
         draw.text((self.left, 42), clean_text(self.title), look.INK, self.fonts[0], anchor="ls")
         draw.text((self.left, 66), counts, look.QUIET, self.fonts[4], anchor="ls")
-
-    def draw_tokens(self, draw: Any, pick: int, before: int) -> None:
-        """Draw the tokens of frame `pick`, with marks at changes since frame `before`."""
         changes = self.frames[before + 1 : pick + 1]
-        for i, (token, (left, top, width)) in enumerate(
-            zip(self.frames[min(pick, len(self.frames) - 1)].tokens, self.places)
-        ):
+        for i, (token, (left, top, width)) in enumerate(zip(frame.tokens, self.places)):
             states = {frame.tokens[i].state for frame in changes}
             right, ground, mark = left + max(2, width - 1), None, None
             text, ink = clean_text(token.text), look.GIVEN_INK if token.state == GIVEN else look.INK

@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -12,7 +12,6 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -74,29 +73,28 @@ def format_counts(frame: TrajectoryFrame) -> str:
 
 @dataclass
 class DenoisingView:
-    """A panel for each text, in a row where the console is wide enough, and a legend.
-
-    Between frames the panels keep their height and the lines they show.
-    """
+    """A panel for each text, in a row where the console is wide enough, and a legend."""
 
     frames: Sequence[TrajectoryFrame]
     titles: Sequence[str]
     steps: Sequence[int | None]
     show_guesses: bool = True
     height: int | None = None  # rows available; without it nothing is cropped
-    tops: dict[int, int] = field(default_factory=dict)  # the first line that a cropped panel shows
-    rows: dict[int, int] = field(default_factory=dict)  # of the tallest text so far
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count, width = len(self.frames), options.max_width
         is_row = (width + 1) // count > MIN_PANEL_WIDTH
         panel_width = min(MAX_PANEL_WIDTH, (width + 1) // count - 1 if is_row else width)
         legend = Padding(_draw_legend(width - 4, show_guesses=self.show_guesses), (0, 2))
-        room = None
+        texts = [
+            list(draw_frame(frame, show_guesses=self.show_guesses).wrap(console, max(1, panel_width - 4)))
+            for frame in self.frames
+        ]
         if self.height is not None:
             free = self.height - len(console.render_lines(legend, options))
             room = max(1, (free if is_row else free // count) - PANEL_ROWS)
-        texts = [self._wrap_text(i, console, max(1, panel_width - 4), room) for i in range(count)]
+            more = Text("⋯", "dim")
+            texts = [lines if len(lines) <= room else [*lines[: room - 1], more] for lines in texts]
         tallest = max(map(len, texts))
         panels = [self._draw_panel(i, lines, tallest if is_row else len(lines)) for i, lines in enumerate(texts)]
         grid = Table.grid(padding=(0, 1, 0, 0))
@@ -106,18 +104,6 @@ class DenoisingView:
             grid.add_row(*row)
         yield grid
         yield legend
-
-    def _wrap_text(self, i: int, console: Console, width: int, room: int | None) -> list[Text]:
-        """Break a text into lines, at most as many as there is room for and no fewer than before."""
-        drawn = draw_frame(self.frames[i], show_guesses=self.show_guesses)
-        lines = list(drawn.wrap(console, width, overflow="fold"))
-        if room is not None and len(lines) > room:
-            shown = max(1, room - 1)
-            top = self.tops[i] = _find_top(lines, self.tops.get(i, 0), shown)
-            more = Text(f"⋯ lines {top + 1}–{top + shown} of {len(lines)}", "dim", no_wrap=True, overflow="ellipsis")
-            lines = [*lines[top : top + shown], *[more][: room - shown]]
-        floor = self.rows[i] = min(max(len(lines), self.rows.get(i, 0)), room or len(lines) + self.rows.get(i, 0))
-        return lines + [Text()] * (floor - len(lines))
 
     def _draw_panel(self, i: int, lines: list[Text], rows: int) -> Panel:
         """Draw a text with its title, step, NFE and number of hidden tokens."""
@@ -134,19 +120,6 @@ class DenoisingView:
         panel = Panel(body, box.ROUNDED, title=title, title_align="left", border_style="dim")
         panel.subtitle, panel.subtitle_align = counts, "right"
         return panel
-
-
-def _find_top(lines: Sequence[Text], top: int, room: int) -> int:
-    """Return the first of `room` lines to show: as before while a token changes there, else near the next change."""
-    last = len(lines) - room
-    top = min(top, last)
-    styles = [[span.style for span in line.spans if isinstance(span.style, Style)] for line in lines]
-    # The lines with a token that is hidden or has just changed.
-    busy = [i for i, own in enumerate(styles) if any(style.dim or style.reverse or style.bold for style in own)]
-    if not busy or any(top <= i < top + room for i in busy):
-        return top
-    nearest = next((i for i in busy if i >= top), busy[0])
-    return min(max(0, nearest - 1), last)
 
 
 def watch(

@@ -140,33 +140,13 @@ def test_a_legend_breaks_no_entry() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("width", "height"), [(100, 15), (60, 24), (60, 16), (45, 20), (200, 9)])
-def test_a_view_fits_the_screen_and_shows_where_tokens_change(width: int, height: int, count: int) -> None:
+def test_a_view_fits_the_screen(width: int, height: int, count: int) -> None:
     trajectories = [simulate(PARAGRAPH * 3, steps=20), simulate(PARAGRAPH, steps=20)][:count]
-    console = terminal(width=width, height=height)
     view = DenoisingView([], ["long", "short"][:count], [20, 20][:count], show_guesses=False, height=height)
-    heights = []
     for frames in zip(*(trajectory.frames for trajectory in trajectories)):
         view.frames = frames
-        lines = render_lines(view, console)
-        heights.append(len(lines))
-        drawn = "\n".join(line for line in lines if "│" in line)  # the legend has blocks too
-        assert re.search(r"⋯ lines \d+–\d+ of \d+", drawn)  # the long one is cropped
-        if count == 1 and any(token.is_masked for token in frames[0].tokens):
-            assert "░" in drawn or "▒" in drawn
-    assert max(heights) <= height
-    assert heights == sorted(heights)  # no frame is lower than the one before
-
-
-def test_the_window_follows_a_text_that_is_generated_from_left_to_right() -> None:
-    words = [f" word{i}" for i in range(400)]
-    view, console, tops = DenoisingView([], ["t"], [400], height=12), terminal(width=60), []
-    for step in range(0, 400, 7):
-        tokens = [TokenState(word, VISIBLE) if i < step else TokenState("", HIDDEN) for i, word in enumerate(words)]
-        view.frames = [TrajectoryFrame(step, step, tuple(tokens))]
-        drawn = "\n".join(line for line in render_lines(view, console) if "│" in line)
-        assert "░" in drawn and (step == 0 or words[step - 1] in drawn)
-        tops.append(view.tops[0])
-    assert tops == sorted(tops) and len(set(tops)) < len(tops) / 2  # it moves on, but not with every frame
+        lines = render_lines(view, terminal(width=width, height=height))
+        assert len(lines) <= height and any("⋯" in line for line in lines)  # the long one is cropped
 
 
 def watch_two(console: Console, **options: Any) -> str:
