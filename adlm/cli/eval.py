@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Commands, help="Evaluate models and texts.", no_args_is_help=True)
 
 DISTRIBUTED = ("perplexity", "zero_shot", "samples")  # the functions whose processes share the work
-COMMAND_PARAMETERS = ("model", "models", "device", "is_json", "deterministic", "checkpoints", "write_data")
+COMMAND_PARAMETERS = ("model", "models", "device", "is_json", "deterministic", "write_data")
 LISTS: dict[str, Any] = {"sets": str, "samplers": str, "steps": int, "temperatures": float, "top_p": float}
 LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
 ModelArguments = Annotated[
@@ -84,7 +84,8 @@ def run_eval(
             settings |= {"context": context} if task in DISTRIBUTED else {}
             device = str(context.device)
             names = dict.fromkeys(parameters.get("models") or [DEFAULT])
-            models = load_models(device) if load_models else [load(name, device=device) for name in names]
+            # A generator: `anchors` takes the models one at a time.
+            models = load_models(device) if load_models else (load(name, device=device) for name in names)
             result: EvalResult = getattr(adlm.evaluate, task)(models, **settings, on_progress=on_progress)
     if context.is_main:
         with explain_full_disk(out):
@@ -298,9 +299,7 @@ def anchors(
     rows: RowsOption = None,
     limit: Annotated[int | None, Option(min=2, help="Use only the first rows.")] = 64,
     draws: Annotated[int, Option(min=1, help="Noise samples per row.")] = 4,
-    max_count: Annotated[
-        int | None, Option(min=1, help="Anchors occur at most this often in their row. [default: as in training, or 5]")
-    ] = None,
+    max_count: Annotated[int, Option(min=1, help="Anchors occur at most this often in their row.")] = 5,
     perturb: Annotated[
         str, Option(help='Noise on the anchor features, relative to their norm, separated by commas; "" for none.')
     ] = "0.1,0.3,1.0",
@@ -314,7 +313,6 @@ def anchors(
     ] = "ancestral",
     steps: Annotated[int, Option(min=1, help="Steps of the sampler.")] = 32,
     length: TextLength = None,
-    checkpoints: Annotated[bool, Option("--checkpoints", help="Measure all checkpoints of each run.")] = False,
     seed: options.Seed = 0,
     batch: RowBatch = 16,
     device: options.Device = "auto",
@@ -323,19 +321,10 @@ def anchors(
 ) -> None:
     """Measure an anchor network: its predictions, the loss with perturbed anchor features, the unmasking order.
 
-    Three models or more: correlate anchor accuracy with loss and sample quality. For that alone, pass --perturb ""
-    --stale "".
+    Three models or more, such as RUN/checkpoints/step-*: correlate anchor accuracy with loss and sample quality. For
+    that alone, pass --perturb "" --stale "".
     """
-    parameters = dict(locals())
-
-    def load_checkpoints(place: str) -> Any:
-        from adlm.evaluate.anchor_study import list_run_checkpoints
-        from adlm.text.lm import load
-
-        names = list_run_checkpoints(models or [DEFAULT]) if checkpoints else models or [DEFAULT]
-        return (load(name, device=place) for name in dict.fromkeys(names))  # one at a time, for the memory
-
-    run_eval("anchors", parameters, load_checkpoints)
+    run_eval("anchors", locals())
 
 
 problem_option = partial(Option, rich_help_panel="Problems")

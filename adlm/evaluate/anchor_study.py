@@ -1,6 +1,5 @@
 """What the anchor network contributes: its guesses, the model's loss without them, the order of reveals."""
 
-import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,26 +12,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from adlm.bundled import MODELS
-from adlm.checkpoint import list_checkpoints
-from adlm.config import load_config
 from adlm.data.batches import RowDataset
-from adlm.diffusion.anchors import AnchorRule
+from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
 from adlm.evaluate import stats
 from adlm.evaluate.cache import hash_settings, lock_output, open_cache
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.perturbation import NoisyRows, Perturbation, TracedRow, check_two_stages, measure_losses, sample_rows
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
+from adlm.evaluate.results import (
+    Cell,
+    Column,
+    Estimate,
+    EvalResult,
+    ProgressCallback,
+    Table,
+    ignore_progress,
+    shorten_names,
+)
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
-from adlm.methods import ANCHOR_RULES, build_anchor_rule, look_up, takes_steps
+from adlm.methods import takes_steps
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM
 from adlm.text.templates import classify_tokens
 
 Row = Mapping[str, Any]
-MAX_COUNT = 5  # the paper's tau, where a checkpoint has no settings
 RATE_BINS = 5  # of mask rates
 ALL_RATES = [0.0, 1.0]
 PROBABILITY_BINS = 10
@@ -59,7 +63,7 @@ def anchors(
     rows: Literal["wrapped", "documents"] | None = None,
     limit: int | None = 64,
     draws: int = 4,
-    max_count: int | None = None,
+    max_count: int = 5,
     perturb: Sequence[float] = (0.1, 0.3, 1.0),
     stale: Sequence[int] = (1, 2, 4, 8),
     samples: int = 0,
@@ -75,12 +79,12 @@ def anchors(
     """Measure the anchor networks of two-stage masked models on held-out text, and correlate three models or more.
 
     Models are measured one after the other, so `models` may be an iterator that loads them. Anchors occur at most
-    `max_count` times in their row (by default the rule of the run's training). `perturb` has the amounts of noise on
+    `max_count` times in their row (by default the paper's tau). `perturb` has the amounts of noise on
     the anchor features, relative to their norm, `stale` the masking levels (in sampling: steps) by which they are out
     of date. `scorer` computes the Gen-PPL of the `samples` texts for every perturbation. `out` keeps finished models;
     the same call resumes there.
     """
-    check_whole_numbers(1, draws=draws, batch=batch, steps=steps)
+    check_whole_numbers(1, draws=draws, batch=batch, steps=steps, max_count=max_count)
     if samples == 1 or samples < 0:
         raise ValueError(f"samples must be 0 or at least 2, for a standard error; got {samples}")
     if scorer is not None and not samples:
@@ -91,6 +95,7 @@ def anchors(
     perturbations = perturbations if noise or late else perturbations[:1]
     sampling = {"sampler": sampler, "steps": steps, "length": length, "seed": seed, "batch": batch}
     settings = {"perturb": list(perturb), "stale": list(stale), "draws": draws, "samples": samples, **sampling}
+    settings |= {"anchors": {"rule": "rare_in_sequence", "max_count": max_count}}
     cache, studies, about = open_cache(out), list[dict[str, Any]](), list[dict[str, Any]]()
     for lm in [models] if isinstance(models, LM) else models:
         check_two_stages(lm.model, lm.name)
@@ -98,15 +103,16 @@ def anchors(
         scorer = None if scorer is None else load_scorer(scorer, device=lm.device)
         text_scorer = TextScorer(lm.tokenizer, scorer, batch)
         dataset = load_eval_data(data, lm.tokenizer, lm.model.config.length, rows=rows, limit=limit)
-        rule, rule_settings = find_anchor_rule(lm, max_count)
         names = {"model": lm.name, "method": lm.method, "step": lm.step}
-        identity = names | {"weights_sha256": hash_weights(lm.model), "anchors": rule_settings}
+        identity = names | {"weights_sha256": hash_weights(lm.model)}
         identity |= {"data": {"rows_hash": dataset.rows_hash, **dataset.settings}, "device": str(lm.device)}
         identity |= text_scorer.settings if samples else {"scorer": None}
         entry = hash_settings(identity | settings | {"batch": None})  # the batch size changes speed only
         if entry not in cache:
             own = {"n": samples, **sampling}
-            study = measure_model(lm, dataset.rows, rule, perturbations, draws, own, text_scorer, on_progress)
+            study = measure_model(
+                lm, dataset.rows, rare_in_sequence(max_count), perturbations, draws, own, text_scorer, on_progress
+            )
             cache.put(entry, names | study, is_flushed=True)
         studies.append(cache.get(entry))
         about.append(identity)
@@ -116,13 +122,7 @@ def anchors(
     correlations, reasons = compare_studies(studies, about)
     metrics = {"models": studies, "correlations": correlations, "skipped_correlations": reasons}
     settings = {"data": str(data), **settings, "models": about}
-    figures: dict[str, Any] = {
-        "anchors" if len(studies) == 1 else f"anchors-{number}": ("anchors", {"study": study})
-        for number, study in enumerate(studies, 1)
-        if study["losses"][1:]
-    }
-    if correlations:
-        figures["correlation"] = "correlation", {"studies": studies, "correlations": correlations}
+    figures = {"correlation": ("correlation", metrics)} if correlations else {}
     tables = build_tables(studies, correlations)
     provenance, warnings = collect_provenance(about[0]["device"]), reasons if len(studies) > 1 else []
     return EvalResult("anchors", metrics, settings, provenance, tables, warnings, figures)
@@ -257,38 +257,6 @@ def summarize_reveals(sampler: str, texts: Sequence[TracedRow], rule: AnchorRule
     return {"sampler": sampler, "texts": len(sums), **estimates, "anchor_share": share, "steps": steps}
 
 
-# The models and their anchor rules.
-
-
-def list_run_checkpoints(models: Sequence[str]) -> list[str]:
-    """The checkpoints of runs by their folders, oldest first; any other model is itself."""
-    names = list[str]()
-    for model in models:
-        is_run = model not in MODELS and (Path(model) / "checkpoints").is_dir()
-        names += map(str, list_checkpoints(Path(model) / "checkpoints")) if is_run else [model]
-    return names
-
-
-def find_anchor_rule(lm: LM, max_count: int | None = None) -> tuple[AnchorRule, dict[str, Any]]:
-    """The anchor rule of a run's training, and its settings; other models, and `max_count`, have the paper's rule."""
-    folder = Path(lm.name)
-    near = [] if lm.name in MODELS or not folder.is_dir() else [folder, *folder.resolve().parents[1:2]]
-    config = next((path / "config.yaml" for path in near if (path / "config.yaml").is_file()), None)
-    name, given = "rare_in_sequence", {"max_count": MAX_COUNT if max_count is None else max_count}
-    if max_count is None and config is not None:
-        run = load_config(config)
-        name = run.objective.anchor_rule
-        given = {**vars(run.objective), "seed": run.seed, "vocab_size": lm.model.config.vocab_size}
-    accepted = inspect.signature(look_up(ANCHOR_RULES, name, "anchor rule")).parameters
-    if {"counts", "document_counts"} & accepted.keys():
-        raise ValueError(
-            f"{lm.name} was trained with the anchor rule {name}, which needs the counts of its training data: give "
-            "max_count, for anchors that are rare in their row"
-        )
-    options = {key: value for key, value in given.items() if key in accepted and value is not None}
-    return build_anchor_rule(name, **options), {"rule": name, **options}
-
-
 # Several models: correlations.
 
 
@@ -319,8 +287,6 @@ def compare_studies(studies: Sequence[Row], about: Sequence[Row]) -> tuple[list[
     """Correlate comparable models, or give the reasons why they are not."""
     if len({each["data"]["rows_hash"] for each in about}) > 1:
         return [], ["no correlation: the models have different rows, because their tokenizers or lengths differ"]
-    if len({str(each["anchors"]) for each in about}) > 1:
-        return [], ["no correlation: the runs have different anchor rules; give max_count, one rule for all"]
     return correlate_studies(studies)
 
 
@@ -368,7 +334,11 @@ def group_models(studies: Sequence[Row]) -> dict[str, tuple[list[list[int]], int
 # Part of a study -> title, columns of text, columns of numbers.
 QUALITY = ("nfe", "gen_ppl", "entropy", "distinct_2", "repetition_4")
 STUDY_TABLES = {
-    "guesses": ("guesses of masked tokens", ("head", "kind"), ("tokens", "accuracy", "nll", "calibration_error")),
+    "guesses": (
+        "guesses of masked tokens",
+        ("head", "kind", "mask_rate"),
+        ("tokens", "accuracy", "nll", "calibration_error"),
+    ),
     "losses": ("loss with perturbed anchor features", ("perturbation",), ("nll", "cost")),
     "samples": ("samples with perturbed anchor features", ("perturbation",), QUALITY),
     "reveals": ("mean rank of reveals", ("sampler",), ("anchors", "others", "gap", "anchor_share")),
@@ -383,14 +353,7 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
         for part, (title, texts, numbers) in STUDY_TABLES.items():
             names = {key: COLUMN_NAMES.get(key, key.replace("_", " ")) for key in (*texts, *numbers)}
             columns = [Column(names[key], 1 if key in ("nfe", "gen_ppl") else 3, key in texts) for key in names]
-            rows = [
-                [
-                    Estimate.from_row(row, key) if f"{key}_se" in row else HEADS.get(row[key], row[key])
-                    for key in (*texts, *numbers)
-                ]
-                for row in study[part]
-                if part != "guesses" or row["mask_rate"] == ALL_RATES
-            ]
+            rows = [[_get_cell(row, key) for key in (*texts, *numbers)] for row in study[part]]
             tables += [Table(columns, rows, f"{study['model']}: {title}")] if rows else []
         tables[-1] = replace(tables[-1], notes=[NOTE])
     if len(studies) > 1:
@@ -411,3 +374,9 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
         ]
         tables.append(Table(columns, rows, "Correlations", [CORRELATION_NOTE]))
     return tables
+
+
+def _get_cell(row: Row, key: str) -> Cell:
+    if key == "mask_rate":
+        return "{:g} to {:g}".format(*row[key])
+    return Estimate.from_row(row, key) if f"{key}_se" in row else HEADS.get(row[key], row[key])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adlm.evaluate.anchor_study import ACCURACY, ALL_RATES, HEADS, METRICS, find_guess, find_run, get_metric
+from adlm.evaluate.anchor_study import ACCURACY, METRICS, find_run, get_metric
 from adlm.evaluate.results import EvalResult, shorten_names
 from adlm.remedies import import_extra
 from adlm.view.look import COLORS, GRAY, LIGHT
@@ -46,7 +46,7 @@ LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seco
 
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
-    kinds: Any = {"frontier": draw_frontier, "anchors": draw_anchors, "correlation": draw_correlation}
+    kinds: Any = {"frontier": draw_frontier, "correlation": draw_correlation}
     kinds |= {"arms": draw_arms, "accuracy": draw_accuracy}
     return [kinds[kind](path=folder / f"{name}{suffix}", **data) for name, (kind, data) in result.figures.items()]
 
@@ -147,65 +147,18 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
     return path
 
 
-# One model's anchors.
-
-SERIES: dict[tuple[str, str], Look] = {
-    ("anchor", "anchors"): {"color": COLORS[0], "marker": "o"},
-    ("anchor", "others"): {"color": COLORS[0], "marker": "s", "linestyle": "--"},
-    ("final", "anchors"): {"color": COLORS[1], "marker": "o"},
-    ("final", "others"): {"color": COLORS[1], "marker": "s", "linestyle": "--"},
-}
-MIN_BIN_TOKENS = 20  # of a point in the calibration plot
+# Anchors of several models.
 
 
-def draw_anchors(study: Row, path: Path) -> Path:
-    """Plot one model's anchors: accuracy by mask rate, calibration, and the costs of perturbed features."""
-    with new_figure(path, 10.2, 3.6) as figure:
-        rates, calibration, costs = figure.subplots(1, 3)
-        for (head, kind), look in SERIES.items():
-            key, whole = {"head": head, "kind": kind}, find_guess(study, head, kind)
-            guesses = [guess for guess in study["guesses"] if guess | key == guess and guess["tokens"]]
-            guesses = [guess for guess in guesses if guess["mask_rate"] != ALL_RATES]
-            middles = [sum(guess["mask_rate"]) / 2 for guess in guesses]
-            rates.errorbar(middles, *_split_errors(guesses, "accuracy"), label=f"{HEADS[head]}: {kind}", **look)
-            bins = [(mean, share) for count, mean, share in whole["reliability"] if count >= MIN_BIN_TOKENS]
-            calibration.plot(*np.array(bins).reshape(-1, 2).T, label=f"{whole['calibration_error']:.3f}", **look)
-        rates.set(xlabel="masked share of the row", ylabel="accuracy", title="guesses of masked tokens")
-        calibration.plot([0, 1], [0, 1], color=GRAY, linestyle=":")
-        calibration.set(xlabel="highest probability", ylabel="accuracy", title="calibration")
-        calibration.legend(loc="upper left", title="expected error")
-        unchanged, *perturbed = study["losses"]
-        values, errors = _split_errors(perturbed, "cost")
-        places = range(len(perturbed))[::-1]
-        costs.errorbar(
-            values, places, xerr=[2 * error for error in errors], color=COLORS[2], marker="o", linestyle="none"
-        )
-        costs.axvline(0, color=GRAY, linewidth=0.8)
-        _label_rows(costs, [row["perturbation"] for row in perturbed])
-        title = f"perturbed features (nll {unchanged['nll']:.3f} without)"
-        costs.set(xlabel="more nats per token (± 2 s.e.)", title=title)
-        figure.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        figure.suptitle(f"{study['model']}: the anchor network", fontsize=10)
-    return path
-
-
-def _label_rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names))[::-1], names)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-
-
-# Several models' anchors.
-
-
-def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: Path) -> Path:
+def draw_correlation(models: Sequence[Row], correlations: Sequence[Row], path: Path, **others: Any) -> Path:
     """Plot every metric over anchor accuracy, with a line through the checkpoints of each run."""
-    names = shorten_names([find_run(study) for study in studies])
+    names = shorten_names([find_run(study) for study in models])
     looks: dict[str, Look] = {run: look | {"marker": "o"} for run, look in _assign(list(names), LINE_LOOKS).items()}
     metrics = list(dict.fromkeys(each["y"] for each in correlations))
     with new_figure(path, 3.6 * len(metrics) + 1.9, 4.0) as figure:
         for axes, name in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
             for run, look in looks.items():
-                own = sorted((study for study in studies if find_run(study) == run), key=lambda study: study["step"])
+                own = sorted((study for study in models if find_run(study) == run), key=lambda study: study["step"])
                 across, up = ([get_metric(study, each) for study in own] for each in (ACCURACY, name))
                 errors = ([each.stderr or 0.0 for each in values] for values in (up, across))
                 axes.errorbar([each.value for each in across], [each.value for each in up], *errors, **look)
@@ -219,6 +172,11 @@ def draw_correlation(studies: Sequence[Row], correlations: Sequence[Row], path: 
 
 
 # Arms of reasoning.
+
+
+def _label_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names))[::-1], names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
 
 
 def draw_arms(sets: Sequence[Row], path: Path) -> Path:

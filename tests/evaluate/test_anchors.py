@@ -381,8 +381,7 @@ def train_seed(seed: int) -> str:
     return train_run(f"seed-{seed}", f"seed={seed}", f"optimizer.lr={(3e-3, 1e-3, 1e-2)[seed - 1]}")
 
 
-@with_matplotlib
-def test_a_model_is_measured_once_drawn_and_printed(tmp_path: Path) -> None:
+def test_a_model_is_measured_once_and_printed(tmp_path: Path) -> None:
     words = (trained(), "--data", held_out(), *ARGS, "--samples", 2, "--length", 12, "--steps", 3, "--out", tmp_path)
     found, lm = run_json(*words), adlm.load(trained(), device="cpu")
     (model,) = found["models"]
@@ -391,10 +390,9 @@ def test_a_model_is_measured_once_drawn_and_printed(tmp_path: Path) -> None:
     assert {each["sampler"] for each in model["reveals"]} == {"ancestral", "confidence"}
     assert found["correlations"] == [] and "at least 3 are needed" in found["skipped_correlations"][0]
     settings = found["settings"]["models"][0]
-    assert settings["anchors"] == {"rule": "rare_in_sequence", "max_count": 5}
+    assert found["settings"]["anchors"] == {"rule": "rare_in_sequence", "max_count": 5}
     assert len(settings["data"]["rows_hash"]) == 64 and found["provenance"]["versions"]["torch"]
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "anchors.json", "anchors.png", "cache.jsonl"}
-    assert pixels(tmp_path / "anchors.png").std() > 0.05
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "anchors.json", "cache.jsonl"}
     before = (tmp_path / "cache.jsonl").read_bytes()
     result = invoke("eval", "anchors", *words)
     assert (tmp_path / "cache.jsonl").read_bytes() == before  # nothing was measured again
@@ -411,8 +409,8 @@ def test_a_model_is_measured_once_drawn_and_printed(tmp_path: Path) -> None:
 def test_checkpoints_of_several_runs_are_compared(tmp_path: Path) -> None:
     """Nothing is perturbed, and every checkpoint is measured once."""
     needs("transformers")
-    runs = [train_seed(seed) for seed in (1, 2, 3)]
-    words = ("--checkpoints", "--data", held_out(), *BARE, "--out", tmp_path)
+    runs = [str(path) for seed in (1, 2, 3) for path in sorted(Path(train_seed(seed)).glob("checkpoints/step-*"))]
+    words = ("--data", held_out(), *BARE, "--out", tmp_path)
     words = (*words, "--samples", 4, "--length", 24, "--steps", 3, "--judge", causal_folder())
     found = run_json(*runs, *words)
     assert [(Path(each["model"]).parent.parent.name, each["step"]) for each in found["models"]] == [
@@ -428,20 +426,6 @@ def test_checkpoints_of_several_runs_are_compared(tmp_path: Path) -> None:
     assert pixels(tmp_path / "correlation.png").std() > 0.03
     again = run_json(*runs, *words, "--batch", 3)  # the batch size is no other setting
     assert again["models"] == found["models"] and again["correlations"] == found["correlations"]
-    result = invoke("eval", "anchors", runs[0], *words)
+    result = invoke("eval", "anchors", *runs[:3], *words)
     assert "all models" in result.stdout and "head" not in result.stdout and "at equal steps" in result.stderr
     assert len((tmp_path / "cache.jsonl").read_text("utf-8").splitlines()) == 9
-
-
-def test_runs_have_their_own_rules_and_are_compared_by_one() -> None:
-    own = train_run("long", "objective.max_count=2")
-    checkpoints = anchor_study.list_run_checkpoints([own])
-    assert len(checkpoints) == 3
-    for name in (own, checkpoints[0]):
-        settings = anchor_study.find_anchor_rule(adlm.load(name, device="cpu"))[1]
-        assert settings == {"rule": "rare_in_sequence", "max_count": 2}
-    models = (own, trained(), train_seed(1))
-    found = run_json(*models, "--data", held_out(), *BARE)
-    assert found["correlations"] == [] and "give max_count" in found["skipped_correlations"][0]
-    found = run_json(*models, "--data", held_out(), *BARE, "--max-count", 2)
-    assert found["correlations"] or "max_count" not in found["skipped_correlations"][0]

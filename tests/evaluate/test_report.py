@@ -95,7 +95,7 @@ def test_the_pages_show_the_results_and_nothing_else() -> None:
     assert find_unknown_numbers(words, data) == find_unknown_numbers(body, data) == set()
     entry = data["sections"][0]["results"][0]["models"][0]
     assert f"≤ {entry['nll']:,.4f} ± {entry['se']:,.4f}" in words
-    assert page.links and all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
     assert "script" not in page.tags and "url(" not in html and "@import" not in html
     assert "default-src 'none'" in html and "prefers-color-scheme: dark" in html
     for name in re.findall(r"\]\(([^)]+)\)", markdown):
@@ -180,7 +180,7 @@ def test_one_command_measures_everything_and_the_batch_changes_nothing(tmp_path:
     reasons = {section["name"]: section["reason"] for section in data["sections"] if section["reason"]}
     assert set(reasons) <= {"code"} and "functions" in reasons.get("code", "functions")  # the model's rows are short
     assert {each["type"] for each in data["metrics"]} == {"perplexity", "bits_per_byte", "gen_ppl", "mauve", "entropy"}
-    assert set(data["files"]) >= {"report.html", "report.md", "frontier.svg", "anchors.svg"}
+    assert set(data["files"]) >= {"report.html", "report.md", "frontier.svg"}
     for name in FILES:
         assert str(tmp_path) not in (out / name).read_text("utf-8")
     lms, other = [load(trained(name), device="cpu") for name in ("adlm", "ar")], tmp_path / "other"
