@@ -2,7 +2,7 @@
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta
 
 EMBEDDING, CONDITION = "backbone.vocab_embed.embedding", "backbone.sigma_map.mlp.2.weight"
 FREQUENCIES = "rotary_emb.inv_freq"  # a buffer of every stage, computed from its sizes
+BUFFERS = (f"backbone.{FREQUENCIES}", f"denoiser.{FREQUENCIES}")
 CONDITION_NAMES = {"sigma_map.mlp.0": "condition.first", "sigma_map.mlp.2": "condition.second"}
 # Names in a layer of the lineage -> ours, in the order of its parameters; `modulation` is missing in causal models.
 LAYER_NAMES = {"norm1": "norm1", "attn_qkv": "qkv", "attn_out": "out", "norm2": "norm2", "mlp.0": "up", "mlp.2": "down"}
@@ -30,7 +31,7 @@ LIGHTNING_SETTINGS |= {name: name for name in ("time_conditioning", "parameteriz
 HUB_SETTINGS = {"hidden_dim": "dim", "n_heads": "heads", "n_blocks": "layers", "model_length": "length"}
 HUB_SETTINGS |= {name: name for name in ("vocab_size", "cond_dim", "dropout", "time_conditioning")}
 TOKENIZERS = {50258: "gpt2", 30522: "bert-base-uncased", 35: "characters"}  # by vocabulary; `characters` is text8's
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there; sharded: <name>.index.json
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there
 FETCH_AGAIN = "download or save it again"
 MAX_LISTED = 20  # names in an error
 # What a checkpoint may hold besides tensors. None of it is imported or called: a StoredObject takes its place.
@@ -72,45 +73,27 @@ class LineageCheckpoint(NamedTuple):
     step: int
 
 
-def map_names(layers: int, denoiser_layers: int, *, is_causal: bool) -> dict[str, str]:
-    """Map the lineage's names of parameters to ours, in its order; the second number is 0 for one stage."""
+def map_names(config: ModelConfig) -> dict[str, str]:
+    """Map the lineage's names of parameters to ours, in its order."""
     names = {EMBEDDING: "embed.weight"}
-    modulation = {} if is_causal else {"adaLN_modulation": "modulation"}
-    for stage, count in (("backbone", layers), ("denoiser", denoiser_layers)):
-        ours = "anchor" if stage == "backbone" and denoiser_layers else "denoiser"
-        parts = {} if stage == "backbone" else {"vocab_embed.0": "bridge"}
-        parts |= {} if is_causal else {name: f"{ours}.{own}" for name, own in CONDITION_NAMES.items()}
-        for i in range(count):
+    stages = {"backbone": ("anchor", config.anchor_layers), "denoiser": ("denoiser", config.denoiser_layers)}
+    if not config.anchor_layers:
+        stages = {"backbone": stages["denoiser"]}
+    modulation = {} if config.is_causal else {"adaLN_modulation": "modulation"}
+    for stage, (ours, layers) in stages.items():
+        parts = {"vocab_embed.0": "bridge"} if stage == "denoiser" else {}
+        parts |= {} if config.is_causal else {name: f"{ours}.{own}" for name, own in CONDITION_NAMES.items()}
+        for i in range(layers):
             layer = (LAYER_NAMES | modulation).items()
             parts |= {f"blocks.{i}.{name}": f"{ours}.layers.{i}.{own}" for name, own in layer}
         parts |= {"output_layer.norm_final": f"{ours}.norm"}
         parts |= {"output_layer.linear": "anchor_head" if ours == "anchor" else "head"}
         parts |= {f"output_layer.{name}": f"{ours}.{own}" for name, own in modulation.items()}
-        for name, own in parts.items() if count else ():
+        for name, own in parts.items():
             names[f"{stage}.{name}.weight"] = f"{own}.weight"
             if own.rpartition(".")[2] in WITH_BIAS:
                 names[f"{stage}.{name}.bias"] = f"{own}.bias"
     return names
-
-
-def map_state_names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map the names of a lineage's state dict to ours; every one must be there, and no other."""
-    layers = count_layers(state)
-    names = map_names(*layers, is_causal=CONDITION not in state)
-    buffers = [f"backbone.{FREQUENCIES}", f"denoiser.{FREQUENCIES}"][: 2 if layers[1] else 1]
-    if leftover := [name for name in state if name not in {*names, *buffers}]:
-        listed = list_names(leftover)
-        raise ValueError(f"{len(leftover)} keys of the state dict are not the lineage's: {listed}; remove them")
-    if missing := [name for name in names if name not in state]:
-        raise ValueError(f"{len(missing)} keys are missing: {list_names(missing)}; {FETCH_AGAIN}")
-    return names
-
-
-def count_layers(state: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Count the layers of both stages."""
-    blocks = {match[0] for name in state if (match := re.match(r"(?:backbone|denoiser)\.blocks\.\d+\.", name))}
-    first = sum(block.startswith("backbone") for block in blocks)
-    return first, len(blocks) - first
 
 
 def rename_replica(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,32 +128,49 @@ def read_embedding_shape(state: Mapping[str, Tensor]) -> tuple[int, int]:
 def from_state_dict(
     state: Mapping[str, Tensor],
     *,
-    heads: int | None = None,
     mask_id: int | None,
+    shadow: Sequence[Tensor] | None = None,
+    heads: int | None = None,
     time_conditioning: bool = False,
     length: int = 1024,
     dropout: float = 0.1,
 ) -> LanguageModel:
-    """Convert a lineage's state dict: ADLM, MDLM or AR by its keys, sizes by its shapes, in float32."""
+    """Convert a lineage's state dict: ADLM, MDLM or AR by its keys, sizes by its shapes, in float32.
+
+    `shadow` are the moving averages, without names in the order of the parameters; they replace the weights.
+    """
     vocab_size, dim = read_embedding_shape(state)
     state = rename_replica(state)
-    names = map_state_names(state)
-    cond = state.get(CONDITION)
-    buffers = {name: value for name, value in state.items() if name not in names}
+    blocks = {match[0] for name in state if (match := re.match(r"(?:backbone|denoiser)\.blocks\.\d+\.", name))}
+    first = sum(block.startswith("backbone") for block in blocks)
+    layers = (first, len(blocks) - first) if len(blocks) > first else (0, first)
+    buffers = {name: state[name] for name in BUFFERS if name in state}
     if heads is None:
         if not (sizes := {2 * value.numel() for value in buffers.values()} - {0}):
             raise ValueError("the number of heads is unknown: keep rotary_emb.inv_freq, or give heads")
         heads = max(1, dim // sizes.pop())
-    layers, denoiser_layers = count_layers(state)
-    shape = (layers, denoiser_layers) if denoiser_layers else (0, layers)
+    cond = state.get(CONDITION)
     settings: dict[str, Any] = {"time_conditioning": time_conditioning, "dropout": dropout}
     settings["cond_dim"] = None if cond is None else cond.shape[:1].numel()
-    config = ModelConfig(vocab_size, mask_id, dim, heads, *shape, length, cond is None, **settings)
+    config = ModelConfig(vocab_size, mask_id, dim, heads, *layers, length, cond is None, **settings)
     expected = rotary_frequencies(dim // heads)
     for name, value in buffers.items():
         if value.shape != expected.shape or not torch.allclose(value.float().cpu(), expected, rtol=1e-4):
             problem = f"has {value.numel()} frequencies, which do not fit heads = {heads} and base 10,000"
             raise ValueError(f"{name} {problem}: check the number of heads")
+    names = map_names(config)
+    if leftover := [name for name in state if name not in {*names, *BUFFERS}]:
+        listed = list_names(leftover)
+        raise ValueError(f"{len(leftover)} keys of the state dict are not the lineage's: {listed}; remove them")
+    if missing := [name for name in names if name not in state]:
+        raise ValueError(f"{len(missing)} keys are missing: {list_names(missing)}; {FETCH_AGAIN}")
+    if shadow is not None:
+        if sorted((name for name in state if name in names), key=lambda name: name.startswith("denoiser")) != [*names]:
+            raise ValueError("the keys are not in the order that the EMA follows: convert with --raw")
+        if len(shadow) != len(names):
+            problem = f"{len(shadow)} tensors for {len(names)} parameters"
+            raise ValueError(f"ema.shadow_params has {problem}: {FETCH_AGAIN}, or convert with --raw")
+        state = dict(zip(names, shadow))
     model = build_on_meta(config)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for name, own in names.items():
@@ -178,7 +178,8 @@ def from_state_dict(
         is_plain = value.is_floating_point() and value.layout == torch.strided and not value.is_meta
         if tuple(value.shape) != shapes[own] or not is_plain:
             actual = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-            raise ValueError(f"{name} is {actual}, expected float {shapes[own]}: {FETCH_AGAIN}")
+            remedy = FETCH_AGAIN if shadow is None else f"{FETCH_AGAIN}, or convert with --raw"
+            raise ValueError(f"{name} is {actual}, expected float {shapes[own]}: {remedy}")
     model.to_empty(device="cpu").load_state_dict({own: state[name] for name, own in names.items()})
     return model.eval()
 
@@ -207,10 +208,10 @@ def read_lineage(path: Path) -> LineageCheckpoint:
         if config.get("model_type") != "mdlm":
             problem = f"model_type is {config.get('model_type')!r:.80}, supported is 'mdlm'"
             raise ValueError(f"{problem}: give a folder of adlm or MDLM, or a Lightning checkpoint")
-        state, shadow, step, settings = read_state_dict(path), None, 0, read_settings(config, HUB_SETTINGS)
-    if not is_state_dict(state):
+        state, shadow, step, settings = read_hub_weights(path), None, 0, read_settings(config, HUB_SETTINGS)
+    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
-    return LineageCheckpoint(rename_replica(state), shadow, settings, step if is_whole(step) and step >= 0 else 0)
+    return LineageCheckpoint(state, shadow, settings, step if is_whole(step) and step >= 0 else 0)
 
 
 def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -236,21 +237,22 @@ def load_lineage(path: Path, *, weights: str | None = None, tokenizer: str | Non
         if stored.shadow is None and weights == "ema":
             raise ValueError("there is no EMA: convert with --raw")
         weights = weights or ("raw" if stored.shadow is None else "ema")
-        if stored.shadow is not None and weights == "ema":
-            stored = stored._replace(state=apply_ema(stored.state, stored.shadow))
-        return build_loaded_model(stored, path, tokenizer), weights
+        return build_loaded_model(stored, path, tokenizer, is_ema=weights == "ema"), weights
     except (ValueError, RuntimeError) as error:  # RuntimeError: torch's for sizes that no memory holds
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def build_loaded_model(stored: LineageCheckpoint, path: Path, tokenizer_name: str | None) -> LoadedModel:
+def build_loaded_model(
+    stored: LineageCheckpoint, path: Path, tokenizer_name: str | None, *, is_ema: bool
+) -> LoadedModel:
     """Build the model of a checkpoint; settings that contradict the weights are errors."""
-    state, settings = stored.state, stored.settings
-    vocab_size, _ = read_embedding_shape(state)
+    settings = stored.settings
+    vocab_size, _ = read_embedding_shape(stored.state)
     tokenizer = choose_tokenizer(path, settings.get("tokenizer"), vocab_size, tokenizer_name)
-    mask_id = vocab_size - 1 if tokenizer is None else tokenizer.mask_id
     names = ("heads", "time_conditioning", "length", "dropout")
-    model = from_state_dict(state, mask_id=mask_id, **{name: settings[name] for name in names if name in settings})
+    options: dict[str, Any] = {name: settings[name] for name in names if name in settings}
+    options |= {"mask_id": vocab_size - 1 if tokenizer is None else tokenizer.mask_id}
+    model = from_state_dict(stored.state, shadow=stored.shadow if is_ema else None, **options)
     config = model.config
     actual: dict[str, Any] = {"dim": config.dim, "layers": config.anchor_layers or config.denoiser_layers}
     actual |= {"vocab_size": vocab_size, "parameterization": "ar" if config.is_causal else "subs"}
@@ -260,20 +262,6 @@ def build_loaded_model(stored: LineageCheckpoint, path: Path, tokenizer_name: st
             raise ValueError(f"{name} is {settings[name]!r:.80}, but the weights are of {value!r}: {FETCH_AGAIN}")
     method = "ar" if config.is_causal else "adlm" if config.anchor_layers else "mdlm"
     return LoadedModel(model, tokenizer, method, stored.step, WRAPPED if settings.get("wrap", True) else DOCUMENTS)
-
-
-def apply_ema(state: Mapping[str, Tensor], shadow: list[Tensor]) -> dict[str, Tensor]:
-    """Replace parameters by their moving averages, which have no names and the order of the lineage's modules."""
-    names = list(map_state_names(state))
-    if sorted((name for name in state if name in names), key=lambda name: name.startswith("denoiser")) != names:
-        raise ValueError("the keys are not in the lineage's order, which that of the EMA follows: convert with --raw")
-    wrong = [name for name, average in zip(names, shadow) if average.shape != state[name].shape]
-    if wrong or len(shadow) != len(names):
-        problem = (
-            f"{len(shadow)} tensors for {len(names)} parameters, with wrong shapes of {list_names(wrong) or 'none'}"
-        )
-        raise ValueError(f"ema.shadow_params has {problem}: {FETCH_AGAIN}, or convert with --raw")
-    return {**state, **dict(zip(names, shadow))}
 
 
 def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | None) -> Tokenizer | None:
@@ -293,7 +281,6 @@ def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | N
 def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     """Write a checkpoint that the lineage's code loads; its EMA is the weights themselves, without optimizer."""
     config, is_causal = loaded.model.config, loaded.model.config.is_causal
-    layers = (config.anchor_layers, config.denoiser_layers) if config.anchor_layers else (config.denoiser_layers, 0)
     required: dict[str, Any] = {"positions": "rotary", "norm_bias": False, "attention_bias": False, "tied": False}
     required |= {"anchor_layers": 0, "cond_dim": None} if is_causal else {}
     required |= {"bridge": "factored"} if config.anchor_layers else {}
@@ -304,11 +291,12 @@ def write_lightning(loaded: LoadedModel, path: Path) -> Path:
         raise ValueError(f"the lineage's code has no model with {listed}: train one with its settings (recipes owt-*)")
     weights, state = loaded.model.state_dict(), dict[str, Tensor]()
     frequencies = rotary_frequencies(config.dim // config.heads)
-    for name, own in map_names(*layers, is_causal=is_causal).items():
+    for name, own in map_names(config).items():
         if name.endswith(".blocks.0.norm1.weight"):
             state[f"{name.partition('.')[0]}.{FREQUENCIES}"] = frequencies
         state[name] = weights[own].detach().cpu().contiguous()
-    values = vars(config) | {"layers": layers[0], "parameterization": "ar" if is_causal else "subs"}
+    values = vars(config) | {"layers": config.anchor_layers or config.denoiser_layers}
+    values["parameterization"] = "ar" if is_causal else "subs"
     tokenizer = getattr(loaded.tokenizer, "name", None)
     values |= {"wrap": loaded.rows == WRAPPED, "tokenizer": tokenizer if tokenizer in TOKENIZERS.values() else None}
     settings: dict[str, Any] = {"model": {}, "data": {}}
@@ -349,44 +337,14 @@ def read_pickle(path: Path) -> Any:
     raise ValueError(f"{problem}; have it saved with tensors and plain values only")
 
 
-def is_state_dict(content: object) -> bool:
-    """Return whether a value is a dict of tensors by name, with at least one."""
-    if not isinstance(content, dict) or not content:
-        return False
-    return all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
-
-
-def read_state_dict(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a transformers folder, whole or sharded: safetensors, or a .bin with `weights_only`."""
-    for name in WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
-        files = [name] if (folder / name).is_file() else []
-        if not files and index.is_file():
-            content = read_json(index, FETCH_AGAIN)
-            weight_map = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(weight_map, dict) or not all(is_file_name(part) for part in weight_map.values()):
-                raise ValueError(f"{index.name} has no weight_map to files of its folder: {FETCH_AGAIN}")
-            files = sorted(set(weight_map.values()))
-        if files:
-            return {key: value for part in files for key, value in read_tensors(folder / part).items()}
-    expected = " or ".join(f"{name}(.index.json)" for name in WEIGHT_FILES)
-    raise ValueError(f"no weights: expected {expected}; {FETCH_AGAIN}")
-
-
-def is_file_name(name: object) -> bool:
-    """Return whether a value names a file of the same folder."""
-    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read one file of weights; what a .bin holds besides tensors and plain containers is refused, not loaded."""
-    if path.suffix != ".safetensors":
-        content = read_pickle(path)
-    else:
-        try:
-            content = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
-    if not is_state_dict(content):
-        raise ValueError(f"{path.name} holds no state dict: {FETCH_AGAIN}, as safetensors")
-    return content
+def read_hub_weights(folder: Path) -> Any:
+    """Read the weights of a folder in MDLM's layout: safetensors, or a .bin, of which no code is run."""
+    for path in (folder / name for name in WEIGHT_FILES):
+        if path.is_file() and path.suffix != ".safetensors":
+            return read_pickle(path)
+        if path.is_file():
+            try:
+                return load_file(path)
+            except SafetensorError as error:
+                raise ValueError(f"{path.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
+    raise ValueError(f"no weights: expected {' or '.join(WEIGHT_FILES)}; {FETCH_AGAIN}")

@@ -116,7 +116,7 @@ def test_every_gradient(kind, case):
     ours = model(kind)
     ours.zero_grad()
     training_loss(ours, golden_batch(kind)[1], anchor_weight=read_gamma(case)).total.backward()
-    parameters, names = dict(ours.named_parameters()), map_names(4, 2 if kind == "adlm" else 0, is_causal=False)
+    parameters, names = dict(ours.named_parameters()), map_names(ours.config)
     for theirs, expected in golden.items():
         grad = parameters.pop(names[theirs]).grad
         torch.testing.assert_close(grad, expected, atol=2e-5, rtol=1e-3, msg=lambda m, n=theirs: f"{n}: {m}")
