@@ -6,7 +6,6 @@ with this package, or without it from the code files (`trust_remote_code=True`),
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
@@ -152,68 +151,49 @@ def write_code(folder: Path, *modules: str) -> None:
 def collect_code(*modules: str) -> dict[str, str]:
     """Return the sources of modules and of all that they import from this package, by the names of flat files."""
     files: dict[str, str] = {}
-    origins: dict[str, str] = {}
     todo = list(modules)
     while todo:
         module = todo.pop()
-        name = name_code_file(module)
-        if origins.setdefault(name, module) != module:
-            raise ValueError(f"{module} and {origins[name]} have the same file name: rename one of them")
-        if name not in files:
-            path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
-            source, needed = rewrite_imports(path.read_text("utf-8"))
+        if (name := name_code_file(module)) not in files:
+            source, needed = rewrite_imports(find_source(module).read_text("utf-8"))
             files[name] = f"# Copied from {module} of adlm {version('adlm')} (Apache-2.0); change it there.\n{source}"
             todo += needed
     for name in map(name_code_file, modules):
-        # diffusers copies only the files that this one imports itself.
-        others = sorted(other for other in files if other != name)
-        lines = [f"    from .{other} import __name__ as _" for other in others]
-        files[name] += "\n".join(["\nif False:  # never run: the files to copy", *lines, ""]) if others else ""
+        # transformers and diffusers copy only the files that this one imports itself.
+        lines = [f"    from .{other} import __name__ as _" for other in sorted(files) if other != name]
+        files[name] += "\n".join(["\nif False:  # never run: the files to copy", *lines, ""]) if lines else ""
     return files
 
 
+def find_source(module: str) -> Path:
+    """Return the file of a module of this package."""
+    return PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+
+
 def name_code_file(module: str) -> str:
-    """Return the flat name of a module of this package: that of transformers for a model, else adlm_<name>."""
-    name = module.rpartition(".")[2]
-    return name if module.startswith("adlm.interop.") else f"adlm_{name}"
+    """Return the flat name of a module of this package: that of transformers for a model, else its path."""
+    return module.removeprefix("adlm.interop.").replace(".", "_")
 
 
 def rewrite_imports(source: str) -> tuple[str, list[str]]:
     """Make a module's imports from this package relative to its folder; return the source and the imported modules."""
-    lines, needed, tree = source.splitlines(), list[str](), ast.parse(source)
-    typing_only = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for child in node.body
-    }
-    for node in ast.walk(tree):
-        replacement: list[str] = []
-        if isinstance(node, ast.Import) and node.names[0].name.startswith("triton"):
-            # transformers requires what a file imports, and this file is imported with CUDA alone.
-            alias = node.names[0]
-            replacement = [f'{alias.asname or alias.name} = __import__("importlib").import_module("{alias.name}")']
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "adlm":
-            assert node.module is not None
-            for alias in node.names:
-                name = alias.asname or alias.name
-                module = f"{node.module}.{alias.name}"
-                is_module = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
-                module = module if is_module else node.module
-                imported = "__name__" if is_module else alias.name
-                replacement.append(f"from .{name_code_file(module)} import {imported} as {name}")
-                if is_module:
-                    replacement.append(f'{name} = __import__("sys").modules[{name}]')
-                if id(node) not in typing_only:
-                    needed.append(module)
-            replacement = ["pass"] if id(node) in typing_only else replacement
-        if replacement and isinstance(node, ast.stmt):
-            start, end = node.lineno - 1, node.end_lineno or node.lineno
-            indent = " " * node.col_offset
-            lines[start:end] = ["\n".join(indent + line for line in replacement)] + [""] * (end - start - 1)
+    needed: list[str] = []
+
+    def make_relative(match: re.Match[str]) -> str:
+        indent, module, names = match.groups()
+        if find_source(module).is_file():
+            needed.append(module)
+            return f"{indent}from .{name_code_file(module)} import {names}"
+        modules = {name: f"{module}.{name}" for name in names.split(", ")}
+        needed.extend(modules.values())
+        return indent + "from . import " + ", ".join(f"{name_code_file(m)} as {name}" for name, m in modules.items())
+
+    source = re.sub(r"^if TYPE_CHECKING:\n(?: .*\n)+", "", source, flags=re.MULTILINE)
+    source = re.sub(r"^( *)from (adlm[\w.]*) import (\([^)]*\)|.*)", make_relative, source, flags=re.MULTILINE)
+    # transformers requires what a file imports, except in `try`, and triton comes with CUDA alone.
+    source = re.sub(r"^(import triton.*)", r"try:\n    \1\nfinally:\n    pass", source, flags=re.MULTILINE)
     # Several copies of an operator may be loaded into one process.
-    text = "\n".join(lines).replace('custom_op("adlm::', 'custom_op(__name__.replace(".", "_") + "::')
-    return text + "\n", needed
+    return source.replace('custom_op("adlm::', 'custom_op(__name__.replace(".", "_") + "::'), needed
 
 
 def write_card(lm: LM, dtype: str) -> str:

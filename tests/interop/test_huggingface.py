@@ -259,7 +259,7 @@ def test_code_files_are_the_package(prose: Path) -> None:
     assert len(code) > 10
     for name, source in code.items():
         module = source.split()[3]
-        original = Path(str(import_module(module).__file__) if name != "adlm_kernels" else "adlm/diffusion/kernels.py")
+        original = Path(str(import_module(module).__file__) if name != "adlm_diffusion_kernels" else "adlm/diffusion/kernels.py")
         original = original if original.is_absolute() else Path(adlm.__file__).parents[1] / original
         expected = original.read_text("utf-8").replace('"adlm::', '__name__.replace(".", "_") + "::')
         assert definitions(source) == definitions(expected), name
