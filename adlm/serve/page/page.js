@@ -172,7 +172,7 @@
       }),
     );
     document.body.classList.remove("empty");
-    if (byId("panels").getBoundingClientRect().top > innerHeight / 2) byId("panels").scrollIntoView();
+    if (byId("panels").getBoundingClientRect().top > 0.6 * innerHeight) byId("panels").scrollIntoView();
     setRunning(stopper);
     say("Sampling …");
     try {
@@ -182,6 +182,7 @@
       if (running !== stopper) return; // another one has begun
       stopper.abort();
       say(error.name === "AbortError" ? "Stopped." : error.message, error.name === "AbortError" ? "" : "error");
+      if (!panels.some(({ frames }) => frames.length)) document.body.classList.add("empty");
     }
     if (running === stopper) setRunning(null);
   }
