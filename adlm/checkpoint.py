@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from adlm.data.shards import fsync_path, hash_file
-from adlm.data.tokenizers import CONFIG_FILES, Tokenizer, read_json
-from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta, is_whole
+from adlm.data.tokenizers import CONFIG_FILES, Tokenizer, read_json, read_object
+from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta
 
 LATEST, BEST, PARTIAL = "latest", "best", ".partial-"
 MODEL_FORMAT = 1  # of config.json and model.safetensors
@@ -37,6 +37,10 @@ SCALE = ".scale"  # of an int8 matrix
 INT8_MAX = 127
 COPY_AGAIN = "copy or download the folder again"
 DISK_FULL = ("No space left", "file write failed", "os error 28", "os error 27")  # other libraries' ENOSPC and EFBIG
+
+# Form of the values of config.json (`matches_form`).
+CONFIG_FORM = {"format": range(MODEL_FORMAT + 1), "method": str, "step": range(2**62), "model": dict}
+CONFIG_FORM |= {"rows": (None, WRAPPED, DOCUMENTS)}
 
 T = TypeVar("T")
 
@@ -234,23 +238,20 @@ def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
     return ""
 
 
-STATE_TYPES: dict[str, Any] = {"step": int, "seconds": int | float, "batches": list, "valid": dict, "window": list}
-STATE_TYPES |= {"recent": list, "best": int | float | None, "ema_updates": int, "data": str}
+STATE_FORM: dict[str, Any] = {"step": int, "seconds": (int, float), "batches": list, "valid": dict, "window": list}
+STATE_FORM |= {"recent": list, "best": (int, float, None), "ema_updates": int, "data": str}
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read the state of the run at a checkpoint."""
     content = read_json(path / "state.json")
-    state: dict[str, Any] = content if isinstance(content, dict) else {}
-    if (version := state.get("format", 1)) != RUN_FORMAT:
+    version = content.get("format", 1) if isinstance(content, dict) else None
+    if version != RUN_FORMAT:
         raise ValueError(
             f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}: start a new run "
             "(folder=NEW), or resume with the version that wrote it; the model itself can still be loaded"
         )
-    for key, kind in STATE_TYPES.items():
-        if not isinstance(value := state.get(key), kind):
-            raise ValueError(f"{path / 'state.json'} has {key} {value!r:.80}: {COPY_AGAIN}")
-    return state
+    return read_object(path / "state.json", STATE_FORM, COPY_AGAIN)
 
 
 def restore_links(folder: Path) -> None:
@@ -258,11 +259,7 @@ def restore_links(folder: Path) -> None:
     for path in (folder / LATEST, folder / BEST):
         if path.is_dir() and not path.is_symlink():
             named = folder / name_checkpoint(read_config_json(path)[0]["step"])
-            problem = find_damage(named) if named.exists() else ""
-            if problem and find_damage(path):
-                remedy = f"{COPY_AGAIN}, or delete both to resume from the checkpoint before"
-                raise ValueError(f"the checkpoint {named} and its copy {path.name} are damaged: {problem}: {remedy}")
-            if named.exists() and not problem:
+            if named.exists() and not find_damage(named):
                 remove_checkpoint(path)
             else:
                 remove_checkpoint(named)
@@ -365,23 +362,12 @@ def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
 
 def read_config_json(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """Read and check a model's config.json: its content and the config of the model."""
-    content: dict[str, Any] = {"format": 0, "rows": WRAPPED}
-    content |= loaded if isinstance(loaded := read_json(folder / "config.json", COPY_AGAIN), dict) else {}
-    if is_whole(version := content.get("format")) and version > MODEL_FORMAT:
-        raise ValueError(f"{folder.name} has format {version}, newer than {MODEL_FORMAT}: update adlm")
-    problems = {
-        "format must be a whole number": not is_whole(content.get("format")),
-        "method must be a name": not isinstance(content.get("method"), str),
-        "step must be a whole number, at least 0": not (is_whole(step := content.get("step")) and step >= 0),
-        f"rows must be {WRAPPED} or {DOCUMENTS}": content.get("rows") not in (WRAPPED, DOCUMENTS),
-        "model must be an object": not isinstance(content.get("model"), dict),
-    }
+    path = folder / "config.json"
+    content = {"rows": WRAPPED} | read_object(path, CONFIG_FORM, f"{COPY_AGAIN}, or update adlm")
     try:
-        if wrong := [problem for problem, is_present in problems.items() if is_present]:
-            raise ValueError(wrong[0])
         return content, ModelConfig(**content["model"])
     except (ValueError, TypeError) as error:  # TypeError: a setting is missing, or this version has no such
-        raise ValueError(f"{folder / 'config.json'}: {error}: {COPY_AGAIN}, or update adlm") from error
+        raise ValueError(f"{path}: {error}: {COPY_AGAIN}, or update adlm") from error
 
 
 def check_stored_tensors(folder: Path, model: LanguageModel) -> None:

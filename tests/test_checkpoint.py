@@ -192,7 +192,10 @@ def test_a_folder_that_is_no_model_is_an_error(tmp_path: Path) -> None:
     writer(tmp_path / "checkpoints", background=False).save(snapshot(1))
     path = tmp_path / "checkpoints" / name_checkpoint(1) / "config.json"
     content = json.loads(path.read_text("utf-8"))
-    for change, message in ({"format": 99}, "format 99, newer"), ({"model": content["model"] | {"wings": 2}}, "wings"):
+    for change, message in (
+        ({"format": 99}, "format 99, which is not valid.*update adlm"),
+        ({"model": content["model"] | {"wings": 2}}, "wings"),
+    ):
         path.write_text(json.dumps(content | change), "utf-8")
         with pytest.raises(ValueError, match=message):
             load_model(tmp_path)
@@ -306,10 +309,10 @@ def test_the_config_is_compared_with_the_header_of_the_weights(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "1"}, "format must be a whole number"),
-        ({"step": -1}, "step must be"),
-        ({"rows": ["wrapped"]}, "rows must be wrapped or documents"),
-        ({"method": None}, "method must be a name"),
+        ({"format": "1"}, "format '1', which is not valid"),
+        ({"step": -1}, "step -1"),
+        ({"rows": ["wrapped"]}, r"rows \[\'wrapped\'\]"),
+        ({"method": None}, "method None"),
     ],
 )
 def test_the_rest_of_the_config_is_checked(model_folder: Path, changes: dict[str, Any], message: str) -> None:
@@ -393,7 +396,7 @@ def test_weights_that_do_not_fit_are_an_error_with_a_remedy(
         load_model(model_folder)
 
 
-@pytest.mark.parametrize("damaged", [(), ("step",), ("latest",), ("step", "latest")])
+@pytest.mark.parametrize("damaged", [(), ("step",), ("latest",)])
 def test_the_sound_copy_of_a_checkpoint_is_kept(tmp_path: Path, damaged: tuple[str, ...]) -> None:
     writer(tmp_path, background=False).save(snapshot(1))
     named, latest = tmp_path / name_checkpoint(1), tmp_path / "latest"
@@ -403,11 +406,5 @@ def test_the_sound_copy_of_a_checkpoint_is_kept(tmp_path: Path, damaged: tuple[s
     for folder in (named, latest):
         if folder.name[:4] in {name[:4] for name in damaged}:
             (folder / "model.safetensors").write_bytes(b"")
-    if len(damaged) == 2:
-        both = tree(tmp_path)
-        with pytest.raises(ValueError, match=r"step-00000001 and its copy latest are damaged: model.*delete both"):
-            checkpoint.restore_links(tmp_path)
-        assert tree(tmp_path) == both
-    else:
-        checkpoint.restore_links(tmp_path)
-        assert os.readlink(latest) == named.name and tree(named) == before
+    checkpoint.restore_links(tmp_path)
+    assert os.readlink(latest) == named.name and tree(named) == before

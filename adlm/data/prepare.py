@@ -22,12 +22,16 @@ from adlm.data.corpora import Corpus, find_corpus
 from adlm.data.packing import PackedRows, Packer
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
-from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, train_bpe
+from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, read_json, train_bpe
 from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
 
 TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
 SHARD_TOKENS = 2**25
 ROW_LAYOUTS = ("wrapped", "documents")
+END = [shards.COUNT]  # form of a position in the source
+SPLIT_FORM = {"shards": [shards.SHARD_FORM], "end": END}
+PROGRESS_FORM = shards.STATE_FORM | {"splits": {"train": SPLIT_FORM}, "tokenizer": (None, dict)}
+PROGRESS_FORM |= {"cut": (None, {"rows": shards.COUNT, "end": END})}
 COPY_ROWS = 4096  # rows that are moved to the valid split at a time
 TEMPORARY = (".part", ".ends", PROGRESS)  # what only an unfinished preparation needs
 HASHES = "hashes.json"  # of the source's files, by what `describe_version` returns
@@ -140,10 +144,10 @@ def prepare(
 def read_hashes(path: Path) -> dict[str, str]:
     """Return the hashes of an earlier run; a missing or damaged file has none, and the source is hashed again."""
     try:
-        content = shards.read_json(path) if path.is_file() else {}
+        content = read_json(path) if path.is_file() else {}
     except ValueError:
         return {}
-    return content if isinstance(content, dict) and all(map(shards.is_hash, content.values())) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def count_cores() -> int:
@@ -198,7 +202,7 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if is_finished := (job.folder / MANIFEST).is_file():
         old = shards.read_manifest(job.folder)
     elif (job.folder / PROGRESS).is_file():
-        old = read_progress(job.folder / PROGRESS)
+        old = shards.read_state(job.folder / PROGRESS, PROGRESS_FORM)
     elif foreign := [path.name for path in list_files(job.folder) if path.suffix != ".part"]:
         raise ValueError(f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out")
     if old is not None and not any(split["shards"] for split in old["splits"].values()):
@@ -223,23 +227,6 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     job.state.update(old or fresh)
     job.save_state()
     return None
-
-
-def read_progress(path: Path) -> dict[str, Any]:
-    """Read the state of an unfinished preparation; its positions in the source must be whole numbers."""
-    state = shards.read_state(path, (*shards.STATE_KEYS, "cut"))
-    cut, tokenizer, splits = state["cut"], state["tokenizer"], state["splits"]
-    positions = [split.get("end") for split in splits.values()]
-    if cut is not None:
-        positions += [cut.get("end"), [0, 0, cut.get("rows")]] if isinstance(cut, dict) else [None]
-    is_sound = all(
-        isinstance(end, list) and len(end) == 3 and all(shards.is_count(number, least=0) for number in end)
-        for end in positions
-    )
-    is_sound &= "train" in splits and isinstance(tokenizer, dict | None) and isinstance(state["settings"], dict)
-    if not is_sound:
-        raise ValueError(f"{path} is damaged: {shards.PREPARE_AGAIN}")
-    return state
 
 
 def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -16,14 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adlm.data.packing import PackedRows
-from adlm.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, read_json
+from adlm.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, read_object
 
 FORMAT = 1
 MANIFEST, PROGRESS, COUNTS = "manifest.json", "progress.json", "counts.npy"
-STATE_KEYS = ("settings", "settings_sha256", "tokenizer", "splits")  # of a progress file and a manifest
-MANIFEST_KEYS = (*STATE_KEYS, "format", "vocab_size", "mask_id", "length", "dtype", "rows", "counts_sha256", "source")
-SPLIT_COUNTS = ("rows", "tokens", "documents", "bytes")
-SHARD_NAME = re.compile(r"[\w-]+-\d{5,}\.bin")  # in the folder itself
+COUNT, SHA256 = range(2**62), re.compile("[0-9a-f]{64}")
+# Forms of the values (`matches_form`) in a shard's record, in a progress file and in a manifest.
+SHARD_FORM = {"file": re.compile(r"[\w-]+-\d{5,}\.bin"), "rows": COUNT[1:], "bytes": COUNT[1:], "sha256": SHA256}
+SHARD_FORM["lengths_sha256"] = (None, SHA256)
+STATE_FORM = {"settings": {"tokenizer": dict}, "settings_sha256": SHA256, "splits": {"*": {"shards": [SHARD_FORM]}}}
+SPLIT_FORM = dict.fromkeys(("rows", "tokens", "documents", "bytes"), COUNT) | {"shards": [SHARD_FORM]}
+MANIFEST_FORM = STATE_FORM | {
+    "tokenizer": {"sha256": SHA256},
+    "vocab_size": range(1, MAX_VOCAB_SIZE + 1),
+    "length": range(1, 2**31),
+    "rows": ("wrapped", "documents"),
+    "splits": {"*": SPLIT_FORM},
+    "counts_sha256": SHA256,
+    "source": dict,
+}
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 OnShard = Callable[[dict[str, Any], list[int]], None]  # gets a shard's record and where it ends in the source
@@ -152,63 +163,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (folder / PROGRESS).is_file():
             raise ValueError(f"{folder} is not finished: run the same `adlm prepare` again to resume it")
         raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
-    manifest = read_state(folder / MANIFEST, MANIFEST_KEYS)
-    vocab_size, length, rows = (manifest[key] for key in ("vocab_size", "length", "rows"))
-    splits, settings = manifest["splits"].values(), manifest["settings"]
-    tokenizer = manifest["tokenizer"] if isinstance(manifest["tokenizer"], dict) else {}
-    for is_valid, problem in (
-        (is_count(vocab_size, MAX_VOCAB_SIZE), f"vocab_size {vocab_size!r:.80} must be at most {MAX_VOCAB_SIZE:,}"),
-        (is_count(length, 2**31), f"length {length!r:.80} must be a positive whole number"),
-        (rows in ("wrapped", "documents"), f"rows {rows!r:.80} must be wrapped or documents"),
-        (is_hash(manifest["counts_sha256"]), "counts_sha256 must be a SHA-256"),
-        (is_hash(tokenizer.get("sha256")), "tokenizer.sha256 must be a SHA-256"),
-        (all(tokenizer.get(key) == manifest[key] for key in ("vocab_size", "mask_id")), "the tokenizer has other ids"),
-        (all(is_count(split.get(key), 2**62, 0) for split in splits for key in SPLIT_COUNTS), "a split lacks a count"),
-        (isinstance(manifest["source"], dict), "source must be a mapping"),
-        (isinstance(settings, dict) and isinstance(settings.get("tokenizer"), dict), "settings must name a tokenizer"),
-    ):
-        if not is_valid:
-            raise ValueError(f"{folder / MANIFEST}: {problem}: {PREPARE_AGAIN}")
-    dtype = choose_dtype(vocab_size)
-    for split in splits:
-        row_bytes = [length * np.dtype(dtype).itemsize * shard["rows"] for shard in split["shards"]]
-        is_sized = manifest["dtype"] == dtype and row_bytes == [shard["bytes"] for shard in split["shards"]]
-        has_lengths = all(is_hash(shard.get("lengths_sha256")) == (rows == "documents") for shard in split["shards"])
-        if not (is_sized and has_lengths and split["rows"] == sum(shard["rows"] for shard in split["shards"])):
-            raise ValueError(f"{folder / MANIFEST}: its shards do not fit dtype, length and rows: {PREPARE_AGAIN}")
+    manifest = read_state(folder / MANIFEST, MANIFEST_FORM)
+    vocab_size, length, is_padded = manifest["vocab_size"], manifest["length"], manifest["rows"] == "documents"
+    dtype, problem = choose_dtype(vocab_size), ""
+    if any(manifest["tokenizer"].get(key) != manifest.get(key) for key in ("vocab_size", "mask_id")):
+        problem = "the tokenizer has other ids"
+    for split in manifest["splits"].values():
+        rows = [shard["rows"] for shard in split["shards"]]
+        sizes = [length * np.dtype(dtype).itemsize * count for count in rows]
+        is_sized = manifest.get("dtype") == dtype and sizes == [shard["bytes"] for shard in split["shards"]]
+        has_lengths = all(("lengths_sha256" in shard) == is_padded for shard in split["shards"])
+        if not (is_sized and has_lengths and split["rows"] == sum(rows)):
+            problem = "its shards do not fit dtype, length and rows"
+    if problem:
+        raise ValueError(f"{folder / MANIFEST}: {problem}: {PREPARE_AGAIN}")
     return manifest
 
 
-def read_state(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Read a manifest or a progress file, which must have these keys."""
-    content = read_json(path, PREPARE_AGAIN)
-    state: dict[str, Any] = content if isinstance(content, dict) else {}
+def read_state(path: Path, form: dict[str, Any]) -> dict[str, Any]:
+    """Read a manifest or a progress file, whose values must have this form."""
+    state = read_object(path, form, PREPARE_AGAIN)
     if (number := state.get("format", FORMAT)) != FORMAT:
         raise ValueError(f"{path} has format {number!r}, this version reads {FORMAT}: {PREPARE_AGAIN}")
-    if missing := [key for key in keys if key not in state]:
-        raise ValueError(f"{path} has no {', '.join(missing)}: {PREPARE_AGAIN}")
-    for split in state["splits"].values() if isinstance(state["splits"], dict) else [None]:
-        for shard in split["shards"] if isinstance(split, dict) and isinstance(split.get("shards"), list) else [None]:
-            if not is_shard(shard):
-                expected = "a file name such as train-00000.bin, rows, bytes and sha256"
-                raise ValueError(f"{path} has the shard {shard!r:.120}, expected {expected}: {PREPARE_AGAIN}")
     return state
-
-
-def is_shard(record: Any) -> bool:
-    """Return whether a record of a manifest names a file in the folder, with its sizes and checksum."""
-    if not isinstance(record, dict) or not isinstance(name := record.get("file"), str):
-        return False
-    is_sized = is_count(record.get("rows")) and is_count(record.get("bytes"))
-    return bool(SHARD_NAME.fullmatch(name)) and is_sized and is_hash(record.get("sha256"))
-
-
-def is_count(value: object, most: int = 2**62, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def is_hash(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def load_checked_tokenizer(folder: Path, expected: Mapping[str, Any]) -> Tokenizer:

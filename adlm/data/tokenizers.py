@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -213,6 +214,39 @@ def read_json(path: Path, remedy: str = "the file is damaged") -> Any:
         return json.loads(read_bounded(path))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too large, or too many brackets
         raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
+
+
+def read_object(path: Path, form: dict[str, Any], remedy: str) -> dict[str, Any]:
+    """Read a JSON object whose values must have the form of their key (`matches_form`)."""
+    content = read_json(path, remedy)
+    content = content if isinstance(content, dict) else {}
+    for key, expected in form.items():
+        if not matches_form(content.get(key), expected):
+            value = f"{key} {content[key]!r:.80}, which is not valid" if key in content else f"no {key}"
+            raise ValueError(f"{path} has {value}: {remedy}")
+    return content
+
+
+def matches_form(value: Any, form: Any) -> bool:
+    """Return whether a JSON value has a form.
+
+    That is a value or a type; whole numbers of a range; a pattern of text; a tuple of alternative forms; a list of the
+    items' one form; an object with the form of some keys, or of all values (the key "*").
+    """
+    if isinstance(form, tuple):
+        return any(matches_form(value, each) for each in form)
+    if isinstance(form, range):
+        return type(value) is int and value in form  # no bool
+    if isinstance(form, re.Pattern):
+        return isinstance(value, str) and form.fullmatch(value) is not None
+    if isinstance(form, list):
+        return isinstance(value, list) and all(matches_form(each, form[0]) for each in value)
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return False
+        named = dict.fromkeys(value, form["*"]) if "*" in form else form
+        return all(matches_form(value.get(key), each) for key, each in named.items())
+    return isinstance(value, form) if isinstance(form, type) else bool(value == form)
 
 
 def read_bounded(path: Path) -> str:

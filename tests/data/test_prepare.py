@@ -387,9 +387,9 @@ def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None
         return lambda: progress.write_text(json.dumps(state | values), "utf-8")
 
     damages: list[tuple[Callable[[], object], str]] = [
-        (change(cut=[[]]), "progress.json is damaged"),
-        (change(tokenizer="7"), "progress.json is damaged"),
-        (change(splits={"train": state["splits"]["train"] | {"end": [0, "1", 2]}}), "progress.json is damaged"),
+        (change(cut=[[]]), r"progress.json has cut \[\[\]\]"),
+        (change(tokenizer="7"), "progress.json has tokenizer '7'"),
+        (change(splits={"train": state["splits"]["train"] | {"end": [0, "1", 2]}}), "progress.json has splits"),
         (
             lambda: (change()(), os.truncate(tmp_path / "train-00001.bin", 100)),
             "train-00001.bin has 100 bytes, 12,800 expected",
