@@ -41,9 +41,7 @@ DISTRIBUTED = ("perplexity", "zero_shot", "samples")  # the functions whose proc
 COMMAND_PARAMETERS = ("model", "models", "device", "is_json", "deterministic", "write_data")
 LISTS: dict[str, Any] = {"sets": str, "samplers": str, "steps": int, "temperatures": float, "top_p": float}
 LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
-ModelArguments = Annotated[
-    list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP, autocompletion=options.complete_model)
-]
+ModelArguments = Annotated[list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP)]
 DataOption = Annotated[str | None, Option(help="Held-out text: a file, a folder or a dataset name. [required]")]
 RowsOption = Annotated[
     str | None,
@@ -308,9 +306,7 @@ def anchors(
     ] = "1,2,4,8",
     samples: Annotated[int, Option(min=0, help="Texts for every perturbation and order of reveals.")] = 0,
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
-    sampler: Annotated[
-        str, Option(help="Sampler of the texts.", autocompletion=options.complete_sampler)
-    ] = "ancestral",
+    sampler: Annotated[str, Option(help="Sampler of the texts.")] = "ancestral",
     steps: Annotated[int, Option(min=1, help="Steps of the sampler.")] = 32,
     length: TextLength = None,
     seed: options.Seed = 0,

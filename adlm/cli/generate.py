@@ -48,7 +48,7 @@ class GenerationOptions:
     out: Annotated[Path | None, output_option(help="Write the texts to this file, separated by <|endoftext|>.")] = None
     html: Annotated[Path | None, output_option(help="Write a page that plays the sampling of the first text.")] = None
     gif: Annotated[Path | None, output_option(help="Write the sampling of the first text as a GIF.")] = None
-    compare: Annotated[str | None, output_option(help=COMPARE_HELP, autocompletion=options.complete_compare)] = None
+    compare: Annotated[str | None, output_option(help=COMPARE_HELP)] = None
     guesses: Annotated[
         bool, output_option("--guesses/--no-guesses", help="Show the most likely tokens at masked positions.")
     ] = True

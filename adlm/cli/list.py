@@ -14,14 +14,13 @@ from adlm.view.console import SafeConsole
 MAX_CARD = 10_000  # characters of a model card that are searched for its first sentence
 RecipeArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]", autocompletion=options.complete_recipe),
+    typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]"),
 ]
 ShownModel = Annotated[
     str | None,
     typer.Argument(
         metavar="[MODEL]",
         help="Bundled model, or folder of a run, a checkpoint or a model, to show. [default: the bundled models]",
-        autocompletion=options.complete_model,
     ),
 ]
 

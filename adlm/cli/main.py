@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from adlm import __version__
-from adlm.cli import options
 from adlm.cli.convert import convert
 from adlm.cli.demo import demo
 from adlm.cli.doctor import doctor
@@ -15,7 +14,6 @@ from adlm.cli.eval import app as eval_app
 from adlm.cli.export import export
 from adlm.cli.generate import infill, sample
 from adlm.cli.list import models, recipes
-from adlm.cli.output import print_json
 from adlm.cli.prepare import prepare
 from adlm.cli.reason import app as reason_app
 from adlm.cli.score import score
@@ -49,15 +47,6 @@ def adlm(
     for stream in (sys.stdout, sys.stderr):  # a character that the terminal lacks is escaped, not an error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-@app.command()
-def version(is_json: options.Json = False) -> None:
-    """Print the version."""
-    if is_json:
-        print_json({"version": __version__})
-    else:
-        typer.echo(__version__)
 
 
 for command in (demo, sample, infill, score, prepare, train, plot, convert, export, models, recipes, doctor, serve):

@@ -1,48 +1,18 @@
-"""Options that commands share, and their shell completion."""
+"""Options that commands share."""
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from adlm.bundled import DEFAULT, MODELS
+from adlm.bundled import DEFAULT
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Complete bundled models and folders."""
-    parent, slash, name = incomplete.rpartition("/")
-    folder = Path(parent + slash or ".").expanduser()
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    folders = [path.name for path in paths if path.is_dir() and path.name.startswith(name)]
-    visible = [each for each in folders if name.startswith(".") or not each.startswith(".")]
-    return [each for each in MODELS if each.startswith(incomplete)] + [f"{parent}{slash}{each}/" for each in visible]
-
-
-def complete_sampler(incomplete: str) -> list[str]:
-    """Complete samplers."""
-    from adlm.methods import SAMPLERS
-
-    return [name for name in SAMPLERS if name.startswith(incomplete)]
-
-
-def complete_compare(incomplete: str) -> list[str]:
-    """Complete samplers and models."""
-    return complete_sampler(incomplete) + complete_model(incomplete)
-
-
-def complete_recipe(incomplete: str) -> list[str]:
-    """Complete bundled recipes."""
-    from adlm.config import list_recipes
-
-    return [name for name in list_recipes() if name.startswith(incomplete)]
-
-
 MODEL_HELP = f"Bundled model, folder of a run or a model, .ckpt, or OWNER/NAME on the Hub. [default: {DEFAULT}]"
-ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)]
-ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
+ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]
 Device = Annotated[str, typer.Option(help="Device: auto (CUDA or the CPU), cpu, cuda, cuda:N or mps.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
@@ -50,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 STEPS_HELP = "Sampling steps. [default: 128; confidence and margin: one token per step]"
 Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
 SAMPLER_HELP = "Sampler: remask_loop, ancestral, confidence, … [default: remask_loop; for infill: confidence]"
-Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP, autocompletion=complete_sampler)]
+Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP)]
 Temperature = Annotated[float, sampling_option(help="Softmax temperature; 0 is greedy.")]
 TopP = Annotated[float, sampling_option(help="Nucleus: total probability of the tokens kept.")]
 TopK = Annotated[int | None, sampling_option(min=1, help="Number of likeliest tokens kept. [default: all]")]

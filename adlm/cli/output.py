@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
@@ -22,6 +23,7 @@ SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the
 BARS = " ▁▂▃▄▅▆▇█"
 MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
+LOG_SECONDS = 10.0  # between lines of progress where there is no terminal
 
 Value = TypeVar("Value", str, int, float)
 
@@ -130,18 +132,22 @@ def print_result(result: EvalResult, *, is_json: bool, out: Path | None = None) 
 
 @contextmanager
 def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
-    """Context manager: a progress bar on the terminal, updated by the callback that it yields."""
+    """Context manager: a progress bar on a terminal, elsewhere a line every few seconds, by the yielded callback."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = status_console()
+    console, last = status_console(), time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bars:
         task = bars.add_task("", total=None)
 
         def update(stage: str, done: int, total: int) -> None:
+            nonlocal last
             if bars.tasks[task].description != (stage := escape_controls(stage)):
                 bars.reset(task, description=stage)
             bars.update(task, completed=done, total=total or None)
+            if is_shown and not console.is_terminal and time.monotonic() - last >= LOG_SECONDS:
+                last = time.monotonic()
+                console.print(f"{stage} {done:,} of {total:,}" if total else f"{stage} {done:,}", markup=False)
 
         yield update
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import print_json, print_table
+from adlm.cli.output import print_json, print_table, progress_bar
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
     from adlm.data.prepare import PrepareProgress
 
-LOG_SECONDS = 10.0  # between lines where there is no terminal
 SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
 GLOB_HELP = "Pattern of the files of a folder to read, such as '*.md'; may be repeated. [default: text and tables]"
 TOKENIZER_HELP = "gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [default: gpt2]"
@@ -68,7 +65,11 @@ def prepare(
         settings = {name: value for name, value in settings.items() if name not in own} | {"glob": glob or ()}
         is_prepared = (out / MANIFEST).is_file() and not overwrite
         try:
-            with show_progress(console) as on_progress:
+            with progress_bar() as update:
+
+                def on_progress(progress: PrepareProgress) -> None:
+                    update(f"{progress.split}: bytes", progress.consumed, progress.total or 0)
+
                 prepare_data(source, out, **settings, on_progress=on_progress)
         except KeyboardInterrupt:
             console.print("stopped; running the same command again resumes after the last complete shard")
@@ -87,37 +88,6 @@ def prepare(
         splits = {name: {key: split[key] for key in counts} for name, split in manifest["splits"].items()}
         rest = {name: manifest[name] for name in ("tokenizer", "length", "rows", "settings_sha256")}
         print_json({"folder": out, "seconds": time.perf_counter() - began, "splits": splits} | rest)
-
-
-@contextmanager
-def show_progress(console: SafeConsole) -> Iterator[Callable[[PrepareProgress], None]]:
-    """Context manager: a progress bar on a terminal, elsewhere a line every few seconds."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
-    last = time.perf_counter()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("")
-
-        def update(progress: PrepareProgress) -> None:
-            nonlocal last
-            line = format_progress(progress)
-            bar.update(task, completed=progress.consumed, total=progress.total, description=line)
-            if not console.is_terminal and time.perf_counter() - last >= LOG_SECONDS:
-                last = time.perf_counter()
-                console.print(line, markup=False)
-
-        yield update
-
-
-def format_progress(progress: PrepareProgress) -> str:
-    """Format the share done, the speed and the time left."""
-    share = f"{progress.consumed / progress.total:4.0%}" if progress.total else f"{progress.bytes / 1e6:,.0f} MB"
-    speed = progress.bytes / 1e6 / max(progress.seconds, 1e-9)
-    left = ""
-    if progress.total and progress.consumed:
-        left = f", {progress.seconds * max(0, progress.total / progress.consumed - 1):.0f} s left"
-    return f"{progress.split} {share}  {progress.tokens:,} tokens, {speed:.1f} MB/s{left}"
 
 
 def print_summary(console: SafeConsole, manifest: dict[str, Any], out: Path) -> None:

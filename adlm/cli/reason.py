@@ -36,7 +36,7 @@ def train(
     out: Annotated[Path | None, Option(help="Run folder. [default: TASK-ARM, with --quick TASK-ARM-quick]")] = None,
     recipe: Annotated[
         str | None,
-        Option(help="YAML file or name of a bundled recipe. [default: reason]", autocompletion=options.complete_recipe),
+        Option(help="YAML file or name of a bundled recipe. [default: reason]"),
     ] = None,
     quick: Annotated[
         bool, Option("--quick", help="Small model, 1 to 2 hops: two minutes on two CPU cores, then test it.")

@@ -15,11 +15,7 @@ SECONDS_TO_DRAIN = 30
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[MODEL]...",
-            help=options.MODEL_HELP + " Several can be compared.",
-            autocompletion=options.complete_model,
-        ),
+        typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP + " Several can be compared."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(
-            help="YAML file, or name of a bundled recipe (cpu-nano, …).", autocompletion=options.complete_recipe
-        ),
+        typer.Argument(help="YAML file, or name of a bundled recipe (cpu-nano, …)."),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value: data.path=DATA folder=RUN steps=1000 optimizer.lr=1e-3 …")

@@ -28,7 +28,6 @@ CALLS = {
     "sample": "model --length 8 --steps 2 --n 1",
     "score": "Some|text. --model model --draws 2",
     "train": "recipe.yaml data.path=data folder=new",
-    "version": "",
     "eval anchors": "model --data text.txt --limit 2 --draws 1 --perturb 0.1 --stale 1",
     "eval code": "model --texts 1 --infills 1 --steps 2",
     "eval frontier": "model --n 2 --length 8 --samplers ancestral --steps 2 --top-p 1.0 --repeats 2",
@@ -151,6 +150,6 @@ def name_command(words: tuple[str, ...]) -> str:
 @pytest.mark.slow
 def test_wrong_command_lines_are_refused(tmp_path: Path) -> None:
     strategies = {name: command_lines(name) for name in sorted(CALLS)}
-    simple = st.one_of([strategies.pop(name) for name in ("demo", "doctor", "models", "recipes", "version")])
+    simple = st.one_of([strategies.pop(name) for name in ("demo", "doctor", "models", "recipes")])
     lines = draw_examples(strategies | {"others": simple}, count_cases(6))
     assert attack(lines, tmp_path, name_command, run_command) == []

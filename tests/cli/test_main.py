@@ -1,6 +1,5 @@
 """The command itself: versions, help, completion, and that asking for them is cheap."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -10,9 +9,7 @@ import pytest
 
 from adlm import __version__
 from adlm.bundled import DEFAULT, MODELS, find_bundled_model
-from adlm.cli.options import complete_compare, complete_model, complete_recipe, complete_sampler
 from adlm.config import list_recipes
-from adlm.methods import SAMPLERS
 from tests.cli.terminal import ROOT, answer_json, assert_error, invoke, make_env
 
 COMMANDS = (
@@ -27,13 +24,11 @@ COMMANDS = (
     "convert",
     "models",
     "recipes",
-    "version",
 )
 
 
 def test_the_version_is_one() -> None:
-    assert invoke("--version").stdout == invoke("version").stdout == __version__ + "\n"
-    assert json.loads(invoke("version", "--json").stdout) == {"version": __version__}
+    assert invoke("--version").stdout == __version__ + "\n"
 
 
 def test_help_names_the_commands_and_every_one_helps() -> None:
@@ -92,36 +87,14 @@ def installed(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize(
-    ("words", "completed"),
-    [
-        ("adlm sam", ["sample"]),
-        (f"adlm sample {DEFAULT[:-1]}", [DEFAULT]),
-        ("adlm sample --sampler remask_l", ["remask_loop"]),
-        ("adlm train cpu-n", ["cpu-nano"]),
-    ],
-)
-def test_a_shell_completes(words: str, completed: list[str]) -> None:
+@pytest.mark.parametrize(("words", "completed"), [("adlm sam", "sample"), ("adlm sample --sampl", "--sampler")])
+def test_a_shell_completes(words: str, completed: str) -> None:
     count = str(len(words.split()) - 1)
     done = installed(_ADLM_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
-    assert done.stdout.split() == completed, done.stderr
+    assert done.stdout.split() == [completed], done.stderr
 
 
 def test_a_shell_is_given_its_script() -> None:
     shown = installed("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert shown.returncode == 0, shown.stderr
     assert "_ADLM_COMPLETE=complete_bash" in shown.stdout
-
-
-def test_names_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "first").mkdir(parents=True)
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / "file").touch()
-    assert complete_model("") == [*MODELS, "runs/"]
-    assert complete_model("runs/f") == ["runs/first/"]
-    assert complete_model(".h") == [".hidden/"]
-    assert complete_model("nowhere/x") == []
-    assert complete_sampler("") == list(SAMPLERS)
-    assert complete_compare("an") == ["ancestral"] and complete_compare(DEFAULT) == [DEFAULT]
-    assert "cpu-nano" in complete_recipe("")

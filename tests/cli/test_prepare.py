@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from adlm.cli.prepare import format_progress
-from adlm.data.prepare import PrepareProgress
 from adlm.data.shards import open_data
 from adlm.data.sources import load_excerpt
 from tests.cli.terminal import invoke
@@ -81,12 +79,6 @@ def test_errors_are_one_line(
     monkeypatch.chdir(tmp_path)
     result = run(*options)
     assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output
-
-
-def test_progress_has_speed_and_time_left() -> None:
-    line = format_progress(PrepareProgress("train", 25, 100, 5_000_000, 1_200_000, 1000, seconds=2.0))
-    assert line.split() == ["train", "25%", "1,200,000", "tokens,", "2.5", "MB/s,", "6", "s", "left"]
-    assert "left" not in format_progress(PrepareProgress("train", 0, None, 5_000_000, 1_200_000, 1000, seconds=2.0))
 
 
 def test_skipped_files_are_listed(tmp_path: Path) -> None:
