@@ -228,9 +228,6 @@ def samples(
     deterministic: options.Deterministic = False,
     until_eos: Annotated[bool, scoring_option("--until-eos", help="Count tokens up to the first EOS only.")] = False,
     window: ScoreWindow = None,
-    buckets: Annotated[
-        int | None, scoring_option(min=2, help="Buckets of MAUVE. [default: a tenth of the texts]")
-    ] = None,
     mauve_seeds: Annotated[int, scoring_option(min=1, help="Seeds of MAUVE's k-means.")] = 5,
     scorer_batch: JudgeBatch = 32,
     out: OutFolder = None,

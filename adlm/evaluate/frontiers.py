@@ -4,7 +4,6 @@ A point is one setting of the sampler: `n` texts, measured and timed. Settings t
 causal model has no steps, an order takes at most one step a token, some samplers have no steps or no nucleus.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,9 +31,8 @@ from adlm.training.distributed import get_device_name
 LEFT_TO_RIGHT = "left_to_right"
 Point = dict[str, Any]  # the flat JSON form: model, setting, nfe, seconds, and the metrics with NAME_se
 NOTE = (
-    "★: no other point has as few evaluations (NFE), as low a Gen-PPL and as high an entropy (up to that of the "
-    "held-out text) and is better in one of them. A low Gen-PPL at a low entropy is repetition. ± is a standard error "
-    "over texts; of seconds, the standard deviation over timings. Texts that end early have less entropy."
+    "A low Gen-PPL at a low entropy is repetition; texts that end early have less entropy. ± is a standard error over "
+    "texts; of seconds, the standard deviation over timings."
 )
 
 
@@ -112,7 +110,6 @@ def frontier(
                 cache.put(key, point | measure_point(lm, arguments, n, batch, repeats, measure), is_flushed=True)
             points.append(cache.get(key))
     cache.merge()
-    points = mark_pareto(points, baseline)
     settings = {"models": described, **size, **measure.settings, **machine, "reference": about}
     settings |= {"samplers": samplers, "steps": steps, "temperatures": temperatures, "top_p": top_p}
     warnings = []
@@ -127,16 +124,16 @@ def frontier(
 def tabulate_points(points: Sequence[Point], reference: Point | None, settings: dict[str, Any]) -> Table:
     """One row for each point, the held-out text last."""
     names = shorten_names([point["model"] for point in points])
-    columns = [Column(name, is_text=True) for name in ("", "model", "sampler")]
+    columns = [Column(name, is_text=True) for name in ("model", "sampler")]
     columns += [Column("steps"), Column("T"), Column("p"), Column("NFE", 1), Column("s/text", is_optional=True)]
     columns += [Column("tokens", 1, is_optional=True), Column("Gen-PPL", 1), Column("entropy")]
     columns += [Column("distinct-2", is_optional=True), Column("repeated-4", is_optional=True)]
     rows: list[list[Any]] = []
     for point in points:
         speed = f"{point['seconds']:.3g} ± {point['seconds_sd']:.1g}"
-        rows.append(["★" if point["is_pareto"] else "", names[point["model"]], point["sampler"], point["steps"]])
+        rows.append([names[point["model"]], point["sampler"], point["steps"]])
         rows[-1] += [f"{point['temperature']:g}", f"{point['top_p']:g}", point["nfe"], speed]
-    rows += [] if reference is None else [["", "held-out text", "", *[None] * 5]]
+    rows += [] if reference is None else [["held-out text", "", *[None] * 5]]
     for row, values in zip(rows, [*points, *([] if reference is None else [reference])], strict=True):
         metrics = ("gen_ppl", "entropy", "distinct_2", "repetition_4")
         row += [values["tokens"], *(Estimate.from_row(values, name) for name in metrics)]
@@ -197,19 +194,6 @@ def time_batch(lm: LM, arguments: dict[str, Any], count: int, first: int = 0) ->
     start = time.perf_counter()
     rows = lm.run_request(request, first).rows  # their tokens are on the host: a GPU has nothing left to do
     return rows, time.perf_counter() - start
-
-
-def mark_pareto(points: Sequence[Point], reference: Point | None = None) -> list[Point]:
-    """The points with `is_pareto`: no other is as good in evaluations, Gen-PPL and entropy and better in one of them.
-
-    More entropy is better up to that of the held-out text, if it is known: beyond it is noise. Equal points stay
-    together.
-    """
-    limit = math.inf if reference is None else reference["entropy"]
-    costs = [[point["nfe"], -min(point["entropy"], limit), point["gen_ppl"] or 0.0] for point in points]
-    own, others = np.array(costs)[None], np.array(costs)[:, None]
-    is_best = ~np.any((others <= own).all(-1) & (others < own).any(-1), axis=0)
-    return [point | {"is_pareto": best} for point, best in zip(points, is_best.tolist(), strict=True)]
 
 
 def draw_reference_texts(

@@ -117,7 +117,6 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
     lines: dict[tuple[Any, ...], list[Row]] = {}
     for point in sorted(points, key=lambda point: point["nfe"]):
         lines.setdefault((point["model"], point["sampler"], point["temperature"], point["top_p"]), []).append(point)
-    is_pareto: Look = {"markeredgecolor": "black", "markeredgewidth": 1.2, "zorder": 5}
     star: Look = {"marker": "*", "color": "black", "markersize": 11, "linestyle": "none"}
     with new_figure(path, 8.6, 3 * size[0] + 0.6) as figure:
         for axes, (x, y) in zip(figure.subplots(*size).flat, panels, strict=True):
@@ -125,9 +124,6 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
                 (xs, x_errors), (ys, y_errors) = (_split_errors(line, name) for name in (x, y))
                 look: Look = {"color": colors[model], "linestyle": styles[tuple(style)], "marker": markers[sampler]}
                 axes.errorbar(xs, ys, y_errors, x_errors if x == "entropy" else None, **look)
-                for point, across, up in zip(line, xs, ys, strict=True):
-                    if point["is_pareto"]:
-                        axes.plot([across], [up], **look, **is_pareto)
             if reference is not None and y != "seconds":
                 (level,), error = _split_errors([reference], y)
                 axes.axhline(level, color=GRAY, linestyle=":")
@@ -142,7 +138,6 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
         looks += [(sampler, bare | {"marker": marker}) for sampler, marker in markers.items()]
         for (temperature, top_p), style in styles.items() if len(styles) > 1 else ():
             looks.append((f"T {temperature:g}, p {top_p:g}", {"color": GRAY, "linestyle": style}))
-        looks.append(("Pareto-optimal", bare | {"marker": "o", "color": "white", **is_pareto}))
         add_legend(figure, looks if reference is None else [*looks, ("real text", star)])
     return path
 

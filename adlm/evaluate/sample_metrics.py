@@ -279,7 +279,6 @@ def compare_texts(
     until_eos: bool = False,
     window: int | None = None,
     seeds: Sequence[int] = SEEDS,
-    buckets: int | None = None,
     batch: int = BATCH,
     cache: Cache | None = None,
     context: DistributedContext | None = None,
@@ -313,11 +312,11 @@ def compare_texts(
         measure_tokens(
             [text.ids for text in texts],
             gen_ppl=compute_gen_ppl(scorer, texts, own_nats, until_eos=until_eos),
-            mauve=measure_mauve(vectors[1], own_features, seeds=seeds, buckets=buckets),
+            mauve=measure_mauve(vectors[1], own_features, seeds=seeds),
         )
         for texts, own_nats, own_features in zip(sets[::2], nats, vectors[::2], strict=True)
     )
-    mauve = {"buckets": buckets or f"texts of the smaller set / {TEXTS_PER_BUCKET}", "seeds": list(seeds), **KMEANS}
+    mauve = {"buckets": f"texts of the smaller set / {TEXTS_PER_BUCKET}", "seeds": list(seeds), **KMEANS}
     settings = {
         "scorer": scorer.settings,
         "features": features.settings,

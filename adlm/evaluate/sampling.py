@@ -57,7 +57,6 @@ def samples(
     batch: int = 16,
     until_eos: bool = False,
     window: int | None = None,
-    buckets: int | None = None,
     mauve_seeds: int = 5,
     scorer_batch: int = BATCH,
     out: str | Path | None = None,
@@ -107,7 +106,7 @@ def samples(
 
     documents = (text for text, _ in source.read())
     passages = cut_passages(documents, 2 * len(selected), characters, seed=seed, is_fit=is_long_enough)
-    scoring: dict[str, Any] = {"until_eos": until_eos, "window": window, "buckets": buckets, "batch": scorer_batch}
+    scoring: dict[str, Any] = {"until_eos": until_eos, "window": window, "batch": scorer_batch}
     scoring |= {"seeds": range(mauve_seeds), "cache": cache, "context": context, "on_progress": on_progress}
     measured, baseline, settings = compare_texts(selected, passages, scoring_model, features, **scoring)
     cut = {"shortest": f"{min_passage(characters)} characters", "longest": f"{characters} characters"}
