@@ -1,15 +1,23 @@
-"""The serving engine: `clients` compares many clients with the same requests as one offline batch, `engine` many
-requests together with one at a time, with random weights, and measures their memory."""
+"""The server: `clients` compares many clients with the same requests as one offline batch; `trouble` kills clients and
+sends too many requests; `engine` compares many requests together with one at a time, and measures their memory."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import threading
+import os
+import subprocess
+import sys
 import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from adlm.bundled import DEFAULT
 from adlm.checkpoint import LoadedModel
 from adlm.data.tokenizers import load_tokenizer
 from adlm.serve.engine import Engine, EngineLimits, generate_rows
@@ -17,7 +25,8 @@ from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, GeneratedRow, load
 from bench.setting import SIZES, build_model, compute_spread, describe_machine, get_peak_gib, print_report
 
-PORT = 8765
+if TYPE_CHECKING:
+    import httpx
 
 
 async def run_requests(engine: Engine, requests: list[GenerationRequest]) -> list[GeneratedRow]:
@@ -26,61 +35,99 @@ async def run_requests(engine: Engine, requests: list[GenerationRequest]) -> lis
     return [row for each in rows for row in each]
 
 
-async def run_http_clients(lm: LM, prompts: list[str], settings: dict[str, int]) -> list[str]:
-    """Send the requests over HTTP to a server in this process."""
+@contextmanager
+def start_server(*options: str) -> Iterator[str]:
+    """Start `adlm serve` in a process of its own and yield its address."""
+    command = [sys.executable, "-m", "adlm", "serve", "--port", "0", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.terminate()
+
+
+async def post_all(address: str, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
+    """Send all requests at once, each over a connection of its own."""
     import httpx
-    import uvicorn
 
-    from adlm.serve.app import create_app
+    limits = httpx.Limits(max_connections=len(bodies))
+    async with httpx.AsyncClient(base_url=address, limits=limits, timeout=None) as client:
+        return list(await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)))
 
-    app = create_app(lm, limits=EngineLimits(max_rows=len(prompts)))
-    server = uvicorn.Server(uvicorn.Config(app, port=PORT, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        await asyncio.sleep(0.01)
-    body = {"max_tokens": settings["max_new_tokens"], "steps": settings["steps"], "seed": 0, "echo": True}
-    url, limits = f"http://127.0.0.1:{PORT}/v1/completions", httpx.Limits(max_connections=len(prompts))
-    async with httpx.AsyncClient(limits=limits, timeout=None) as client:
-        answers = await asyncio.gather(*(client.post(url, json={**body, "prompt": p}) for p in prompts))
-    server.should_exit = True
-    thread.join()
-    return [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
+
+def read_metrics(address: str) -> dict[str, float]:
+    """Return the server's metrics by name."""
+    with urllib.request.urlopen(f"{address}/metrics") as answer:
+        lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[:1] != "#"]
+    return {name.removeprefix("adlm_"): float(value) for name, value in lines}
 
 
 def measure_clients(args: argparse.Namespace) -> None:
-    """Compare clients that come together with one offline batch."""
-    lm = load(args.model, device=args.device) if args.model else load(device=args.device)
+    """Compare clients that come together, over HTTP and without, with one offline batch, in turns."""
+    lm = load(args.model, device=args.device)
     prompts = [f"It was the {number}th day of" for number in range(args.clients)]
     settings = {"max_new_tokens": args.tokens, "steps": args.steps}
-    lm.generate(prompts, batch=args.clients, max_new_tokens=args.tokens, steps=1)  # warm-up
-    wall, cpu, equal = [], [], True
-    for _ in range(args.repeats):
-        seconds = []
-        for kind in ("offline", "engine"):
-            began = time.perf_counter(), time.process_time()
+    body = {"max_tokens": args.tokens, "steps": args.steps, "seed": 0, "echo": True}
+    expected = lm.generate(prompts, batch=1, **settings).texts  # every text alone
+    requests = [lm.build_request(prompt, **settings) for prompt in prompts]
+    seconds: dict[str, list[float]] = {"offline": [], "engine": [], "HTTP": []}
+    wrong = dict.fromkeys(seconds, 0)
+    with (
+        start_server(args.model, "--device", args.device, "--max-rows", str(args.clients)) as address,
+        Engine(lm, EngineLimits(max_rows=args.clients)) as engine,
+    ):
+
+        def run(kind: str) -> list[str]:
             if kind == "offline":
-                expected = lm.generate(prompts, batch=args.clients, **settings).texts
-            elif args.http:
-                equal &= asyncio.run(run_http_clients(lm, prompts, settings)) == expected
-            else:
-                with Engine(lm, EngineLimits(max_rows=args.clients)) as engine:
-                    requests = [lm.build_request(prompt, **settings) for prompt in prompts]
-                    equal &= [row.text for row in asyncio.run(run_requests(engine, requests))] == expected
-            seconds.append((time.perf_counter() - began[0], time.process_time() - began[1]))
-        wall.append(seconds[0][0] / seconds[1][0])
-        cpu.append(seconds[0][1] / seconds[1][1])
-    (ratio, spread), (cpu_ratio, cpu_spread) = compute_spread(wall), compute_spread(cpu)
-    record = {
-        **describe_machine("serve", str(lm.device)),
-        "model": lm.name,
-        "clients": args.clients,
-        **settings,
-        "http": args.http,
-    }
-    record |= {"ratio": round(ratio, 3), "cpu_ratio": round(cpu_ratio, 3), "texts_equal": equal}
-    rows = [["wall clock", f"{ratio:.3f} ± {spread:.3f}"], ["CPU time", f"{cpu_ratio:.3f} ± {cpu_spread:.3f}"]]
-    print_report(f"{args.clients} clients, throughput of the engine / offline", ["by", "ratio"], rows, record)
+                return lm.generate(prompts, batch=args.clients, **settings).texts
+            if kind == "engine":
+                return [row.text for row in asyncio.run(run_requests(engine, requests))]
+            answers = asyncio.run(post_all(address, [{**body, "prompt": prompt} for prompt in prompts]))
+            return [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
+
+        for kind in seconds:
+            run(kind)  # warm-up
+        for number in range(args.repeats * len(seconds)):
+            kind = list(seconds)[(number + number // len(seconds)) % len(seconds)]
+            began = time.perf_counter()
+            texts = run(kind)
+            seconds[kind].append(time.perf_counter() - began)
+            wrong[kind] += sum(a != b for a, b in zip(texts, expected, strict=True))
+    record: dict[str, object] = {**describe_machine("serve clients", str(lm.device)), "model": lm.name, **settings}
+    record |= {"clients": args.clients, "repeats": args.repeats, "texts_unlike_alone": wrong}
+    rows = []
+    for kind, times in seconds.items():
+        middle, spread = compute_spread(times)
+        ratio, ratio_spread = compute_spread([a / b for a, b in zip(seconds["offline"], times, strict=True)])
+        rows.append([kind, f"{middle:.2f} ± {spread:.2f}", f"{ratio:.3f} ± {ratio_spread:.3f}"])
+        record |= {f"seconds_{kind}": round(middle, 3), f"throughput_{kind}": round(ratio, 3)}
+    print_report(f"{args.clients} clients", ["by", "seconds", "throughput / offline"], rows, record)
+
+
+def measure_trouble(args: argparse.Namespace) -> None:
+    """Kill clients in mid-stream and count the steps until their slots are free; then send twice what fits."""
+    with start_server(args.model, "--max-rows", "16", "--max-waiting", "16") as address:
+        slow = {"prompt": "It was", "steps": 4000, "sampler": "ancestral", "stream": True, "stream_mode": "denoise"}
+        client = f"import asyncio, bench.serve; asyncio.run(bench.serve.post_all({address!r}, [{slow!r}] * 16))"
+        with subprocess.Popen([sys.executable, "-c", client]) as process:
+            while read_metrics(address)["rows_running"] < 16:
+                time.sleep(0.05)
+            time.sleep(2)
+            before = read_metrics(address)
+            process.kill()
+        began = time.perf_counter()
+        while (after := read_metrics(address))["rows_running"] > 0:
+            time.sleep(0.005)
+        steps, waited = after["steps_total"] - before["steps_total"], time.perf_counter() - began
+        print(f"16 streams killed: all slots free after {1e3 * waited:.0f} ms, {steps:.0f} steps since before the kill")
+        bodies = [{"prompt": "It was", "max_tokens": 32, "steps": 64, "seed": number} for number in range(64)]
+        answers = asyncio.run(post_all(address, bodies))
+        statuses = Counter(answer.status_code for answer in answers)
+        waits = {answer.headers.get("retry-after") for answer in answers if answer.status_code == 429}
+        print(f"64 requests where 32 fit: {dict(statuses)}, Retry-After {waits}")
+        rest = [body for body, answer in zip(bodies, answers, strict=True) if answer.status_code == 429]
+        again = asyncio.run(post_all(address, rest))
+        print(f"the rest again: {dict(Counter(answer.status_code for answer in again))}")
 
 
 def measure_engine(args: argparse.Namespace) -> None:
@@ -134,12 +181,14 @@ def main() -> None:
     kinds = parser.add_subparsers(required=True)
     clients = kinds.add_parser("clients", help="many clients against one offline batch")
     clients.set_defaults(measure=measure_clients)
-    clients.add_argument("--model", help="a bundled name or a folder [default: the bundled model]")
-    clients.add_argument("--http", action="store_true", help="through the HTTP server; its start and stop count")
     clients.add_argument("--clients", type=int, default=64)
     clients.add_argument("--tokens", type=int, default=64)
     clients.add_argument("--steps", type=int, default=16)
-    clients.add_argument("--repeats", type=int, default=3)
+    clients.add_argument("--repeats", type=int, default=5)
+    trouble = kinds.add_parser("trouble", help="clients that are killed, and too many of them")
+    trouble.set_defaults(measure=measure_trouble)
+    for each in (clients, trouble):
+        each.add_argument("--model", default=DEFAULT, help="a bundled name or a folder [default: the bundled model]")
     engine = kinds.add_parser("engine", help="requests together against one at a time, without HTTP")
     engine.set_defaults(measure=measure_engine)
     engine.add_argument("--size", choices=SIZES, default="small", help="random weights of this size")
@@ -148,7 +197,7 @@ def main() -> None:
     engine.add_argument("--length", type=int, nargs="+", default=[256, 1024], help="tokens of a canvas")
     engine.add_argument("--steps", type=int, default=32)
     engine.add_argument("--sampler", default="remask_loop")
-    for each in (clients, engine):
+    for each in (clients, trouble, engine):
         each.add_argument("--device", default="auto")
     args = parser.parse_args()
     if args.threads:

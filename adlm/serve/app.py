@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's completions, infilling and scores over one engine."""
+"""The HTTP server: OpenAI's completions, infilling and scores, over an engine for each model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -42,6 +42,11 @@ HEADERS = {
 }
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
+    ("rows_running", "texts in the batch", lambda engine: engine.running),
+    ("rows_max", "texts that the batch can hold", lambda engine: engine.limits.max_rows),
+    ("rows_waiting", "texts in the queue", lambda engine: len(engine.waiting)),
+)
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 
@@ -94,12 +99,8 @@ class EngineCollector:
         for name in asdict(EngineStats()):
             total = sum(getattr(engine.stats, name) for engine in self.engines)
             yield CounterMetricFamily(f"adlm_{name}", f"{name} since the start", value=total)
-        running, room, waiting = (
-            sum(column) for column in zip(*((x.running, x.limits.max_rows, len(x.waiting)) for x in self.engines))
-        )
-        yield GaugeMetricFamily("adlm_rows_running", "texts in the batch", value=running)
-        yield GaugeMetricFamily("adlm_rows_max", "texts that the batch can hold", value=room)
-        yield GaugeMetricFamily("adlm_rows_waiting", "texts in the queue", value=waiting)
+        for name, help_text, count in GAUGES:
+            yield GaugeMetricFamily(f"adlm_{name}", help_text, value=sum(map(count, self.engines)))
 
 
 class Guard:
@@ -172,16 +173,16 @@ class Answer:
         reader, self.nfe[frame.index] = self.readers[frame.index], frame.nfe
         text = reader.read(frame)
         choice: dict[str, Any] = {"index": frame.index, "text": text, "logprobs": None, "finish_reason": None}
-        if self.body.logprobs is not None:
-            choice["logprobs"] = reader.read_logprobs(frame)
-        if self.body.has_drafts:
-            choice["draft"] = describe_draft(frame, self.request, self.body.guesses)
-        if frame.is_done or reader.is_stopped:
+        if is_end := frame.is_done or reader.is_stopped:
             self.skipped.add(frame.index)
             choice["finish_reason"] = "stop" if reader.is_stopped or self.body.is_filling else "length"
             if self.is_infill:
                 choice["fills"] = [text for text, is_given in frame.row.pieces if not is_given]
-        return choice if text or choice["finish_reason"] or "draft" in choice else None
+        if self.body.logprobs is not None and (is_end or self.body.stream):
+            choice["logprobs"] = reader.read_logprobs(frame)
+        if self.body.has_drafts:
+            choice["draft"] = describe_draft(frame, self.request, self.body.guesses)
+        return choice if text or is_end or "draft" in choice else None
 
     def count_usage(self) -> dict[str, int]:
         """Return the tokens and network evaluations so far."""
@@ -208,16 +209,11 @@ class Answer:
 
     async def finish(self, frames: AsyncGenerator[RowFrame]) -> dict[str, Any]:
         """Return the whole answer."""
-        choices: list[dict[str, Any]] = [{"text": "", "logprobs": None} for _ in self.readers]
+        choices: list[dict[str, Any]] = [{} for _ in self.readers]
         async with aclosing(frames):
             async for frame in frames:
-                if (choice := self.read(frame)) is not None:
-                    whole = choices[frame.index]
-                    choice["text"] = whole["text"] + choice["text"]
-                    if choice["logprobs"] is not None and whole["logprobs"] is not None:
-                        more = choice["logprobs"]
-                        choice["logprobs"] = {key: part + more[key] for key, part in whole["logprobs"].items()}
-                    whole |= choice
+                if choice := self.read(frame):
+                    choices[frame.index] = choice | {"text": self.readers[frame.index].text}
         return {**self.head, "choices": choices, "usage": self.count_usage()}
 
 
@@ -274,7 +270,10 @@ def create_app(
     name: str | None = None,
     others: Sequence[LM] = (),
 ) -> FastAPI:
-    """Make the ASGI app of a model, and of others that requests name; their engines start and stop with it."""
+    """Make the ASGI app of a model, and of others that requests name; their engines start and stop with it.
+
+    The signature is stable: `adlm serve` and the Ray deployment call it. `app.state.engine` is the engine of `lm`.
+    """
     engine, model = Engine(lm, limits), name or lm.name
     engines = {model: engine} | {each.name: Engine(each, limits) for each in others}
     if len(engines) <= len(others):

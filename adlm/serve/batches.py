@@ -186,12 +186,8 @@ class MaskedBatch:
         assert order.score is not None
         at_hidden = torch.cat([order.score(part.float()) for _, part in logits]).cpu()
         scores = at_hidden.new_zeros(len(rows), needed.shape[1]).masked_scatter_(needed[rows], at_hidden)
-        by_steps, steps, bound = (
-            order.steps is not None,
-            narrow["steps"][rows, None],
-            narrow["bound"][rows, None].float(),
-        )
-        mine = replace(order, steps=steps) if by_steps else replace(order, entropy_bound=bound)
+        steps, bound = narrow["steps"][rows, None], narrow["bound"][rows, None].float()
+        mine = replace(order, entropy_bound=bound) if order.steps is None else replace(order, steps=steps)
         return next_positions(mine, scores, needed[rows], narrow["step"][rows, None])
 
     def _reveal(self, revealed: Tensor, features: Tensor, index: Tensor, sampling: Tensor) -> None:
@@ -283,22 +279,12 @@ def describe_row(row: Row) -> dict[str, Any]:
     """Return the settings of a row as numbers; `remask_end` is the step after the last that may remask."""
     sampler = row.request.sampler
     numbers: dict[str, Any] = {"length": len(row.layout), "seed": row.request.config.seed, "number": row.number}
+    own: dict[str, Any] = {"steps": 0, "remask_end": 0, "by_confidence": False, "bound": 0.0}
     if isinstance(sampler, Plan):
         remask_end = 1 + max(sampler.remask_prob.nonzero()[:, 0].tolist(), default=-1)
-        own: dict[str, Any] = {
-            "steps": len(sampler),
-            "remask_end": remask_end,
-            "by_confidence": sampler.by_confidence,
-            "bound": 0.0,
-        }
-    else:
-        assert sampler is not None
-        own = {
-            "steps": sampler.steps or 0,
-            "remask_end": 0,
-            "by_confidence": False,
-            "bound": sampler.entropy_bound or 0.0,
-        }
+        own |= {"steps": len(sampler), "remask_end": remask_end, "by_confidence": sampler.by_confidence}
+    elif sampler is not None:
+        own |= {"steps": sampler.steps or 0, "bound": sampler.entropy_bound or 0.0}
     return numbers | own
 
 
@@ -330,12 +316,8 @@ def enter_window(wide: Columns, narrow: Columns, is_over: Tensor) -> Columns:
     following = wide["block_at"].masked_fill(~is_ahead, NO_BLOCK).amin(-1)
     hidden = (wide["is_hidden"] & wide["may_change"] & (wide["block_at"] == following[:, None])).sum(-1)
     wide["confidence"][is_over] = 0.0
-    fresh = {
-        "window": following,
-        "step": torch.zeros_like(hidden),
-        "first": hidden,
-        "time": narrow["time"].new_ones(()),
-    }
+    time = narrow["time"].new_ones(())
+    fresh = {"window": following, "step": torch.zeros_like(hidden), "first": hidden, "time": time}
     return narrow | {name: torch.where(is_over, value, narrow[name]) for name, value in fresh.items()}
 
 

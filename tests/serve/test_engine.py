@@ -8,7 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+import torch
 
+from adlm.serve.batches import MaskedBatch
 from adlm.serve.engine import ALL, Engine, EngineLimits, QueueFullError, RowFrame, generate_rows, stream_rows
 from adlm.text.generation import GenerationRequest
 from tests.text.models import lm
@@ -67,19 +69,26 @@ def test_all_frames_are_those_of_a_stream() -> None:
         assert asyncio.run(run(engine)) == [step.frame.tokens[0].tolist() for step in model.stream_request(request)][1:]
 
 
-def test_cancellation_frees_the_slot_and_spares_the_others() -> None:
-    model = lm()
+def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, steps_at_removal = lm(), list[int]()
     slow, fast = model.build_request("the", **SLOW), model.build_request("a", steps=4, max_new_tokens=5)
     with Engine(model, EngineLimits(max_rows=1)) as engine:
+        keep = MaskedBatch.keep
+
+        def keep_and_note(batch: MaskedBatch, is_kept: torch.Tensor) -> None:
+            steps_at_removal.append(engine.stats.steps)
+            keep(batch, is_kept)
+
+        monkeypatch.setattr(MaskedBatch, "keep", keep_and_note)
         ticket, first = submit(engine, slow)
         wait_for(lambda: engine.running == 1)
         _, second = submit(engine, fast)
         assert not second.done()
-        steps = engine.stats.steps
         engine.cancel(ticket)
+        steps = engine.stats.steps
         (frame,) = second.result(10)
         assert frame.row.text == model.run_request(fast).texts[0]
-        assert engine.stats.steps - steps < 500, "the slot was free long before the slow request's end"
+        assert steps_at_removal[0] <= steps + 1
         assert not first.done() and engine.stats.cancelled == 1
 
 
