@@ -20,7 +20,6 @@ from adlm.cli import options
 from adlm.cli.errors import Commands
 from adlm.cli.generate import parse_sampler_options
 from adlm.cli.output import (
-    SEPARATOR,
     check_output_files,
     check_output_folder,
     json_stdout,
@@ -28,7 +27,6 @@ from adlm.cli.output import (
     print_json,
     print_result,
     progress_bar,
-    read_text_file,
     status_console,
 )
 
@@ -254,9 +252,7 @@ def samples(
 
         return load(model or DEFAULT, device=place, deterministic=deterministic) if texts is None else None
 
-    given = read_text_file("-").split(SEPARATOR) if str(texts) == "-" else texts
-    more = parse_sampler_options(sampler_options or [])
-    run_eval("samples", parameters, load_model, texts=given, sampler_options=more)
+    run_eval("samples", parameters, load_model, sampler_options=parse_sampler_options(sampler_options or []))
 
 
 @app.command()

@@ -55,14 +55,6 @@ def print_bytes(content: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_path(path: Path) -> None:
-    """Print a path to stdout as a result: for a program as it is, on a terminal with its controls escaped."""
-    if sys.stdout.isatty():
-        SafeConsole(soft_wrap=True).print(str(path), markup=False)
-    else:
-        print_bytes(f"{path}\n".encode("utf-8", "surrogateescape"))
-
-
 def print_table(table: Table, console: SafeConsole | None = None) -> None:
     """Print a table; numbers are never cut.
 

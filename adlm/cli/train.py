@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import check_output_files, json_stdout, print_json, print_path, print_table, status_console
+from adlm.cli.output import check_output_files, json_stdout, print_json, print_table, status_console
+from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
     from adlm.training.loop import Run
@@ -75,4 +76,4 @@ def plot(
         print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
     else:
         print_table(build_runs_table(curves))
-        print_path(path)
+        SafeConsole(soft_wrap=True).print(str(path), markup=False)

@@ -239,14 +239,10 @@ def measure_mauve(
 
 
 def warn_few_texts(texts: int, buckets: int) -> list[str]:
-    """Warnings about a MAUVE from few texts."""
-    warnings, size, max_buckets = [], f"{buckets} buckets for {texts} texts in a set", max(2, texts // TEXTS_PER_BUCKET)
-    if texts < TEXTS_PER_BUCKET * buckets:
-        warnings.append(f"MAUVE is too low with {size}: use at most {max_buckets} buckets, or more texts")
-    if buckets < MIN_BUCKETS:
-        few = f"MAUVE has only {size}, too few to tell models apart"
-        warnings.append(f"{few}: use at least {TEXTS_PER_BUCKET * MIN_BUCKETS} texts; its authors use 5,000")
-    return warnings
+    """A warning about a MAUVE from few texts."""
+    few = f"MAUVE has only {buckets} buckets for {texts} texts in a set, too few to tell models apart"
+    remedy = f"use at least {TEXTS_PER_BUCKET * MIN_BUCKETS} texts; its authors use 5,000"
+    return [f"{few}: {remedy}"] if buckets < MIN_BUCKETS else []
 
 
 def integrate_curve(p: Histogram, q: Histogram) -> NDArray[np.float64]:

@@ -66,7 +66,6 @@ def test_samples_of_a_model_are_measured(tmp_path: Path) -> None:
     for name in ("texts.jsonl", "texts.txt"):
         given = write_texts(tmp_path / name, texts)
         assert numbers(evaluate(*given)) == numbers(found), name
-    assert numbers(evaluate("--texts", "-", *given[2:], given=SEPARATOR.join(texts))) == numbers(found)
 
 
 def test_a_full_disk_and_a_wrong_judge_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
