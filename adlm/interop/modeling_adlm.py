@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, buil
 
 DEFAULT_SAMPLER = "remask_loop"
 STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")
+# Settings in transformers' words.
 SHAPE_NAMES = {"vocab_size": ["vocab_size"], "hidden_size": ["dim"], "num_attention_heads": ["heads"]}
 SHAPE_NAMES |= {"num_hidden_layers": ["anchor_layers", "denoiser_layers"], "max_position_embeddings": ["length"]}
 
@@ -46,13 +48,8 @@ class AdlmConfig(PreTrainedConfig):
         self.special_token_ids = special_token_ids or []  # never sampled, except the end token
         kwargs.setdefault("tie_word_embeddings", self.model.get("tied", False))
         kwargs |= {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        kwargs |= {name: sum(self.model.get(key, 0) for key in keys) for name, keys in SHAPE_NAMES.items()}
         super().__init__(**kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        keys, model = SHAPE_NAMES.get(name, ["none"]), self.__dict__.get("model", {})
-        if not all(key in model for key in keys):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return sum(model[key] for key in keys)  # a setting in transformers' words
 
 
 class AdlmPreTrainedModel(PreTrainedModel):
@@ -161,7 +158,8 @@ class AdlmPreTrainedModel(PreTrainedModel):
             raise ValueError("a causal model samples from left to right: leave sampler, steps and their options out")
         kinds = is_free.long() if is_framed else torch.where(is_new, 2, 1)
         frames = stream_tokens(
-            Predictor(copy_model(self.model), self.device, self.dtype, is_compiled=False),
+            # In memory of its own: sums round by the alignment of their addresses, and so would tokens.
+            Predictor(copy.deepcopy(self.model).eval(), self.device, self.dtype, is_compiled=False),
             xt,
             None if sampler is None else build_sampler(sampler, **options),
             seed=int(torch.randint(2**62, ())) if seed is None else seed,
@@ -189,13 +187,6 @@ class AdlmForCausalLM(AdlmPreTrainedModel):
     """AR and A2R: predicts the next token."""
 
 
-def copy_model(model: LanguageModel) -> LanguageModel:
-    """Copy a model to memory of its own: sums round by the alignment of their addresses, and so would tokens."""
-    copy = build_on_meta(model.config)
-    copy.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-    return copy.eval()
-
-
 def find_banned_ids(config: Any) -> Tensor:
     """Return the banned tokens (3, V): none; special ones; special ones except the end token."""
     banned = torch.zeros(3, config.vocab_size, dtype=torch.bool)
@@ -207,16 +198,12 @@ def find_banned_ids(config: Any) -> Tensor:
 
 def show_frames(frames: Iterator[Frame], prompt: Tensor, streamer: Any) -> Frame:
     """Run the sampler, show a streamer the prompt, a draft per step and the result; return the last frame."""
-    given = len(prompt)
-    put, put_draft, put_frame, end = (getattr(streamer, name, None) for name in STREAMER_METHODS)
-    if put is not None:
-        put(prompt.cpu())
+    put, put_draft, put_frame, end = (getattr(streamer, name, lambda *_, **__: None) for name in STREAMER_METHODS)
+    put(prompt.cpu())
     for frame in frames:
-        if put_draft is not None:
-            put_draft(value=frame.tokens[:, given:].cpu())
-        if put_frame is not None:
+        if streamer is not None:
+            put_draft(value=frame.tokens[:, len(prompt) :].cpu())
             put_frame(frame)
-    if put is not None and end is not None:
-        put(frame.tokens[:, given:].cpu())
-        end()
+    put(frame.tokens[:, len(prompt) :].cpu())
+    end()
     return frame

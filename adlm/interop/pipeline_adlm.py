@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,23 +21,6 @@ class AdlmPipelineOutput(BaseOutput):
     texts: list[str] | None = None
 
 
-class FrameCallback:
-    """Calls a function with the canvas after every step, as a streamer of `generate`."""
-
-    def __init__(self, pipeline: Any, function: Callable[..., Any]) -> None:
-        self.pipeline, self.function = pipeline, function
-
-    def put(self, value: Tensor) -> None:
-        """Ignore the prompt and the result, which the canvas holds."""
-
-    def put_frame(self, frame: Any) -> None:
-        """Call the function with the state after a step."""
-        self.function(self.pipeline, frame.step - 1, frame.step - 1, {"canvas": frame.tokens})
-
-    def end(self) -> None:
-        """Do nothing: the pipeline returns the text."""
-
-
 class AdlmPipeline(DiffusionPipeline):
     """Continues prompts and fills the mask tokens in them, with the sampler of its scheduler."""
 
@@ -48,6 +32,12 @@ class AdlmPipeline(DiffusionPipeline):
     def __init__(self, model: Any, scheduler: Any, tokenizer: Any) -> None:
         super().__init__()
         self.register_modules(model=model, scheduler=scheduler, tokenizer=tokenizer)
+
+    def save_pretrained(self, save_directory: Any, *_: Any, **__: Any) -> None:
+        """Refuse to write a folder without the code files, which nothing could load."""
+        raise NotImplementedError(
+            f"save pipe.model and pipe.tokenizer into {save_directory}; `adlm export` makes it a pipeline's folder"
+        )
 
     @torch.no_grad()
     def __call__(
@@ -71,22 +61,26 @@ class AdlmPipeline(DiffusionPipeline):
         """
         if output_type not in ("text", "seq"):
             raise ValueError(f"output_type is {output_type!r}: expected text or seq")
-        config = self.scheduler.config
-        steps = num_inference_steps or config.steps
+        config, call = self.scheduler.config, callback_on_step_end
+
+        def put_frame(frame: Any) -> None:
+            if call is not None:
+                call(self, frame.step - 1, frame.step - 1, {"canvas": frame.tokens})
+
         inputs = self.tokenizer([prompt] if isinstance(prompt, str) else prompt, return_tensors="pt", padding=True)
         sequences = self.model.generate(
             inputs.input_ids.to(self.model.device),
             max_new_tokens,
             attention_mask=inputs.attention_mask.to(self.model.device),
             sampler=config.sampler,
-            steps=steps,
+            steps=num_inference_steps or config.steps,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             seed=None if generator is None else generator.initial_seed() % 2**63,
             block=block_length,
             num_return_sequences=num_texts_per_prompt,
-            streamer=None if callback_on_step_end is None else FrameCallback(self, callback_on_step_end),
+            streamer=None if call is None else SimpleNamespace(put_frame=put_frame),
             **(config.options or {}),
         )
         texts = self.tokenizer.batch_decode(sequences, skip_special_tokens=True) if output_type == "text" else None

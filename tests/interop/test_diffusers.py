@@ -120,6 +120,8 @@ def test_our_pipeline_continues_fills_and_calls_back(small: tuple[LM, Path, Any]
     assert text.startswith("a") and text.endswith("b") and "mask" not in text
     with pytest.raises(ValueError, match="expected text or seq"):
         pipe(PROMPT, output_type="pil")
+    with pytest.raises(NotImplementedError, match=r"save pipe.model and pipe.tokenizer into new; `adlm export`"):
+        pipe.save_pretrained("new")
 
 
 def test_settings_of_a_scheduler_are_saved(tmp_path: Path) -> None:

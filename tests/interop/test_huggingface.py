@@ -223,6 +223,10 @@ logits = model(**prompt).logits
 tokens = model.generate(**prompt, max_new_tokens=12, seed=4, steps=16)
 best = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer)("It was a<|mask|> night.")[0]["sequence"]
 module = type(model).__module__
+model.save_pretrained(sys.argv[3])
+tokenizer.save_pretrained(sys.argv[3])
+again = transformers.AutoModelForMaskedLM.from_pretrained(sys.argv[3], **code)
+assert torch.equal(again(**prompt).logits, logits)
 print(json.dumps([module, prompt.input_ids.tolist(), logits[0, :, :50].tolist(), tokens.tolist(), best]))
 """
 
@@ -230,7 +234,7 @@ print(json.dumps([module, prompt.input_ids.tolist(), logits[0, :, :50].tolist(),
 @pytest.mark.parametrize("package", ["with", "without"])
 def test_fresh_processes_give_the_same(package: str, prose: Path, tmp_path: Path) -> None:
     env = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", CHECK, str(prose), package]
+    command = [sys.executable, "-c", CHECK, str(prose), package, str(tmp_path / "saved")]
     root = Path(adlm.__file__).parents[1]
     cwd = root if package == "with" else tmp_path
     printed = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=True).stdout
@@ -240,6 +244,19 @@ def test_fresh_processes_give_the_same(package: str, prose: Path, tmp_path: Path
     assert (torch.tensor(logits) - expected_logits(lm, torch.tensor(ids))[0, :, :50]).abs().max() < 1e-5
     assert tokens[0] == lm.generate("It was", max_new_tokens=12, seed=4, steps=16).rows[0].ids
     assert best.startswith("It was a") and best.endswith(" night.") and "<|" not in best
+    saved = adlm.load(tmp_path / "saved", device="cpu")
+    assert saved.generate("It was", max_new_tokens=12, seed=4, steps=16).rows[0].ids == tokens[0]
+    assert (tmp_path / "saved" / "modeling_adlm.py").is_file() == (package == "without")
+
+
+def test_a_folder_without_code_files_needs_the_package(prose: Path, tmp_path: Path) -> None:
+    """As the classes of the package save it."""
+    transformers.AutoModelForMaskedLM.from_pretrained(prose).save_pretrained(tmp_path)
+    load_class = import_module("transformers.dynamic_module_utils").get_class_from_dynamic_module
+    with pytest.raises(OSError, match=r"does not appear to have a file named modeling_adlm\.py"):
+        load_class("modeling_adlm.AdlmForMaskedLM", tmp_path)
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        adlm.load(tmp_path)
 
 
 def test_code_files_are_the_package(prose: Path) -> None:
@@ -259,8 +276,7 @@ def test_code_files_are_the_package(prose: Path) -> None:
     assert len(code) > 10
     for name, source in code.items():
         module = source.split()[3]
-        original = Path(str(import_module(module).__file__) if name != "adlm_diffusion_kernels" else "adlm/diffusion/kernels.py")
-        original = original if original.is_absolute() else Path(adlm.__file__).parents[1] / original
+        original = huggingface.find_source(module)
         expected = original.read_text("utf-8").replace('"adlm::', '__name__.replace(".", "_") + "::')
         assert definitions(source) == definitions(expected), name
         assert not re.search(r"^\s*(from|import) adlm\b", source, re.MULTILINE)
