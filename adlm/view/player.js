@@ -95,8 +95,10 @@ const player = (() => {
     );
     counts.querySelector("abbr").title = "network evaluations so far";
     const details = element("details");
-    const panel = element("section", "panel", element("div", "head", title, counts), element("div", "share", share), text, details);
-    const view = { trajectory, place, frames: [], panel, title, text, tokens: [], details, step, total, nfe, seen, length, time, share, index: -1, shown: [] };
+    const head = element("div", "head", title, counts);
+    const panel = element("section", "panel", head, element("div", "share", share), text, details);
+    const parts = { panel, title, text, details, step, total, nfe, seen, length, time, share };
+    const view = { trajectory, place, frames: [], tokens: [], index: -1, shown: [], ...parts };
     text.addEventListener("mouseover", (event) => point(view, event.target.closest(".token")));
     text.addEventListener("mouseleave", () => point(null, null));
     text.addEventListener("focusin", (event) => focus(view, event.target.closest(".token")));

@@ -8,10 +8,11 @@
   const HOLE = /_{3,}(?:\{[^{}\n]*\})?/g; // as the server reads templates
   const FIELDS = ["text", "model", "sampler", "steps", "compare", "model2", "sampler2", "steps2", "seed"];
   FIELDS.push("max_tokens", "temperature", "top_p", "block", "guesses");
-  const NUMBERS = ["seed", "temperature", "top_p", "block", "guesses"]; // of both sides
+  const NUMBERS = ["seed", "temperature", "top_p", "block"]; // of both sides
   const EXAMPLE = "The old man ___{6} to the window, and ___{8} the rain.";
   let models = [];
   let running = null; // what stops the requests
+  let writing = 0; // the timer of the link
 
   // What needs no reading is there for screen readers alone.
   function say(message, kind = "unseen") {
@@ -43,7 +44,15 @@
 
   // --- The settings, which the address holds after #. ---
 
+  // Browsers limit how often the address may change: while a text is typed it waits for a pause.
   function changeSettings() {
+    clearTimeout(writing);
+    writing = setTimeout(writeLink, 300);
+    showSettings();
+  }
+
+  function writeLink() {
+    clearTimeout(writing);
     const values = new URLSearchParams();
     for (const name of FIELDS) {
       const each = field(name);
@@ -51,23 +60,23 @@
       if (value !== "" && !each.matches(":disabled")) values.set(name, value);
     }
     history.replaceState(null, "", `#${values}`);
-    showSettings();
   }
 
   function readLink() {
     const values = new URLSearchParams(location.hash.slice(1));
+    const hasLink = location.hash.length > 1;
     const missing = [];
     for (const name of FIELDS) {
       const each = field(name);
       const value = values.get(name);
       if (each.type === "checkbox") each.checked = value === "1";
-      else if (value !== null || values.size) each.value = value ?? each.defaultValue ?? "";
+      else if (hasLink) each.value = value ?? each.defaultValue ?? "";
       if (each.tagName === "SELECT" && each.selectedIndex < 0) {
         each.selectedIndex = 0;
         if (value) missing.push(value);
       }
     }
-    if (!values.size) field("text").value = EXAMPLE;
+    if (!hasLink) field("text").value = EXAMPLE;
     showSettings();
     if (missing.length) say(`The link names ${missing.join(", ")}, which this server does not have.`, "error");
   }
@@ -127,7 +136,7 @@
 
   function describeRequest(side) {
     const text = field("text").value;
-    const body = { model: field(`model${side}`).value, stream: true };
+    const body = { model: field(`model${side}`).value, stream: true, guesses: Number(field("guesses").value) };
     for (const name of NUMBERS) if (field(name).value !== "") body[name] = Number(field(name).value);
     const [sampler, steps] = [field(`sampler${side}`), field(`steps${side}`)];
     if (!sampler.disabled && sampler.value) body.sampler = sampler.value;
@@ -140,10 +149,16 @@
   async function fill(panel, [path, body], signal) {
     const began = performance.now();
     let made = body; // the settings that the text was made with
+    let before = []; // each token as it was sent, and as an object
     for await (const { choices } of readEvents(await request(path, body, signal))) {
       const { step, nfe, tokens, settings } = choices[0].draft;
       const frame = { step, nfe, seconds: (performance.now() - began) / 1000 };
-      frame.tokens = tokens.map(([state, text, isAnchor, guesses]) => ({ state, text, isAnchor, guesses }));
+      before = tokens.map((sent, place) => {
+        const [state, text, isAnchor, guesses] = sent;
+        const key = JSON.stringify(sent);
+        return before[place]?.key === key ? before[place] : { key, token: { state, text, isAnchor, guesses } };
+      });
+      frame.tokens = before.map((each) => each.token);
       if (!panel.frames.length) {
         const hidden = { state: "hidden", text: "", isAnchor: false, guesses: [] };
         const start = frame.tokens.map((token) => (token.state === "given" ? token : hidden));
@@ -164,11 +179,14 @@
 
   async function generate() {
     const stopper = new AbortController();
+    if (field("seed").value === "") chooseSeed();
+    writeLink();
     const requests = (field("compare").checked ? ["", "2"] : [""]).map(describeRequest);
     const panels = player.open(
       requests.map(([, body]) => {
         const { method } = models.find((each) => each.id === body.model) || {};
-        return { title: describeTitle(body), guesser: method === "adlm" ? "anchor network" : "network", settings: [], seconds: 0 };
+        const guesser = method === "adlm" ? "anchor network" : "network";
+        return { title: describeTitle(body), guesser, settings: [], seconds: 0 };
       }),
     );
     document.body.classList.remove("empty");
@@ -188,6 +206,11 @@
   }
 
   const describeEnd = ({ nfe, seconds }) => `${nfe} network evaluations in ${seconds.toFixed(2)} s`;
+
+  function chooseSeed() {
+    field("seed").value = Math.floor(Math.random() * 2 ** 31);
+    writeLink();
+  }
 
   function setRunning(stopper) {
     running = stopper;
@@ -212,14 +235,11 @@
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) form.requestSubmit();
   });
   byId("hole").addEventListener("click", putHole);
-  byId("reseed").addEventListener("click", () => {
-    field("seed").value = Math.floor(Math.random() * 2 ** 31);
-    changeSettings();
-  });
+  byId("reseed").addEventListener("click", chooseSeed);
   byId("more").addEventListener("click", () => setMore(byId("extra").hidden));
   byId("key").addEventListener("change", () => loadModels().catch((error) => say(error.message, "error")));
   byId("link").addEventListener("click", async () => {
-    changeSettings();
+    writeLink();
     try {
       await navigator.clipboard.writeText(location.href);
       say("Link copied.", "");
