@@ -90,8 +90,6 @@ class Predictor:
     ) -> None:
         device = torch.device(device)
         is_cuda = device.type == "cuda"
-        if fixed_batch is not None and fixed_batch < 1:
-            raise ValueError(f"fixed_batch must be at least 1 row, or None, got {fixed_batch}")
         broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
         if broken:
             raise ValueError(
@@ -172,10 +170,6 @@ def stream_tokens(
             f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: give shorter rows, or use a "
             "model with longer ones"
         )
-    if rows is not None and rows.shape != xt.shape[:1]:
-        raise ValueError(f"rows has shape {tuple(rows.shape)}: give one number for each of the {xt.shape[0]} rows")
-    if isinstance(sampler, str):
-        raise ValueError(f"sampler is a name, {sampler!r}: make it with adlm.build_sampler({sampler!r}, ...) first")
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
     is_fixed, valid = (None if x is None else x.to(xt.device) for x in (is_fixed, valid))
@@ -196,8 +190,10 @@ def stream_tokens(
             return features
 
         return continue_tokens(xt, predict_next, predictor.logits_at, is_fixed=is_fixed, **same)
-    if sampler is None:
-        raise ValueError("sampler is None: a masked model needs one; adlm.build_sampler makes it by name")
+    if sampler is None or isinstance(sampler, str):
+        raise ValueError(
+            f"sampler is {sampler!r}: make one with adlm.build_sampler(NAME, ...), as a masked model needs"
+        )
     assert config.mask_id is not None
     same |= {"mask_id": config.mask_id, "is_fixed": is_fixed, "valid": valid, "block": block}
     return denoise(xt, sampler, predictor.predict, predictor.logits_at, **same)
@@ -214,10 +210,7 @@ def generate_texts(
 ) -> list[str]:
     """Generate texts without a prompt, one per row and as long as the model allows, without special tokens."""
     first = tokenizer.bos_id if predictor.config.is_causal else predictor.config.mask_id
-    if first is None:
-        raise ValueError(
-            "this tokenizer has no BOS token, which a causal model needs first: set bos_token in tokenizer_config.json"
-        )
+    assert first is not None  # rows of training data have a BOS token
     xt = torch.full((rows, predictor.config.length), first)
     is_fixed = torch.zeros_like(xt, dtype=torch.bool)
     is_fixed[:, 0] = predictor.config.is_causal

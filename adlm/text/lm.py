@@ -200,6 +200,10 @@ class LMEngine:
                 f"{name}: the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
                 "the tokenizer.json that the model was trained with"
             )
+        if config.is_causal and self.tokenizer.bos_id is None:
+            raise ValueError(
+                f"{name}: its tokenizer has no BOS token, which a causal model reads first: name bos_token"
+            )
         method, largest = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id
         if method.is_causal != config.is_causal or largest >= config.vocab_size:
             problem = f"tokens up to {largest}, the model {config.vocab_size}"
@@ -387,8 +391,7 @@ class LM(LMEngine):
         columns = estimate_token_nats(model, rows, is_scored, batch=batch, **settings)
         scores = []
         for layout, nats, error, is_exact in zip(layouts, *(each.tolist() for each in columns), strict=True):
-            counted = (layout.spans[0].texts or ())[self.row_format.first_is_given :]
-            tokens, size = len(counted), len("".join(counted).encode("utf-8"))
+            tokens, size = len(layout.spans[0].texts or ()), len(layout.spans[0].text.encode("utf-8"))
             scores.append(Score(nats / tokens, error / tokens, tokens, nats / math.log(2) / size, is_exact))
         return scores
 
