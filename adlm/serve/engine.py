@@ -118,6 +118,7 @@ class Ticket:
     frames: str
     skipped: set[int] = field(default_factory=set)  # rows that are no longer wanted
     guesses: int | None = None  # of the anchor network, in every frame; None: frames without tokens
+    is_over: bool = False  # cancelled or failed: none of its rows is wanted
 
 
 class Engine:
@@ -198,7 +199,7 @@ class Engine:
     def cancel(self, ticket: Ticket) -> None:
         """Stop a request: it leaves the queue now, the batch before the next step."""
         with self.wake:
-            ticket.skipped |= set(range(len(ticket.request.rows)))
+            ticket.is_over = True
             self.waiting = deque(row for row in self.waiting if not is_skipped(row))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -234,14 +235,15 @@ class Engine:
             except Exception as error:
                 log.exception("a step failed; its requests are answered with an error")
                 fail([*batch.rows, *joining], error)
-                batch = self._new_batch()
+                batch, self.running = self._new_batch(), 0
         stopped = QueueFullError("the server has stopped: retry later", 5)
         with self.wake:
             rows, calls = [*batch.rows, *self.waiting], self.calls
             self.waiting, self.calls, self.running = deque(), deque(), 0
         fail(rows, stopped)
         for future, _ in calls:
-            future.set_exception(stopped)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(stopped)
 
     def _new_batch(self) -> MaskedBatch | CausalBatch:
         return (CausalBatch if self.lm.row_format.is_causal else MaskedBatch)(self.lm.predictor)
@@ -320,7 +322,7 @@ async def generate_rows(engine: Engine, request: GenerationRequest) -> list[Gene
 
 def is_skipped(row: Row) -> bool:
     """Whether a row is no longer wanted."""
-    return row.index in row.owner.skipped
+    return row.owner.is_over or row.index in row.owner.skipped
 
 
 def run_calls(calls: Sequence[tuple[Future[Any], Callable[[], Any]]]) -> None:
@@ -376,7 +378,7 @@ def deliver(rows: Sequence[Row], result: StepResult, stream_steps: dict[int, Str
 def fail(rows: Sequence[Row], error: Exception) -> None:
     """Answer the requests of rows with an error."""
     for ticket in dict.fromkeys(row.owner for row in rows):
-        ticket.skipped |= set(range(len(ticket.request.rows)))
+        ticket.is_over = True
         notify(ticket, error)
 
 
@@ -386,4 +388,4 @@ def notify(ticket: Ticket, news: list[RowFrame] | Exception) -> None:
         ticket.notify(news)
     except RuntimeError:
         log.warning("the receiver of a request has gone; it is cancelled")
-        ticket.skipped |= set(range(len(ticket.request.rows)))
+        ticket.is_over = True

@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,6 +30,7 @@ MAX_LENGTHS = 32  # of a hole before a suffix, among which the model chooses
 MAX_ALL_LENGTHS = 128  # of all holes of a request: each is tried with the network
 MAX_LOGPROBS = 5  # OpenAI's
 MAX_GUESSES = 8
+MAX_STOPS = 16
 
 
 class StrictBody(BaseModel):
@@ -107,7 +108,7 @@ class CompletionBody(SamplingBody):
     suffix: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=1)
     presence_penalty: float | None = Field(None, ge=0, le=0)
@@ -220,14 +221,6 @@ def describe_draft(frame: RowFrame, request: GenerationRequest, guesses: int | N
     return draft | ({"settings": request.settings} if frame.is_done else {})
 
 
-class TextToken(NamedTuple):
-    """A token's position in the row, its offset in the text and what it adds to it."""
-
-    position: int
-    offset: int
-    text: str
-
-
 class TextReader:
     """The text of some spans of a row that can no longer change: whole characters, up to the first stop sequence."""
 
@@ -235,7 +228,7 @@ class TextReader:
         self.layout, self.spans, self.stops, self.text = layout, deque(spans), stops, ""
         self.position = self.generated = self.given = self.sent = 0  # `given`: characters before the first hole
         self.is_stopped = False
-        self.tokens = deque[TextToken]()  # whose log-probabilities have not been read
+        self.tokens = deque[tuple[int, int, str]]()  # position in the row, offset and text, until logprobs are read
 
     def read(self, frame: RowFrame) -> str:
         """Return the text that a frame adds; the last frame completes it."""
@@ -276,14 +269,14 @@ class TextReader:
         self.position = start
         for text in texts:
             if not is_text:
-                self.tokens.append(TextToken(self.position, len(self.text), text))
+                self.tokens.append((self.position, len(self.text), text))
                 self.position += 1
             self.text += text
 
     def read_logprobs(self, frame: RowFrame) -> dict[str, list[Any]]:
         """Return OpenAI's log-probabilities of the tokens that begin in the text read so far, each token once."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        while self.tokens and self.tokens[0].offset < self.sent:
+        while self.tokens and self.tokens[0][1] < self.sent:
             position, offset, text = self.tokens.popleft()
             logprob, top = None, None
             if (drawn := frame.logprobs.get(position)) is not None:

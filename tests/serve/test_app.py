@@ -192,6 +192,7 @@ BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"prompt": []}, None),
     ({"prompt": [[]]}, None), ({"prompt": [10**30]}, None), ({"prompt": [-1]}, None), ({"prompt": [65] * 999}, None),
     ({"prompt": [65], "max_tokens": 999}, None), ({"prompt": [65], "suffix": "x"}, None), ({"guesses": 99}, "guesses"),
+    ({"stop": ["x"] * 17}, "stop"),
     ({"eta": 0.1, "sampler": "margin"}, None),
     ({"max_tokens": 10**9}, None), ({"min_tokens": 3}, None), ([], None), (None, None), ({"\ud800": 1}, None),
     ({"prompt": "\ud800"}, None), ({"seed": 10**300}, "seed"), ({"suffix": "x", "max_tokens": 10**9}, None),

@@ -165,6 +165,21 @@ def test_a_failing_step_answers_its_requests_and_the_engine_lives(monkeypatch: p
             engine.call(lambda: 1 // 0).result(10)
 
 
+def test_a_late_reader_sees_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm("mdlm")
+    monkeypatch.setattr(model.predictor, "logits_at", lambda features: 1 / 0)
+
+    async def run(engine: Engine) -> None:
+        frames = stream_rows(engine, model.build_request("the", steps=4, max_new_tokens=5))
+        await asyncio.to_thread(engine.call(lambda: None).result)
+        await asyncio.to_thread(wait_for, lambda: engine.running == 0)
+        with pytest.raises(RuntimeError, match="sampling has failed"):
+            _ = [frame async for frame in frames]
+
+    with Engine(model) as engine:
+        asyncio.run(run(engine))
+
+
 def test_a_row_that_cannot_join_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm()
     request = model.build_request("the", steps=4, max_new_tokens=5)
