@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from tests.text.models import lm, rigged
 from tests.training.runs import ROOT, torchrun
 
 SAMPLING: dict[str, Any] = {"length": 12, "steps": 8, "sampler": "ancestral", "seed": 5, "top_p": 1.0}
-N, SIZE, KILLS = 10, 200, 4
+N, SIZE = 10, 200
 
 
 def generate(folder: Path | None = None, model: LM | None = None, **changes: Any) -> list[sampling.Sample]:
@@ -75,12 +74,12 @@ def test_changed_settings_never_reuse_samples(tmp_path: Path, changes: dict[str,
     assert generate(tmp_path, **changes) == generate(**changes) != generate(tmp_path)
 
 
-def assert_resumed(model: str, scorer: Path, folder: Path, scored: int, generated: int = N) -> None:
+def assert_resumed(model: str, scorer: Path, folder: Path, scored: int) -> None:
     """All texts of a folder are generated and some are scored; its metrics are those of one process at once."""
     progress: list[tuple[str, int, int]] = []
     resumed = evaluate(model, scorer, folder, on_progress=lambda *each: progress.append(each))
     first = {stage: done for stage, done, _ in reversed(progress)}
-    assert generated <= first["generating"] <= N and scored <= first["scoring"] <= 3 * N
+    assert first["generating"] == N and scored <= first["scoring"] <= 3 * N
     assert numbers(resumed) == pytest.approx(numbers(evaluate(model, scorer, None)), abs=1e-5, rel=1e-6)
     assert {path.name for path in folder.iterdir()} - {"samples.json"} == {".lock", "cache.jsonl", "samples.jsonl"}
     expected = generate(model=load(model, device="cpu"), length=24)
@@ -88,7 +87,7 @@ def assert_resumed(model: str, scorer: Path, folder: Path, scored: int, generate
 
 
 def test_kills_change_nothing(tmp_path: Path) -> None:
-    """A process is killed while it generates, the next one while it scores."""
+    """A process is killed while it generates, the next one while it scores; tests/attacks kills at any time."""
     needs("transformers", "mauve")
     model, scorer = trained(), causal_folder(positions=256)
     words = [sys.executable, "-m", "tests.evaluate.test_sampling", str(tmp_path), model, str(scorer)]
@@ -103,28 +102,6 @@ def test_kills_change_nothing(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGKILL)
         assert 4 <= count(stage) < N, "the process was not killed in time: the test shows nothing"
     assert_resumed(model, scorer, tmp_path, scored=3)
-
-
-@pytest.mark.slow
-def test_random_kills_change_nothing(tmp_path: Path) -> None:
-    """Each process is killed as soon as it has written a random number of bytes more."""
-    needs("transformers", "mauve")
-    model, scorer, rng = trained(), causal_folder(positions=256), random.Random(0)
-    words = [sys.executable, "-m", "tests.evaluate.test_sampling", str(tmp_path), model, str(scorer)]
-
-    def measure() -> int:
-        return sum(path.stat().st_size for path in tmp_path.glob("cache*.jsonl"))
-
-    killed = 0
-    for _ in range(KILLS):
-        with subprocess.Popen(words, cwd=ROOT, env=make_env()) as process:
-            target = measure() + rng.randint(1, 3000)
-            while process.poll() is None and measure() < target:
-                time.sleep(0.001)
-            process.kill()
-        killed += process.returncode == -signal.SIGKILL
-    assert killed >= 2, "the processes ended by themselves: the test shows nothing"
-    assert_resumed(model, scorer, tmp_path, scored=0, generated=0)
 
 
 @pytest.mark.slow  # test_scorer.py has the ranks, test_eval_ppl.py the processes
