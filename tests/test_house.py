@@ -254,7 +254,8 @@ def test_every_part_of_the_package_imports() -> None:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             # triton comes with CUDA builds of torch alone; these modules are made of classes of an extra.
-            extras = {"adlm.serve": "fastapi pydantic prometheus_client ray", "adlm.interop": "transformers diffusers"}
+            extras = {"adlm.serve": "fastapi pydantic prometheus_client ray"}
+            extras |= {"adlm.interop": "transformers diffusers lm_eval"}
             of_extra = extras.get(name.rpartition(".")[0], "").split()
             if error.name != "triton" and str(error.name).partition(".")[0] not in of_extra:
                 raise

@@ -1,7 +1,7 @@
 """Models for EleutherAI's evaluation harness (lm-eval): `--model adlm`.
 
-lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.13 do not look there: for them
-`python -m adlm.interop.lm_eval` (or the command `adlm-lm-eval`) is their command line with the model registered.
+lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.13 do not look there: for them the
+command `adlm-lm-eval` is their command line with the model registered.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
 from adlm.likelihood import MAX_ENUMERATED, estimate_token_nats
 from adlm.methods import METHODS
-from adlm.remedies import import_extra
+from adlm.remedies import install_command
 from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
 from adlm.text.lm import LM, load
 from adlm.text.templates import TEXT, Hole, Layout, parse_template, tokenize_piece
-from adlm.view.console import SafeConsole
+
+try:
+    from lm_eval.api.model import LM as HarnessModel
+    from lm_eval.utils import simple_parse_args_string
+except ImportError as error:
+    raise ModuleNotFoundError(f"lm-eval is not installed: {install_command('eval')}", name="lm_eval") from error
 
 NAME = "adlm"
 AUTO_BATCH = 16  # requests at a time for lm-eval's batch size `auto`
@@ -103,8 +108,8 @@ class ContinuationRequest(NamedTuple):
     sampling: tuple[tuple[str, Any], ...]  # arguments of `build_request`
 
 
-class HarnessModel:
-    """A model for the harness; `AdlmLM` also inherits from the harness's own class.
+class AdlmLM(HarnessModel):
+    """A model for the harness.
 
     `--model_args pretrained=NAME_OR_FOLDER,draws=64,sampler=NAME,steps=N,seed=0,device=cpu` and a sampler's own
     options, such as eta=0.02.
@@ -134,9 +139,7 @@ class HarnessModel:
         choose_sampler(sampler, steps, options, is_causal=self.lm.row_format.is_causal, fills=False, hidden=1)
 
     @classmethod
-    def create_from_arg_obj(
-        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
-    ) -> HarnessModel:
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> AdlmLM:
         """Build the model; model_args override the command line, whose device is cuda:0 by default."""
         given = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if given.get("device") == "cuda:0" and not torch.cuda.is_available():
@@ -145,10 +148,8 @@ class HarnessModel:
         return cls(**given | arg_dict)
 
     @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> HarnessModel:
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> AdlmLM:
         """Build the model from `name=value,name=value`."""
-        from lm_eval.utils import simple_parse_args_string
-
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class HarnessModel:
         """The log-likelihood of each continuation after its context, and whether greedy decoding generates it."""
         every = [build_rows(self.lm, *request.args) for request in requests]
         results = []
-        for part in _track(_split(every, self.batch), "log-likelihoods", disable_tqdm):
+        for part in tqdm(_split(every, self.batch), "log-likelihoods", disable=disable_tqdm):
             is_greedy = iter(check_greedy(self.lm, [row for rows in part for row in rows], self.batch))
             nats = self._sum_nats(part)
             results += [(-value, all(list(islice(is_greedy, len(rows))))) for value, rows in zip(nats, part)]
@@ -172,7 +173,7 @@ class HarnessModel:
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, window by window where it is longer than the model's rows."""
         every = [build_rows(self.lm, "", request.args[0]) for request in requests]
-        parts = _track(_split(every, self.batch), "whole texts", disable_tqdm)
+        parts = tqdm(_split(every, self.batch), "whole texts", disable=disable_tqdm)
         return [-value for part in parts for value in self._sum_nats(part)]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -185,7 +186,7 @@ class HarnessModel:
             groups[each.tokens, each.sampling, len(repeats)].append(each)
         texts = [""] * len(requests)
         parts = [part for group in groups.values() for part in _split(group, self.batch)]
-        for part in _track(parts, "texts", disable_tqdm):
+        for part in tqdm(parts, "texts", disable=disable_tqdm):
             generated = iter(self._generate(part, n=len(places[part[0]])))
             for each in part:
                 for place in places[each]:
@@ -269,34 +270,13 @@ def _split(items: list[Any], size: int) -> list[list[Any]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def _track(parts: list[Any], title: str, is_quiet: bool) -> Iterator[Any]:
-    """The parts with a progress bar on stderr: lm-eval prints its results to stdout."""
-    from rich.progress import track
-
-    return iter(track(parts, description=title, console=SafeConsole(stderr=True), disable=is_quiet))
-
-
-@cache
-def load_harness_class() -> type[Any]:
-    """The class that lm-eval instantiates: `HarnessModel` as one of its own."""
-    harness = import_extra("lm_eval.api.model", "lm-eval is not installed", "eval")
-    return type("AdlmLM", (HarnessModel, harness.LM), {"__module__": __name__, "__doc__": HarnessModel.__doc__})
-
-
-def __getattr__(name: str) -> Any:
-    if name == "AdlmLM":  # built on access: this file is also imported where lm-eval is not installed
-        return load_harness_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def register() -> None:
     """Register `--model adlm` with lm-eval, where it did not read the entry points itself."""
-    harness_class = load_harness_class()
     import lm_eval.models  # noqa: F401 (its own models first: once any is registered, it does not register them)
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
     if NAME not in MODEL_REGISTRY:
-        register_model(NAME)(harness_class)
+        register_model(NAME)(AdlmLM)
 
 
 def main() -> None:
@@ -305,9 +285,3 @@ def main() -> None:
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-
-
-if __name__ == "__main__":
-    from adlm.interop.lm_eval import main as imported  # one copy of this module, not two
-
-    imported()

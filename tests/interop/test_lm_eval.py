@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,19 @@ import pytest
 import torch
 
 from adlm import LM
-from adlm.interop import lm_eval as ours
-from adlm.interop.lm_eval import build_rows, iterate_windows, truncate_at
 from tests.cli.terminal import make_env, trained
 from tests.text.models import lm, rigged
 from tests.text.test_scoring import exact_nelbo
 from tests.training.runs import ROOT
 
 # A missing extra is a skip, and a failure where all must be there.
-harness: Any = import_module("lm_eval") if os.environ.get("ADLM_ALL") == "1" else pytest.importorskip("lm_eval")
+if os.environ.get("ADLM_ALL") == "1":
+    import lm_eval as harness
+else:
+    harness = pytest.importorskip("lm_eval", reason="lm_eval comes with the extra eval")
+
+from adlm.interop import lm_eval as ours
+from adlm.interop.lm_eval import build_rows, iterate_windows, truncate_at
 
 PAIRS = [
     ("the cat", " sat on the mat"),
@@ -64,10 +67,10 @@ def build_request(*args: Any) -> Any:
 def wrap(model: LM | str, **options: Any) -> Any:
     """The harness's class with a model of the tests."""
     if isinstance(model, str):
-        return ours.load_harness_class()(pretrained=model, device="cpu", **options)
+        return ours.AdlmLM(pretrained=model, device="cpu", **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours, "load", lambda name, device: model)
-        return ours.load_harness_class()(**options)
+        return ours.AdlmLM(**options)
 
 
 def score(model: Any, pairs: Any = PAIRS) -> tuple[list[float], list[bool]]:
@@ -223,7 +226,7 @@ def test_errors_in_model_args(options: dict[str, Any], message: str) -> None:
 
 
 def test_model_args_override_the_command_line() -> None:
-    made = ours.load_harness_class()
+    made = ours.AdlmLM
     from_text = made.create_from_arg_string(f"pretrained={trained()},draws=2,device=cpu", {"device": "cuda:0"})
     assert from_text.draws == 2 and str(from_text.lm.device) == "cpu"
     if not torch.cuda.is_available():  # cuda:0 is the default of lm-eval
@@ -248,9 +251,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_the_entry_point_is_this_class() -> None:
     (found,) = (entry for entry in entry_points(group="lm_eval.models") if entry.name == ours.NAME)
-    assert found.load() is ours.load_harness_class()
-    with pytest.raises(AttributeError, match="no attribute 'Adlm'"):
-        _ = ours.Adlm
+    assert found.load() is ours.AdlmLM
 
 
 @pytest.mark.slow
@@ -279,7 +280,7 @@ def test_simple_evaluate_runs_tasks_of_local_files(offline: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_line_runs_a_task_of_local_files(offline: Path) -> None:
-    command = [sys.executable, "-m", "adlm.interop.lm_eval", "run", "--model", "adlm", "--tasks", "choices"]
+    command = [str(Path(sys.executable).with_name("adlm-lm-eval")), "run", "--model", "adlm", "--tasks", "choices"]
     command += ["--model_args", f"pretrained={trained('ar')},seed=3,device=cpu", "--include_path", str(offline)]
     command += ["--batch_size", "2", "--output_path", str(offline / "out")]
     done = subprocess.run(command, cwd=ROOT, env=make_env(), capture_output=True, text=True, timeout=300, check=False)
