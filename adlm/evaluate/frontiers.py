@@ -1,13 +1,12 @@
 """Quality against network evaluations, time and entropy, over samplers, steps, temperatures and nuclei.
 
-A point is one setting of the sampler: `n` texts, measured and timed. Settings that give the same texts are one point: a
-causal model has no steps, an order takes at most one step a token, some samplers have no steps or no nucleus.
+A point is one setting of the sampler: `n` texts, measured and timed.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product, starmap
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.diffusion.orders import Order
 from adlm.evaluate.cache import hash_settings, lock_output, open_cache
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import list_models
@@ -23,7 +21,7 @@ from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
-from adlm.methods import SAMPLERS, look_up, takes_steps
+from adlm.methods import takes_steps
 from adlm.text.generation import check_whole_numbers
 from adlm.text.lm import LM, GeneratedRow
 from adlm.training.distributed import get_device_name
@@ -76,7 +74,7 @@ def frontier(
     models = list_models(models)
     check_whole_numbers(2, n=n, repeats=repeats)
     check_whole_numbers(1, batch=batch)
-    grids = [build_grid(lm, length, samplers, steps, temperatures, top_p) for lm in models]
+    grids = [build_grid(lm, samplers, steps, temperatures, top_p) for lm in models]
     if not all(grids):
         raise ValueError("samplers, steps, temperatures or top_p is empty: give at least one of each")
     for lm, own in zip(models, grids, strict=True):  # wrong settings are refused before anything runs
@@ -144,27 +142,13 @@ def tabulate_points(points: Sequence[Point], reference: Point | None, settings: 
 
 
 def build_grid(
-    lm: LM, length: int, samplers: Sequence[str], steps: Sequence[int], *others: Sequence[float]
+    lm: LM, samplers: Sequence[str], steps: Sequence[int], temperatures: Sequence[float], top_p: Sequence[float]
 ) -> list[SamplerSetting]:
-    """The settings that differ, in the order of the lists; others are temperatures and nuclei."""
-    names = [LEFT_TO_RIGHT] if lm.row_format.is_causal else samplers
-    every = starmap(SamplerSetting, product(names, steps, *others))
-    return list(dict.fromkeys(simplify_setting(setting, length) for setting in every))
-
-
-def simplify_setting(setting: SamplerSetting, length: int) -> SamplerSetting:
-    """The setting with everything that makes no difference at its default."""
-    if setting.temperature == 0:  # greedy
-        setting = replace(setting, top_p=1.0)
-    if setting.sampler == LEFT_TO_RIGHT:
-        return replace(setting, steps=None)
-    factory, has_steps = look_up(SAMPLERS, setting.sampler, "sampler"), takes_steps(setting.sampler)
-    if not has_steps:
-        return replace(setting, steps=None)
-    sampler = factory(setting.steps)
-    if isinstance(sampler, Order):
-        return replace(setting, steps=min(setting.steps or length, length))
-    return setting if sampler.nucleus else replace(setting, top_p=1.0)
+    """The settings in the order of the lists; a causal model has no samplers, and some samplers have no steps."""
+    own: list[tuple[str, int | None]] = [(LEFT_TO_RIGHT, None)] if lm.row_format.is_causal else []
+    for sampler in samplers if not own else ():
+        own += [(sampler, count) for count in steps] if takes_steps(sampler) else [(sampler, None)]
+    return [SamplerSetting(*each, *others) for each, *others in product(own, temperatures, top_p)]
 
 
 def measure_point(
