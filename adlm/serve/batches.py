@@ -192,8 +192,7 @@ class MaskedBatch:
 
     def _reveal(self, revealed: Tensor, features: Tensor, index: Tensor, sampling: Tensor) -> None:
         """Draw the tokens at the revealed positions, the rows of one set of sampling parameters at a time."""
-        state, row = self.state, index // revealed.shape[1]
-        is_revealed = revealed.flatten()[index]
+        state, row, is_revealed = self.state, index // revealed.shape[1], revealed.flatten()[index]
         for number, params in enumerate(self.samplings):
             is_mine = sampling == number
             if bool(is_mine.any()):

@@ -175,8 +175,7 @@ class Engine:
     ) -> Ticket:
         """Put a request into the queue; raise QueueFullError where its texts do not fit.
 
-        A row whose index is added to `skipped` leaves the batch before the next step. With `logprobs`, its frames have
-        the log-probabilities of the drawn tokens and of so many likeliest ones.
+        A row in `skipped` leaves the batch before the next step. Frames have so many `guesses` and `logprobs`.
         """
         self.limits.check_request(request)
         ticket = Ticket(request, notify, frames, set() if skipped is None else skipped, guesses)
