@@ -1,15 +1,16 @@
 """Reasoning problems from files: GSM8K (sentences and equations), ProntoQA and ProsQA, as text and as BPE ids."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from adlm.data.formats import RULES, SURROGATE, TABLES, get_suffix, join_parts, read_text
-from adlm.data.tokenizers import Tokenizer
+from adlm.data.formats import MAX_WHOLE_BYTES, TABLES, get_suffix, read_lines, read_whole
+from adlm.data.tokenizers import Tokenizer, matches_form
 from adlm.methods import look_up
 from adlm.reasoning.items import Item
 
@@ -18,6 +19,7 @@ ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator annotation, iCoT's 
 NUMBER = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
 # A class ("wumpus", "Wumpuses"), or a capital letter and no word of the sentence frame: a name.
 NODE = re.compile(r"\b(?:([A-Za-z]*pus)(?:es)?|((?!(?:Every|Each|Is|True|False)\b)[A-Z][a-z]+))\b")
+TEXT = re.compile("(?=.*\\S)[^\ud800-\udfff]*", re.DOTALL)  # not empty, without half of a surrogate pair
 REMEDY = "correct it or leave it out"
 
 
@@ -40,104 +42,71 @@ def find_nodes(text: str) -> list[str]:
     return list(dict.fromkeys(name or kind.lower() for kind, name in NODE.findall(text)))
 
 
-# Readers: a file to problems.
-
-
-def _take_field(row: Any, name: str, place: str) -> str:
-    """Return a text of a row, which must not be empty."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} is {type(row).__name__}: expected an object with the field {name!r}; {REMEDY}")
-    if name not in row:
-        known = ", ".join(map(repr, row)) or "none"
-        raise ValueError(f"{place} has the fields {known:.200}: expected {name!r} among them; {REMEDY}")
-    return _check_text(row[name], f"{place}, field {name!r}")
-
-
-def _check_text(value: Any, place: str) -> str:
-    """Return a value that must be a text with visible characters."""
-    if not isinstance(value, str) or not value.strip() or SURROGATE.search(value):
-        raise ValueError(f"{place} holds {value!r:.60}: expected a text that is not empty; {REMEDY}")
-    return value
-
-
-def _split_answer(text: str, place: str) -> tuple[str, str]:
-    """Split a trace that ends in `#### answer`; the answer loses its thousands separators."""
-    trace, mark, answer = text.rpartition(ANSWER_MARK)
-    answer = answer.replace(",", "").strip()
-    if not mark or not answer:
-        raise ValueError(f"{place} ends in {text[-40:]!r}: expected '{ANSWER_MARK}' and the answer; {REMEDY}")
-    return trace, answer
-
-
-def _find_sentences(trace: str) -> list[str]:
+def find_sentences(trace: str) -> list[str]:
     """Return the lines of a GSM8K trace without their annotations: the steps of the plain form."""
     return [line for each in trace.split("\n") if (line := ANNOTATION.sub("", each).strip())]
-
-
-def _read_gsm8k(path: Path, find_steps: Callable[[str], list[str]]) -> Iterator[Problem]:
-    """Read GSM8K's rows (question, answer)."""
-    for row, _, place in TABLES[".jsonl"](path, None):
-        question = _take_field(row, "question", place)
-        trace, answer = _split_answer(_take_field(row, "answer", place), f"{place}, field 'answer'")
-        yield Problem(question, tuple(find_steps(trace)), answer)
-
-
-def _read_equations(path: Path) -> Iterator[Problem]:
-    """Read iCoT's lines `question||<<equation>> <<equation>> #### answer`."""
-    for number, (line, _) in enumerate(join_parts(read_text(path, RULES["every-line"]), str(path)), 1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        question, mark, rest = line.partition("||")
-        if not mark:
-            raise ValueError(f"{place} is {line!r:.60}: expected question||<<equation>> {ANSWER_MARK}answer; {REMEDY}")
-        trace, answer = _split_answer(rest, place)
-        if text := ANNOTATION.sub("", trace).strip():
-            raise ValueError(f"{place} has {text!r:.60} outside of <<…>>: expected only equations; give that form")
-        yield Problem(_check_text(question, f"{place}, question"), tuple(ANNOTATION.findall(trace)), answer)
-
-
-def _read_logic(path: Path) -> Iterator[Problem]:
-    """Read the rows of ProntoQA and ProsQA (question, steps, answer)."""
-    for row, _, place in TABLES[".json"](path, None):
-        question, answer = _take_field(row, "question", place), _take_field(row, "answer", place)
-        steps = row.get("steps")
-        if not isinstance(steps, list):
-            raise ValueError(f"{place}, field 'steps' holds {steps!r:.60}: expected a list of texts; {REMEDY}")
-        places = (f"{place}, field 'steps', step {number}" for number in range(1, len(steps) + 1))
-        yield Problem(question, tuple(map(_check_text, steps, places)), answer)
 
 
 class Dataset(NamedTuple):
     """A published set of problems: its files and how they are read."""
 
-    readers: dict[str, Callable[[Path], Iterator[Problem]]]  # by suffix
+    find_steps: Callable[[str], list[str]] | None  # in a trace that ends in `#### answer`; None: they have a field
     find_words: Callable[[str], list[str]]  # the rule of the anchors: words of a text, in order
     folder: str  # where the files of the splits lie, or in the folder above
     files: Mapping[str, tuple[str, ...]]  # by split, without .gz; the first that exists
 
 
-def _describe_logic(name: str) -> Dataset:
-    files = {split: (f"{name}_{split}.json",) for split in ("train", "valid", "test")}
-    return Dataset({".json": _read_logic}, find_nodes, name, files)
-
-
+GSM8K_FILES = {"train": ("train.jsonl",), "test": ("test.jsonl",)}
+ICOT_FILES = {"train": ("train.txt", "train_eq_noaug_derived.txt"), "valid": ("valid.txt",), "test": ("test.txt",)}
 DATASETS = {
-    "gsm8k": Dataset(
-        {".jsonl": partial(_read_gsm8k, find_steps=_find_sentences)},
-        find_numbers,
-        "gsm8k",
-        {"train": ("train.jsonl",), "test": ("test.jsonl",)},
-    ),
-    "gsm8k-equations": Dataset(
-        {".txt": _read_equations, ".jsonl": partial(_read_gsm8k, find_steps=ANNOTATION.findall)},
-        find_numbers,
-        "icot_gsm8k",
-        {"train": ("train.txt", "train_eq_noaug_derived.txt"), "valid": ("valid.txt",), "test": ("test.txt",)},
-    ),
-    "prontoqa": _describe_logic("prontoqa"),
-    "prosqa": _describe_logic("prosqa"),
+    "gsm8k": Dataset(find_sentences, find_numbers, "gsm8k", GSM8K_FILES),
+    "gsm8k-equations": Dataset(ANNOTATION.findall, find_numbers, "icot_gsm8k", ICOT_FILES),
 }
+for _name in ("prontoqa", "prosqa"):
+    _files = {split: (f"{_name}_{split}.json",) for split in ("train", "valid", "test")}
+    DATASETS[_name] = Dataset(None, find_nodes, _name, _files)
+
+
+def _read_rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield rows with their places: objects of .jsonl, items of .json, iCoT's lines `question||answer` of .txt."""
+    suffix = get_suffix(path)
+    if suffix == ".jsonl":
+        yield from ((row, place) for row, _, place in TABLES[".jsonl"](path, None))
+    elif suffix == ".txt":
+        for number, (line, _) in enumerate(read_lines(path), 1):
+            if not line.isspace():
+                question, _, answer = line.rstrip().partition("||")
+                yield {"question": question, "answer": answer}, f"{path}, line {number}"
+    elif suffix == ".json":
+        try:
+            rows = json.loads(read_whole(path, MAX_WHOLE_BYTES, "divide it"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not a JSON array ({error}): make or fetch it again") from error
+        for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+            yield row, f"{path}, item {number}"
+    else:
+        raise ValueError(f"{path} ends in {suffix!r}: expected .jsonl, .json or .txt (.gz); convert it")
+
+
+def _read_problems(path: Path, find_steps: Callable[[str], list[str]] | None) -> Iterator[Problem]:
+    """Read the problems of a file; the answer of a trace loses its thousands separators."""
+    form: dict[str, Any] = {"question": TEXT, "answer": TEXT} | ({"steps": [TEXT]} if find_steps is None else {})
+    for content, place in _read_rows(path):
+        row = content if isinstance(content, dict) else {}
+        for name, expected in form.items():
+            if not matches_form(row.get(name), expected):
+                value = f"{row[name]!r:.60} as" if name in row else "no"
+                kind = "a list of texts" if name == "steps" else "a text that is not empty"
+                raise ValueError(f"{place} has {value} {name!r}: expected {kind}; {REMEDY}")
+        steps, answer = row.get("steps"), row["answer"]
+        if find_steps is not None:
+            trace, mark, answer = answer.rpartition(ANSWER_MARK)
+            steps, answer = find_steps(trace), answer.replace(",", "").strip()
+            if not mark or not answer:
+                raise ValueError(
+                    f"{place} ends in {row['answer'][-40:]!r}: expected '{ANSWER_MARK}' and the answer; {REMEDY}"
+                )
+        yield Problem(row["question"], tuple(steps), answer)
 
 
 def find_file(folders: Iterable[Path], names: Sequence[str]) -> Path | None:
@@ -167,12 +136,8 @@ def load_problems(task: str, path: Path | str, split: str = "test") -> list[Prob
             f"{task} has no split {split!r} in {path}, where the splits are: {there}; choose one of these, give a "
             f"file, or add one of {expected} (.gz)"
         )
-    file = files[split]
-    if (suffix := get_suffix(file)) not in dataset.readers:
-        known = " or ".join(dataset.readers)
-        raise ValueError(f"{file} ends in {suffix!r}: expected {known} (.gz) for {task}; convert it")
-    if not (problems := list(dataset.readers[suffix](file))):
-        raise ValueError(f"{file} holds no problem: expected at least one of {task}; make or fetch it again")
+    if not (problems := list(_read_problems(files[split], dataset.find_steps))):
+        raise ValueError(f"{files[split]} holds no problem: expected at least one of {task}; make or fetch it again")
     return problems
 
 
