@@ -59,11 +59,6 @@ class StoredObject:
         return node.state.get("_val", node) if isinstance(getattr(node, "state", None), dict) else node
 
 
-def make_dict(*_: object) -> dict[Any, Any]:
-    """Take the place of collections.defaultdict, whose items the reader of torch sets in plain dicts only."""
-    return {}
-
-
 class LineageCheckpoint(NamedTuple):
     """What a file or folder of the lineage holds; settings have our names."""
 
@@ -326,8 +321,9 @@ def read_pickle(path: Path) -> Any:
         names = get_unsafe_globals_in_checkpoint(path)
         refused = [name for name in names if name not in STORED_TYPES and name.split(".")[0] not in STORED_PACKAGES]
         if not refused:
-            stand_ins = {name: make_dict if name.endswith(".defaultdict") else StoredObject for name in names}
-            with safe_globals([(stand_in, name) for name, stand_in in stand_ins.items()]):
+            # The reader of torch sets the items of a defaultdict in plain dicts only.
+            stand_ins = {"collections.defaultdict": lambda *_: {}}
+            with safe_globals([(stand_ins.get(name, StoredObject), name) for name in names]):
                 return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's readers raise errors of every kind at a damaged file
         reason = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from adlm.data.tokenizers import END_OF_TEXT, Tokenizer, load_tokenizer
+from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.remedies import import_extra
 
@@ -58,19 +56,15 @@ def load_gpt2_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if (folder / "tokenizer.json").is_file():
         return load_tokenizer(folder)
-    files = [folder / "vocab.json", folder / "merges.txt"]
-    if not all(path.is_file() for path in files):
+    if not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
         remedy = "copy them there, or use load_tokenizer('gpt2') for the published vocabulary"
         raise FileNotFoundError(f"{folder} has neither tokenizer.json nor vocab.json and merges.txt: {remedy}")
+    transformers = import_extra("transformers", "a GPT-2 folder needs transformers", "hf")
     try:
-        bpe = tokenizers.Tokenizer(models.BPE.from_file(*map(str, files)))
+        theirs = transformers.GPT2TokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises no narrower one
         raise ValueError(f"{folder}: vocab.json and merges.txt do not fit ({error}): save them again") from error
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    end_id = bpe.token_to_id(END_OF_TEXT)
-    return Tokenizer(bpe, bos_id=end_id, eos_id=end_id, name=folder.name)
+    return Tokenizer(theirs.backend_tokenizer, theirs.bos_token_id, theirs.eos_token_id, name=folder.name)
 
 
 def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1) -> LanguageModel:

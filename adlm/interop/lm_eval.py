@@ -7,7 +7,7 @@ command `adlm-lm-eval` is their command line with the model registered.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -99,15 +99,6 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
     return [tuple(each.ids) == row.ids for each, row in zip(written, rows, strict=True)]
 
 
-class ContinuationRequest(NamedTuple):
-    """A context to continue up to any of `until`, with its sampling settings."""
-
-    context: str
-    until: tuple[str, ...]
-    tokens: int  # to generate
-    sampling: tuple[tuple[str, Any], ...]  # arguments of `build_request`
-
-
 class AdlmLM(HarnessModel):
     """A model for the harness.
 
@@ -178,19 +169,18 @@ class AdlmLM(HarnessModel):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context up to the first of its `until`; a repeated request gets another text."""
-        places: dict[ContinuationRequest, list[int]] = defaultdict(list)
-        for place, request in enumerate(requests):
-            places[self._parse_request(*request.args)].append(place)
-        groups: dict[tuple[Any, ...], list[ContinuationRequest]] = defaultdict(list)  # generated together
-        for each, repeats in places.items():
-            groups[each.tokens, each.sampling, len(repeats)].append(each)
+        parsed, repeats = [self._parse_request(*request.args) for request in requests], Counter[Any]()
+        groups: dict[Any, list[int]] = defaultdict(list)  # places of requests that are generated together
+        for place, each in enumerate(parsed):
+            groups[each[2], repeats[each]].append(place)
+            repeats[each] += 1
         texts = [""] * len(requests)
-        parts = [part for group in groups.values() for part in _split(group, self.batch)]
-        for part in tqdm(parts, "texts", disable=disable_tqdm):
-            generated = iter(self._generate(part, n=len(places[part[0]])))
-            for each in part:
-                for place in places[each]:
-                    texts[place] = truncate_at(next(generated), each.until)
+        parts = [(key, part) for key, group in groups.items() for part in _split(group, self.batch)]
+        for (settings, repeat), part in tqdm(parts, "texts", disable=disable_tqdm):
+            options = dict(settings) | {"seed": self.seed + repeat, "batch": self.batch}
+            request = self.lm.build_request([parsed[place][0] for place in part], **options)
+            for place, row in zip(part, self.lm.run_request(request).rows, strict=True):
+                texts[place] = truncate_at(row.pieces[-1][0], parsed[place][1])
         return texts
 
     def _sum_nats(self, part: Sequence[Sequence[ScoredRow]]) -> list[float]:
@@ -211,7 +201,8 @@ class AdlmLM(HarnessModel):
             sums[number] += nats
         return sums
 
-    def _parse_request(self, context: str, kwargs: dict[str, Any]) -> ContinuationRequest:
+    def _parse_request(self, context: str, kwargs: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[Any, ...]]:
+        """Return the context, where the text ends, and the arguments of `build_request` as pairs."""
         if unknown := [name for name in kwargs if name not in GENERATION_KWARGS]:
             known = ", ".join(GENERATION_KWARGS)
             raise ValueError(f"unknown generation_kwargs {', '.join(unknown)}: expected some of {known}")
@@ -219,22 +210,15 @@ class AdlmLM(HarnessModel):
         until = (until,) if isinstance(until, str) else tuple(until)
         temperature = float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample", True) else 0.0
         context, tokens = fit_context(self.lm, context, int(kwargs.get("max_gen_toks") or self.max_gen_toks))
-        sampling: dict[str, Any] = {"length": count_context_tokens(self.lm, context) + tokens}
-        sampling |= {"temperature": temperature, "top_p": float(kwargs.get("top_p") or 1.0)}
-        sampling["top_k"] = kwargs.get("top_k")
-        return ContinuationRequest(context, until, tokens, tuple(sampling.items()))
-
-    def _generate(self, part: Sequence[ContinuationRequest], n: int) -> list[str]:
-        """`n` texts for each request, without their contexts."""
-        sampling: dict[str, Any] = dict(part[0].sampling)
         sampler, steps = self.sampler, self.steps
         if not self.lm.row_format.is_causal:
-            sampler = sampler or ("confidence" if sampling["temperature"] == 0 else None)
+            sampler = sampler or ("confidence" if temperature == 0 else None)
             if sampler in ("confidence", "margin") and steps is None:
-                steps = part[0].tokens
-        sampling |= {"sampler": sampler, "steps": steps, "seed": self.seed, "batch": self.batch, **self.options}
-        request = self.lm.build_request([each.context for each in part], n=n, **sampling)
-        return [row.pieces[-1][0] for row in self.lm.run_request(request).rows]
+                steps = tokens
+        settings: dict[str, Any] = {"length": count_context_tokens(self.lm, context) + tokens, "sampler": sampler}
+        settings |= {"steps": steps, "temperature": temperature, "top_p": float(kwargs.get("top_p") or 1.0)}
+        settings |= {"top_k": kwargs.get("top_k"), **self.options}
+        return context, until, tuple(settings.items())
 
 
 def fit_context(lm: LM, context: str, tokens: int) -> tuple[str, int]:

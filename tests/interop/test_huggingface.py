@@ -287,6 +287,7 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", "mdlm-prose", "--out", str(out), "--dtype", "bfloat16", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["folder"] == str(out)
+    assert len([*out.rglob("*.safetensors"), *out.rglob("*.bin")]) == 1  # the weights are stored once
     card = (out / "README.md").read_text("utf-8")
     assert "mdlm-prose" in card and "bfloat16" in card and "trust_remote_code" in card
     assert CliRunner().invoke(app, ["export", "--out", str(out)]).exit_code == 2

@@ -41,7 +41,7 @@ def address() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))  # or Ray writes one into the home folder
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         ray.serve.start(http_options={"host": "127.0.0.1", "port": port})
         ray.serve.run(build(RayOptions(min_replicas=2, api_key="secret")))
         yield f"http://127.0.0.1:{port}/v1"
