@@ -322,7 +322,7 @@ def read_pickle(path: Path) -> Any:
         refused = [name for name in names if name not in STORED_TYPES and name.split(".")[0] not in STORED_PACKAGES]
         if not refused:
             # The reader of torch sets the items of a defaultdict in plain dicts only.
-            stand_ins = {"collections.defaultdict": lambda *_: {}}
+            stand_ins: dict[str, Any] = {"collections.defaultdict": lambda *_: {}}
             with safe_globals([(stand_ins.get(name, StoredObject), name) for name in names]):
                 return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's readers raise errors of every kind at a damaged file
