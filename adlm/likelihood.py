@@ -108,8 +108,6 @@ def influence_stderr(influence: NDArray[Any], is_used: NDArray[np.bool_]) -> flo
 def group_rows(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]:
     """The unit of each row (rows,) for a standard error over documents or rows, and the number of units, at least 2."""
     unit = torch.arange(rows) if documents is None else documents.cpu()
-    if unit.shape != (rows,):
-        raise ValueError(f"documents has a shape of {tuple(unit.shape)}: give one number for each of {rows} rows")
     distinct, unit = unit.unique(return_inverse=True)
     if len(distinct) < 2:
         units = "rows: give more text or shorter rows" if documents is None else "documents: give more, or none"

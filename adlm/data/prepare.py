@@ -126,11 +126,6 @@ def prepare(
     if job.folder.exists() and not job.folder.is_dir():
         raise ValueError(f"{job.folder} is a file: give --out a folder, which may be new")
     job.folder.mkdir(parents=True, exist_ok=True)
-    is_finished = not overwrite and (job.folder / MANIFEST).is_file()
-    if is_finished and not os.access(job.folder, os.W_OK):  # a read-only folder cannot be locked
-        manifest = shards.open_data(job.folder).manifest
-        if manifest["settings_sha256"] == job.sha256:
-            return manifest
     with shards.file_lock(job.folder / ".lock", f"another process prepares {job.folder}: wait for it, or change --out"):
         if overwrite and any((job.folder / name).is_file() for name in (PROGRESS, MANIFEST)):
             remove_files(job.folder)

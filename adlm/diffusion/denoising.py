@@ -176,9 +176,6 @@ def denoise(
     There is at least one frame, even where nothing is hidden.
     """
     xt = xt.to(torch.int64).clone(memory_format=torch.contiguous_format)
-    for name, mask in (("is_fixed", is_fixed), ("valid", valid)):
-        if mask is not None and mask.shape != xt.shape:
-            raise ValueError(f"{name} has shape {tuple(mask.shape)}: it must be that of the tokens, {tuple(xt.shape)}")
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1 position, got {block}")
     is_hidden = (xt == mask_id).cpu()

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import chain
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -271,10 +270,8 @@ class LMEngine:
     ) -> Iterator[StreamStep]:
         """Yield the first `count` texts (by default all) after every step, in one batch; step 0 is before the first."""
         known = int((~classify_tokens(self.tokenizer).special).sum())
-        if not isinstance(guesses, Integral) or not 0 <= guesses <= known:
-            raise ValueError(
-                f"guesses must be a whole number between 0 and {known}, this model's vocabulary size; got {guesses}"
-            )
+        if not 0 <= guesses <= known:
+            raise ValueError(f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}")
         rows = request.rows[:count]
         return self._iterate_steps(request, rows, 0 if self.row_format.is_causal else guesses)
 

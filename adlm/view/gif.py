@@ -31,8 +31,6 @@ def write_gif(
         raise ValueError("there are 0 trajectories: give at least one")
     if path.suffix.lower() != ".gif":
         raise ValueError(f"{path.name!r} does not end in .gif: call it {path.stem or 'sample'}.gif")
-    if not seconds > 0:
-        raise ValueError(f"seconds is {seconds}: expected more than 0")
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:

@@ -367,17 +367,6 @@ def test_a_source_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkey
         prepare(path, out, **SMALL)
 
 
-def test_a_finished_folder_on_a_read_only_disk_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = prepare(make_source(TEXTS), tmp_path, **SMALL)
-    before = contents(tmp_path)
-    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
-    monkeypatch.setattr(module.shards, "file_lock", mock.Mock(side_effect=OSError(errno.EROFS, "read-only")))
-    assert prepare(make_source(TEXTS), tmp_path, **SMALL) == manifest and contents(tmp_path) == before
-    for changed in ({"length": 32}, {"overwrite": True}):
-        with pytest.raises(OSError, match="read-only"):
-            prepare(make_source(TEXTS), tmp_path, **SMALL | changed)
-
-
 def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(make_source(TEXTS), tmp_path, on_progress=stop_after(350), **SMALL)
