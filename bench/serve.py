@@ -13,6 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +37,13 @@ async def run_requests(engine: Engine, requests: list[GenerationRequest]) -> lis
 
 
 @contextmanager
-def start_server(*options: str) -> Iterator[str]:
-    """Start `adlm serve` in a process of its own and yield its address."""
+def start_server(*options: str) -> Iterator[tuple[str, int]]:
+    """Start `adlm serve` in a process of its own and yield its address and process id."""
     command = [sys.executable, "-m", "adlm", "serve", "--port", "0", *options]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().split()[-1]
+        yield process.stdout.readline().split()[-1], process.pid
         process.terminate()
 
 
@@ -53,6 +54,12 @@ async def post_all(address: str, bodies: list[dict[str, Any]]) -> list[httpx.Res
     limits = httpx.Limits(max_connections=len(bodies))
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=None) as client:
         return list(await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)))
+
+
+def read_cpu_seconds(pid: int) -> float:
+    """Return the CPU time of this process and of another."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def read_metrics(address: str) -> dict[str, float]:
@@ -71,9 +78,10 @@ def measure_clients(args: argparse.Namespace) -> None:
     expected = lm.generate(prompts, batch=1, **settings).texts  # every text alone
     requests = [lm.build_request(prompt, **settings) for prompt in prompts]
     seconds: dict[str, list[float]] = {"offline": [], "engine": [], "HTTP": []}
+    cpu_seconds: dict[str, list[float]] = {kind: [] for kind in seconds}
     wrong = dict.fromkeys(seconds, 0)
     with (
-        start_server(args.model, "--device", args.device, "--max-rows", str(args.clients)) as address,
+        start_server(args.model, "--device", args.device, "--max-rows", str(args.clients)) as (address, pid),
         Engine(lm, EngineLimits(max_rows=args.clients)) as engine,
     ):
 
@@ -89,24 +97,28 @@ def measure_clients(args: argparse.Namespace) -> None:
             run(kind)  # warm-up
         for number in range(args.repeats * len(seconds)):
             kind = list(seconds)[(number + number // len(seconds)) % len(seconds)]
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), read_cpu_seconds(pid)
             texts = run(kind)
             seconds[kind].append(time.perf_counter() - began)
+            cpu_seconds[kind].append(read_cpu_seconds(pid) - cpu_began)
             wrong[kind] += sum(a != b for a, b in zip(texts, expected, strict=True))
     record: dict[str, object] = {**describe_machine("serve clients", str(lm.device)), "model": lm.name, **settings}
     record |= {"clients": args.clients, "repeats": args.repeats, "texts_unlike_alone": wrong}
     rows = []
-    for kind, times in seconds.items():
-        middle, spread = compute_spread(times)
-        ratio, ratio_spread = compute_spread([a / b for a, b in zip(seconds["offline"], times, strict=True)])
-        rows.append([kind, f"{middle:.2f} ± {spread:.2f}", f"{ratio:.3f} ± {ratio_spread:.3f}"])
-        record |= {f"seconds_{kind}": round(middle, 3), f"throughput_{kind}": round(ratio, 3)}
-    print_report(f"{args.clients} clients", ["by", "seconds", "throughput / offline"], rows, record)
+    for kind in seconds:
+        rows.append([kind])
+        for clock, times in (("wall", seconds), ("cpu", cpu_seconds)):
+            middle, spread = compute_spread(times[kind])
+            ratio, ratio_spread = compute_spread([a / b for a, b in zip(times["offline"], times[kind], strict=True)])
+            rows[-1] += [f"{middle:.2f} ± {spread:.2f}", f"{ratio:.3f} ± {ratio_spread:.3f}"]
+            record |= {f"{clock}_seconds_{kind}": round(middle, 3), f"{clock}_throughput_{kind}": round(ratio, 3)}
+    columns = ["by", "seconds", "throughput / offline", "CPU seconds", "throughput / offline by CPU"]
+    print_report(f"{args.clients} clients", columns, rows, record)
 
 
 def measure_trouble(args: argparse.Namespace) -> None:
     """Kill clients in mid-stream and count the steps until their slots are free; then send twice what fits."""
-    with start_server(args.model, "--max-rows", "16", "--max-waiting", "16") as address:
+    with start_server(args.model, "--max-rows", "16", "--max-waiting", "16") as (address, _):
         slow = {"prompt": "It was", "steps": 4000, "sampler": "ancestral", "stream": True, "stream_mode": "denoise"}
         client = f"import asyncio, bench.serve; asyncio.run(bench.serve.post_all({address!r}, [{slow!r}] * 16))"
         with subprocess.Popen([sys.executable, "-c", client]) as process:
