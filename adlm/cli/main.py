@@ -11,6 +11,7 @@ from adlm.cli.demo import demo
 from adlm.cli.doctor import doctor
 from adlm.cli.errors import Commands
 from adlm.cli.eval import app as eval_app
+from adlm.cli.experiment import experiment
 from adlm.cli.export import export
 from adlm.cli.generate import infill, sample
 from adlm.cli.list import models, recipes
@@ -49,7 +50,22 @@ def adlm(
             stream.reconfigure(errors="backslashreplace")
 
 
-for command in (demo, sample, infill, score, prepare, train, plot, convert, export, models, recipes, doctor, serve):
+for command in (
+    demo,
+    sample,
+    infill,
+    score,
+    prepare,
+    train,
+    experiment,
+    plot,
+    convert,
+    export,
+    models,
+    recipes,
+    doctor,
+    serve,
+):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
 app.add_typer(reason_app, name="reason")

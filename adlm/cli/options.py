@@ -24,13 +24,7 @@ Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP)]
 Temperature = Annotated[float, sampling_option(help="Softmax temperature; 0 is greedy.")]
 TopP = Annotated[float, sampling_option(help="Nucleus: total probability of the tokens kept.")]
 TopK = Annotated[int | None, sampling_option(min=1, help="Number of likeliest tokens kept. [default: all]")]
-Block = Annotated[
-    int | None, sampling_option(min=1, help="Tokens per block, sampled left to right. [default: one block]")
-]
-SamplerOptions = Annotated[
-    list[str] | None, sampling_option("--option", help="name=value: an option of the sampler, such as eta=0.04.")
-]
+Block = Annotated[int | None, sampling_option(min=1, help="Tokens per block, left to right. [default: one block]")]
+SamplerOptions = Annotated[list[str] | None, sampling_option("--option", help="name=value of the sampler: eta=0.04.")]
 Batch = Annotated[int, sampling_option(min=1, help="Texts per batch; does not change the texts.")]
-Deterministic = Annotated[
-    bool, sampling_option("--deterministic", help="Make texts independent of --batch on a GPU, too.")
-]
+Deterministic = Annotated[bool, sampling_option("--deterministic", help="Independent of --batch on a GPU, too.")]

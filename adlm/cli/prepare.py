@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
 GLOB_HELP = "Pattern of the files of a folder to read, such as '*.md'; may be repeated. [default: text and tables]"
+ROWS_HELP = "wrapped (one stream cut into rows) or documents (one per row). [default: wrapped]"
 TOKENIZER_HELP = "gpt2, bert-base-uncased, bytes, characters, a tokenizer.json, or a Hub name. [default: gpt2]"
 
 
@@ -25,23 +26,14 @@ def prepare(
     out: Annotated[Path | None, typer.Option(help="Output folder. [required]")] = None,
     tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None,
     length: Annotated[int | None, typer.Option(min=3, help="Tokens in a row. [default: 1024]")] = None,
-    train_tokenizer: Annotated[
-        int | None, typer.Option(min=258, help="Train a byte-level BPE with this vocabulary size, mask included.")
-    ] = None,
-    rows: Annotated[
-        str | None,
-        typer.Option(help="wrapped (one stream cut into rows) or documents (one per row). [default: wrapped]"),
-    ] = None,
+    train_tokenizer: Annotated[int | None, typer.Option(min=258, help="Train a BPE of this size, with mask.")] = None,
+    rows: Annotated[str | None, typer.Option(help=ROWS_HELP)] = None,
     valid: Annotated[str | None, typer.Option(help="Source of the valid split. [default: the end of SOURCE]")] = None,
     valid_share: Annotated[float, typer.Option(help="Share of the rows for the valid split without --valid.")] = 0.01,
     split: Annotated[str, typer.Option(help="Split of SOURCE, optionally with a slice: train[:-1000].")] = "train",
     column: Annotated[str | None, typer.Option(help="Text column of a table. [default: the only one]")] = None,
-    documents: Annotated[
-        str, typer.Option(help="Documents of plain text: auto, file, line, blank or every-line.")
-    ] = "auto",
-    detokenizer: Annotated[
-        str | None, typer.Option(help="Detokenizer of benchmark text, or none. [default: the corpus's]")
-    ] = None,
+    documents: Annotated[str, typer.Option(help="In plain text: auto, file, line, blank or every-line.")] = "auto",
+    detokenizer: Annotated[str | None, typer.Option(help="Detokenizer, or none. [default: the corpus's]")] = None,
     glob: Annotated[list[str] | None, typer.Option(help=GLOB_HELP)] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Tokenizing threads. [default: all cores]")] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 2**25,

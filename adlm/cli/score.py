@@ -17,9 +17,7 @@ def score(
     texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; - reads stdin.")] = None,
     model: options.ModelOption = None,
     file: Annotated[list[str] | None, typer.Option(help="File with one text, - for stdin; repeatable.")] = None,
-    lines: Annotated[
-        list[str] | None, typer.Option(help="File with one text per line, - for stdin; repeatable.")
-    ] = None,
+    lines: Annotated[list[str] | None, typer.Option(help="File with a text per line, - for stdin; repeatable.")] = None,
     draws: Annotated[int, typer.Option(min=2, help="Noise samples per text; 4 times as many halve the error.")] = 64,
     seed: options.Seed = 0,
     batch: Annotated[int, typer.Option(min=1, help="Rows per batch; does not change the result.")] = 64,

@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[
-        str,
-        typer.Argument(help="YAML file, or name of a bundled recipe (cpu-nano, …)."),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value: data.path=DATA folder=RUN steps=1000 optimizer.lr=1e-3 …")
-    ] = None,
+    recipe: Annotated[str, typer.Argument(help="YAML file, or name of a bundled recipe (cpu-nano, …).")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value: data.path=DATA folder=RUN …")] = None,
     is_json: options.Json = False,
 ) -> None:
     """Train a model on prepared data. Running the same command again resumes a stopped run.
@@ -59,9 +54,7 @@ def is_main_process() -> bool:
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run folders; several are drawn into one figure.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Output .png, .svg or .pdf. [default: plots/run.png of the first run]")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output .png, .svg or .pdf. [default: RUN/plots/run.png]")] = None,
     x: Annotated[str, typer.Option(help="Horizontal axis: step or tokens.")] = "step",
     is_json: options.Json = False,
 ) -> None:
