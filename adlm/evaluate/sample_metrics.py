@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ DISTINCT, REPETITION = (1, 2, 3), 4  # orders of n-grams
 MIN_TOKENS = max(REPETITION, *DISTINCT)  # of a text
 DROPPED_END = 8  # one part in so many: MAUVE would tell the end of a text from the middle of a truncated one
 Histogram = NDArray[np.float64]
+Scored = tuple[Estimate, dict[str, Any]]  # a metric of a scoring model, and more numbers for its JSON form
 SEEDS = (0, 1, 2, 3, 4)  # of k-means
 SCALE, POINTS = 5.0, 25  # the constant c and the points of the divergence curve: the package's defaults
 CURVE = {"mauve_scaling_factor": SCALE, "divergence_curve_discretization_size": POINTS}
@@ -36,45 +37,25 @@ TEXTS_PER_BUCKET, MIN_BUCKETS = 10, 10  # fewer give a warning
 
 
 @dataclass(frozen=True)
-class GenPpl:
-    """Generative perplexity of a set of texts under a scoring model, as nats per token and bits per character."""
-
-    estimate: Estimate  # the perplexity; its standard error is first-order
-    nll: Estimate
-    bits_per_character: Estimate  # comparable between scoring models with different vocabularies
-    tokens: int  # that are counted
-    characters: int  # of these tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        values = self.estimate.as_dict() | {"tokens": self.tokens, "characters": self.characters}
-        for name, each in {"nll": self.nll, "bits_per_character": self.bits_per_character}.items():
-            values |= {name: each.value, f"{name}_stderr": each.stderr}
-        return values
-
-
-@dataclass(frozen=True)
 class SampleMetrics:
     """Metrics of a set of texts."""
 
     texts: int  # that were measured
     tokens: int  # in all of them
-    estimates: dict[str, Estimate]  # entropy, distinct_N and repetition_4, which need no scoring model
-    gen_ppl: GenPpl | None = None
-    mauve: MauveScore | None = None
+    estimates: dict[str, Estimate]  # gen_ppl and mauve (with a scoring model), entropy, distinct_N and repetition_4
+    details: dict[str, dict[str, Any]]  # more numbers of gen_ppl and mauve
     short: int = 0  # texts left out: fewer than four tokens
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form, an object for every metric."""
-        values = {"gen_ppl": self.gen_ppl, "mauve": self.mauve, **self.estimates}
-        parts = {name: each.as_dict() for name, each in values.items() if each is not None}
+        parts = {name: each.as_dict() | self.details.get(name, {}) for name, each in self.estimates.items()}
         return parts | {"texts": self.texts, "tokens": self.tokens}
 
     def as_row(self) -> dict[str, Any]:
         """The flat form, `NAME` and `NAME_se` for every metric; `tokens` is the mean of a text."""
-        gen_ppl, row = self.gen_ppl.estimate if self.gen_ppl else None, dict[str, Any]()
-        for name, each in {"gen_ppl": gen_ppl, **self.estimates}.items():
-            row |= {name: each.value if each else None, f"{name}_se": each.stderr if each else None}
+        row: dict[str, Any] = {"gen_ppl": None, "gen_ppl_se": None}
+        for name, each in self.estimates.items():
+            row |= {name: each.value, f"{name}_se": each.stderr}
         return row | {"texts": self.texts, "short": self.short, "tokens": self.tokens / self.texts}
 
 
@@ -100,7 +81,7 @@ class TextScorer:
         """The metrics of the texts that have at least four tokens."""
         every = [(text, self.tokenizer.encode(text)) for text in texts]
         long = [(text, row) for text, row in every if len(row) >= MIN_TOKENS]
-        short, gen_ppl = len(texts) - len(long), None
+        short, scored = len(texts) - len(long), dict[str, Scored]()
         if len(long) < 2:
             raise ValueError(
                 f"{short} of {len(texts)} texts have fewer than {MIN_TOKENS} tokens and at least 2 texts are needed: "
@@ -109,16 +90,20 @@ class TextScorer:
         if self.scorer is not None:
             request = ScoringRequest(self.scorer, self.scorer.encode([text for text, _ in long]))
             (scores,) = score_texts([request], batch=self.batch)
-            gen_ppl = compute_gen_ppl(self.scorer, request.texts, scores.nats)
-        return measure_tokens([row for _, row in long], (2,), gen_ppl=gen_ppl, short=short)
+            scored["gen_ppl"] = compute_gen_ppl(self.scorer, request.texts, scores.nats)
+        return measure_tokens([row for _, row in long], (2,), scored, short)
 
 
-def measure_tokens(rows: Sequence[Tokens], orders: Sequence[int] = DISTINCT, **others: Any) -> SampleMetrics:
-    """The metrics of at least two texts as tokens, together with others."""
-    estimates = {"entropy": estimate_mean(compute_entropies(rows))}
+def measure_tokens(
+    rows: Sequence[Tokens], orders: Sequence[int], scored: Mapping[str, Scored], short: int = 0
+) -> SampleMetrics:
+    """The metrics of at least two texts as tokens, together with those of a scoring model."""
+    estimates = {name: estimate for name, (estimate, _) in scored.items()}
+    estimates |= {"entropy": estimate_mean(compute_entropies(rows))}
     estimates |= {f"distinct_{n}": measure_distinct(rows, n) for n in orders}
     estimates |= {f"repetition_{REPETITION}": estimate_mean(compute_repetitions(rows, REPETITION))}
-    return SampleMetrics(len(rows), sum(map(len, rows)), estimates, **others)
+    details = {name: more for name, (_, more) in scored.items()}
+    return SampleMetrics(len(rows), sum(map(len, rows)), estimates, details, short)
 
 
 # Entropy and n-grams.
@@ -174,17 +159,22 @@ def is_counted(ids: Sequence[int] | NDArray[Any], eos_id: int | None, *, until_e
 
 def compute_gen_ppl(
     scorer: ScoringModel, texts: Sequence[TokenizedText], nats: Sequence[NDArray[Any]], *, until_eos: bool = False
-) -> GenPpl:
-    """Gen-PPL of texts from the nats of their tokens; standard errors are those of ratios over texts."""
+) -> Scored:
+    """Gen-PPL of texts from the nats of their tokens; standard errors are those of ratios over texts.
+
+    The details have the tokens that count and their characters, and nats per token and bits per character, which
+    compare between scoring models with different vocabularies.
+    """
     sums = np.zeros((3, len(texts)))  # nats, tokens and characters of each text
     for number, (text, own) in enumerate(zip(texts, nats, strict=True)):
         is_in = is_counted(text.ids, scorer.tokenizer.eos_token_id, until_eos=until_eos)
         is_in[: 1 - len(scorer.special_ids[0])] = False  # a first token without a BOS before it
         sums[:, number] = own[is_in].sum(), is_in.sum(), np.diff(text.ends, prepend=0)[is_in].sum()
     nll, stderr = estimate_ratio(sums[0], sums[1])
-    bits = Estimate(*estimate_ratio(sums[0] / math.log(2), sums[2]))
-    ppl = Estimate(math.exp(nll), math.exp(nll) * stderr)
-    return GenPpl(ppl, Estimate(nll, stderr), bits, int(sums[1].sum()), int(sums[2].sum()))
+    bits, bits_stderr = estimate_ratio(sums[0] / math.log(2), sums[2])
+    details = {"tokens": int(sums[1].sum()), "characters": int(sums[2].sum()), "nll": nll, "nll_stderr": stderr}
+    details |= {"bits_per_character": bits, "bits_per_character_stderr": bits_stderr}
+    return Estimate(math.exp(nll), math.exp(nll) * stderr), details  # its standard error is first-order
 
 
 # MAUVE (Pillutla et al., 2021), with a 95% interval.
@@ -195,28 +185,14 @@ def compute_gen_ppl(
 # so their MAUVE is biased downwards; only its standard deviation, pooled over seeds, is used.
 
 
-@dataclass(frozen=True)
-class MauveScore:
-    """MAUVE as the mean over seeds."""
-
-    estimate: Estimate
-    by_seed: tuple[float, ...]
-    buckets: int
-    warnings: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        return self.estimate.as_dict() | {"by_seed": list(self.by_seed), "buckets": self.buckets}
-
-
 def measure_mauve(
     reference: NDArray[np.float32],
     features: NDArray[np.float32],
     *,
     seeds: Sequence[int] = SEEDS,
     buckets: int | None = None,
-) -> MauveScore:
-    """How close a set of texts is to a reference, from 0 to 1, from features (texts, width) of one model."""
+) -> Scored:
+    """How close a set of texts is to a reference, from 0 to 1: the mean over seeds, from features (texts, width)."""
     from mauve import compute_mauve
 
     p, q = reference, features
@@ -235,7 +211,7 @@ def measure_mauve(
         resampled.append(integrate_curve(*draws))
     value, stderr = float(np.mean(by_seed)), float(np.concatenate(resampled).std(ddof=1))
     interval = (max(0.0, value - 1.96 * stderr), min(1.0, value + 1.96 * stderr))
-    return MauveScore(Estimate(value, stderr, interval), tuple(by_seed), count, tuple(warn_few_texts(smaller, count)))
+    return Estimate(value, stderr, interval), {"by_seed": by_seed, "buckets": count}
 
 
 def warn_few_texts(texts: int, buckets: int) -> list[str]:
@@ -307,8 +283,11 @@ def compare_texts(
     measured, baseline = (
         measure_tokens(
             [text.ids for text in texts],
-            gen_ppl=compute_gen_ppl(scorer, texts, own_nats, until_eos=until_eos),
-            mauve=measure_mauve(vectors[1], own_features, seeds=seeds),
+            DISTINCT,
+            {
+                "gen_ppl": compute_gen_ppl(scorer, texts, own_nats, until_eos=until_eos),
+                "mauve": measure_mauve(vectors[1], own_features, seeds=seeds),
+            },
         )
         for texts, own_nats, own_features in zip(sets[::2], nats, vectors[::2], strict=True)
     )

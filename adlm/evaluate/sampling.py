@@ -19,8 +19,8 @@ from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
 from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table, ignore_progress
-from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts
+from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
+from adlm.evaluate.sample_metrics import MIN_TOKENS, SampleMetrics, compare_texts, warn_few_texts
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.remedies import install_command
 from adlm.text.generation import GenerationRequest, check_whole_numbers
@@ -113,7 +113,8 @@ def samples(
     settings |= {"reference": {"name": source.name, "identity": source.identity, **cut}}
     settings |= {"reference_seed": seed, "samples": about}
     metrics = {"samples": measured.as_dict(), "reference": baseline.as_dict()}
-    table, warnings = tabulate_samples(measured, baseline, settings), measured.mauve.warnings if measured.mauve else ()
+    table = tabulate_samples(measured, baseline, settings)
+    warnings = warn_few_texts(measured.texts, measured.details["mauve"]["buckets"])
     return EvalResult("samples", metrics, settings, collect_provenance(scoring_model.model.device), [table], warnings)
 
 
@@ -121,11 +122,11 @@ def tabulate_samples(measured: SampleMetrics, baseline: SampleMetrics, settings:
     """One row for each metric."""
     columns = []
     for metrics in (measured, baseline):
-        assert metrics.gen_ppl is not None and metrics.mauve is not None
-        first = [metrics.gen_ppl.estimate.format(1), metrics.gen_ppl.bits_per_character, metrics.mauve.estimate]
-        columns.append([*first, *metrics.estimates.values()])
+        gen_ppl, *others = metrics.estimates.values()
+        bits = Estimate(*(metrics.details["gen_ppl"][f"bits_per_character{end}"] for end in ("", "_stderr")))
+        columns.append([gen_ppl.format(1), bits, *others])
     names = ["Gen-PPL", "bits per character", "MAUVE (95%)", "entropy (nats)"]
-    names += [name.replace("_", "-") for name in measured.estimates if name != "entropy"]
+    names += [name.replace("_", "-") for name in list(measured.estimates)[3:]]
     note = (
         f"{measured.texts} texts each, {measured.tokens:,} tokens, truncated to the same lengths; scored by "
         f"{settings['scorer']['name']}, features of {settings['features']['name']}. Samples are good where all metrics "
