@@ -1,9 +1,8 @@
 """Run a model in the samplers: tokens with masks in, frames out."""
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,6 @@ from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
 from adlm.models.language_model import LanguageModel
-
-if TYPE_CHECKING:
-    from adlm.data.tokenizers import Tokenizer
 
 Inputs = tuple[Tensor | None, ...]
 ALIGN = 64  # half-precision products on a GPU are fastest when rows start on this boundary
@@ -197,23 +193,3 @@ def stream_tokens(
     assert config.mask_id is not None
     same |= {"mask_id": config.mask_id, "is_fixed": is_fixed, "valid": valid, "block": block}
     return denoise(xt, sampler, predictor.predict, predictor.logits_at, **same)
-
-
-def generate_texts(
-    predictor: Predictor,
-    tokenizer: "Tokenizer",
-    sampler: Plan | Order | None,
-    *,
-    rows: int = 1,
-    seed: int = 0,
-    sampling: SamplingParams | None = None,
-) -> list[str]:
-    """Generate texts without a prompt, one per row and as long as the model allows, without special tokens."""
-    first = tokenizer.bos_id if predictor.config.is_causal else predictor.config.mask_id
-    assert first is not None  # rows of training data have a BOS token
-    xt = torch.full((rows, predictor.config.length), first)
-    is_fixed = torch.zeros_like(xt, dtype=torch.bool)
-    is_fixed[:, 0] = predictor.config.is_causal
-    frames = stream_tokens(predictor, xt, sampler, seed=seed, sampling=sampling, is_fixed=is_fixed)
-    (frame,) = deque(frames, maxlen=1)
-    return [tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]

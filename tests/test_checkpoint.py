@@ -136,8 +136,10 @@ def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path / "other")] == [name_checkpoint(n) for n in (2, 5, 6)]
 
 
-@pytest.mark.parametrize("name", [*FILES, SHARD])
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+DAMAGES = [*((name, "flipped") for name in (*FILES, SHARD)), (SHARD, "cut"), ("state.json", "gone")]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_a_damaged_file_is_named_and_nothing_is_changed(trained: Path, name: str, damage: str) -> None:
     checkpoints = trained / "checkpoints"
     file = checkpoints / "latest" / name
@@ -165,8 +167,7 @@ def test_damaged_weights_are_not_loaded(tmp_path: Path) -> None:
         load_model(path)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("method", "tied"), [*((method, False) for method in METHODS), ("adlm", True), ("ar", True)])
 def test_a_model_is_loaded_from_its_run_or_its_checkpoint(tmp_path: Path, method: str, tied: bool) -> None:
     one_stage = () if METHODS[method].two_stages else ("model.anchor_layers=null",)
     run(tmp_path, f"method={method}", *one_stage, f"model.tied={tied}", "steps=5")

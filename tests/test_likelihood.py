@@ -191,8 +191,7 @@ def test_one_draw_has_the_lineages_time() -> None:
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-@pytest.mark.parametrize("draws", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int, is_early: bool) -> None:
+def test_rows_that_cost_differently_do_not_bias_the_bound(is_early: bool) -> None:
     """Half of the rows cost their masked share, half cost nothing: a quarter, whichever rows they are.
 
     A row that were at the same times for every seed would bias the mean over seeds.
@@ -203,11 +202,11 @@ def test_rows_that_cost_differently_do_not_bias_the_bound(draws: int, is_early: 
 
     rows = (torch.arange(8) % 2 == (0 if is_early else 1)).long()[:, None].expand(8, 4)  # in turn
     seeds = 150
-    nlls = torch.tensor([estimate_nll(UNUSED, rows, draws=draws, seed=i, loss_fn=loss_fn).nll for i in range(seeds)])
+    nlls = torch.tensor([estimate_nll(UNUSED, rows, draws=2, seed=i, loss_fn=loss_fn).nll for i in range(seeds)])
     assert abs(float(nlls.mean()) - 0.25) < 4 * float(nlls.std()) / math.sqrt(seeds) + 1e-3 < 0.03
 
 
-@pytest.mark.parametrize("draws", [4, 16])
+@pytest.mark.parametrize("draws", [4, 8])
 def test_the_error_from_noise_is_the_spread_over_seeds(draws: int) -> None:
     model = tiny("adlm")
     bounds = [estimate_nll(model, ROWS[:20], batch=20, draws=draws, seed=seed) for seed in range(40)]

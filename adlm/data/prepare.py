@@ -203,8 +203,9 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if old is not None and not any(split["shards"] for split in old["splits"].values()):
         old = None  # nothing is lost by starting over
     if old is not None and old["settings_sha256"] != job.sha256:
-        lines = list_differences(old["settings"], job.settings)
-        listed = "\n".join([*lines[:9], *([f"  and {len(lines) - 9:,} more"] if len(lines) > 9 else [])])
+        changes = [(key, old["settings"].get(key), value) for key, value in job.settings.items()]
+        lines = [f"  {key}: {then!s:.200} there, {now!s:.200} now" for key, then, now in changes if then != now]
+        listed = "\n".join(lines)
         content = "prepared data" if is_finished else "an unfinished preparation"
         raise ValueError(
             f"{job.folder} holds {content} with other settings:\n{listed}\nChoose another --out, or --overwrite it."
@@ -390,17 +391,3 @@ def remove_files(folder: Path, endings: tuple[str, ...] = ("",)) -> None:
     for path in list_files(folder):
         if path.name.endswith(endings):
             path.unlink()
-
-
-def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for every setting that differs."""
-    lines = []
-    for key in sorted({*old, *new}):
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, list) and isinstance(now, list):
-            before, now = dict(enumerate(before)), dict(enumerate(now))
-        if isinstance(before, dict) and isinstance(now, dict):
-            lines += list_differences(before, now, f"{prefix}{key}.")
-        elif before != now:
-            lines.append(f"  {prefix}{key}: {before!r} there, {now!r} now")
-    return lines

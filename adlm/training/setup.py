@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import shlex
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
-from adlm.generate import compile_for_sampling, generate_texts
+from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig
@@ -98,8 +99,13 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         model, settings = LanguageModel(shape), config.samples
         model.load_state_dict(checkpoint.restore_tied_head(weights, model))
         predictor, params = compile_for_sampling(model, device, is_compiled=False), SamplingParams(top_p=settings.top_p)
-        options: dict[str, Any] = {"rows": settings.rows, "seed": config.seed, "sampling": params}
-        texts = generate_texts(predictor, data.tokenizer, sampler, **options)
+        first = data.tokenizer.bos_id if shape.is_causal else data.mask_id
+        assert first is not None  # every row of the data begins with it
+        xt = torch.full((settings.rows, shape.length), first)
+        is_fixed = ((torch.arange(shape.length) == 0) & shape.is_causal).expand_as(xt)
+        frames = stream_tokens(predictor, xt, sampler, seed=config.seed, sampling=params, is_fixed=is_fixed)
+        (frame,) = deque(frames, maxlen=1)
+        texts = [data.tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]
         path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n<|endoftext|>\n\n".join(texts) + "\n", "utf-8")

@@ -96,8 +96,10 @@ def test_the_number_of_steps_is_bounded_and_many_steps_cost_little():
 PLACES = ([[i] for i in range(ROWS)], [[0, 1, 2], [3, 4, 5], [6, 7]], [[6, 2, 0, 7, 1, 5, 3, 4]])
 
 
-@pytest.mark.parametrize("block", [None, 5])
-@pytest.mark.parametrize("name", NAMES)
+BLOCKWISE = ("remask_loop", "remask_conf", "first_hitting", "confidence")  # of each kind of sampler one
+
+
+@pytest.mark.parametrize(("name", "block"), [*((name, None) for name in NAMES), *((name, 5) for name in BLOCKWISE)])
 def test_a_rows_text_does_not_depend_on_its_neighbours(name, block):
     """Alone, among others, in another place: the same tokens for the same seed and row number, and the same nfe."""
     for seed, predictor in ((0, LEARNED), (1, TIMED)):

@@ -222,9 +222,19 @@ def test_a_run_whose_workers_outlive_it_restarts_at_once(tmp_path: Path) -> None
 SIGNALS = [(signal.SIGTERM, 75), (signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow)]
 
 
+SIGNAL_RUN = ("steps=60", "log.every=7", "checkpoint.every=1000", "valid.every=50")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("signals") / "straight", *SIGNAL_RUN).folder
+
+
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
-def test_a_signal_is_answered_with_a_checkpoint(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    changes = ("steps=60", "log.every=7", "checkpoint.every=1000", "valid.every=50")
+def test_a_signal_is_answered_with_a_checkpoint(
+    straight: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    changes = SIGNAL_RUN
     process, metrics = in_process(tmp_path / "torn", *changes), tmp_path / "torn/metrics.jsonl"
     assert wait_until(lambda: metrics.exists() and metrics.stat().st_size, process)
     assert process.pid is not None
@@ -233,5 +243,4 @@ def test_a_signal_is_answered_with_a_checkpoint(tmp_path: Path, number: signal.S
     saved = find_latest_checkpoint(tmp_path / "torn/checkpoints")
     assert saved is not None and 7 <= read_state(saved)["step"] < 60
     run(tmp_path / "torn", *changes)
-    run(tmp_path / "straight", *changes)
-    assert_same(tmp_path / "torn", tmp_path / "straight")
+    assert_same(tmp_path / "torn", straight)
