@@ -122,7 +122,8 @@ def anchors(
     correlations, reasons = compare_studies(studies, about)
     metrics = {"models": studies, "correlations": correlations, "skipped_correlations": reasons}
     settings = {"data": str(data), **settings, "models": about}
-    figures = {"correlation": ("correlation", metrics)} if correlations else {}
+    drawn = {"models": studies, "correlations": correlations}
+    figures = {"correlation": ("correlation", drawn)} if correlations else {}
     tables = build_tables(studies, correlations)
     provenance, warnings = collect_provenance(about[0]["device"]), reasons if len(studies) > 1 else []
     return EvalResult("anchors", metrics, settings, provenance, tables, warnings, figures)

@@ -145,7 +145,7 @@ def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = Non
 # Anchors of several models.
 
 
-def draw_correlation(models: Sequence[Row], correlations: Sequence[Row], path: Path, **others: Any) -> Path:
+def draw_correlation(models: Sequence[Row], correlations: Sequence[Row], path: Path) -> Path:
     """Plot every metric over anchor accuracy, with a line through the checkpoints of each run."""
     names = shorten_names([find_run(study) for study in models])
     looks: dict[str, Look] = {run: look | {"marker": "o"} for run, look in _assign(list(names), LINE_LOOKS).items()}

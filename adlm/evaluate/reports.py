@@ -289,11 +289,6 @@ def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], fol
             return value
         return Markup(re.sub(r"([\\`*_\[\]|#~])", r"\\\1", html.escape(clean(value).replace("\n", " "), quote=False)))
 
-    def fence(text: str) -> Markup:
-        """The text as it is, in a fence longer than any in it."""
-        marks = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
-        return Markup(f"{marks}text\n{clean(text)}\n{marks}")
-
     names = [name for section in content["sections"] for name in section.figures]
     images = {name: base64.b64encode((folder / f"{name}.svg").read_bytes()).decode() for name in names}
     matter = Markup(f"---\n{yaml.safe_dump(dict(front_matter), sort_keys=False, allow_unicode=True)}---")
@@ -308,7 +303,6 @@ def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], fol
             lstrip_blocks=True,
             keep_trailing_newline=True,
         )
-        environment.filters["fence"] = fence
         page = environment.get_template(f"{name}.j2").render(**content, images=images, front_matter=matter)
         page = page if name == "report.html" else re.sub(r"\n{3,}", "\n\n", page)
         write_atomically(folder / name, page.encode("utf-8"))
