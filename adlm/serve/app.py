@@ -16,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.exceptions import HTTPException
@@ -50,12 +50,9 @@ GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 
-class AsciiJSONResponse(JSONResponse):
-    """JSON in which even half of a surrogate pair can be sent back."""
-
-    def render(self, content: Any) -> bytes:
-        """Encode the content."""
-        return json.dumps(content, allow_nan=False).encode("ascii")
+def answer_json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return an answer in ASCII JSON, in which even half of a surrogate pair can be sent back."""
+    return Response(json.dumps(content, allow_nan=False), status, headers, media_type="application/json")
 
 
 def describe_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -66,7 +63,7 @@ def describe_error(status: int, message: str, param: str | None = None, code: st
 
 def answer_error(status: int, message: str, headers: dict[str, str] | None = None, **fields: Any) -> Response:
     """Return the answer to a request that failed."""
-    return AsciiJSONResponse(describe_error(status, message, **fields), status, headers)
+    return answer_json(describe_error(status, message, **fields), status, headers)
 
 
 async def answer_exception(request: Request, error: Exception) -> Response:
@@ -249,7 +246,7 @@ async def run_while_connected(request: Request, work: Awaitable[Any]) -> Respons
     task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return AsciiJSONResponse(await task) if task.done() else Response(status_code=499)
+        return answer_json(await task) if task.done() else Response(status_code=499)
     finally:
         for each in (task, watcher):
             each.cancel()
@@ -362,7 +359,7 @@ def create_app(
     async def check_readiness() -> Response:
         """Say whether requests are answered."""
         is_ready = all(each.is_ready for each in engines.values())
-        return AsciiJSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+        return answer_json({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:

@@ -48,6 +48,16 @@ def test_completions_with_n_suffix_and_stop(client: Any) -> None:
     assert filled.choices[0].text
 
 
+def test_logprobs_and_token_ids(client: Any) -> None:
+    expected = client.completions.create(prompt="the", logprobs=2, echo=True, **QUICK).choices[0]
+    ids = lm().tokenizer.encode("the")
+    for prompt in (ids, [ids]):
+        choice = client.completions.create(prompt=prompt, logprobs=2, echo=True, **QUICK).choices[0]
+        assert (choice.text, choice.logprobs) == (expected.text, expected.logprobs)
+    assert choice.logprobs.token_logprobs[:3] == [None] * 3 and max(choice.logprobs.token_logprobs[3:]) < 0
+    assert "".join(choice.logprobs.tokens) == choice.text and choice.logprobs.text_offset[:4] == [0, 1, 2, 3]
+
+
 def test_streams(client: Any) -> None:
     expected = client.completions.create(prompt="the", n=2, **QUICK)
     texts, usage = ["", ""], None
