@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from adlm.data.batches import RowDataset
 from adlm.diffusion.anchors import AnchorRule, rare_in_sequence
 from adlm.evaluate import stats
 from adlm.evaluate.cache import hash_settings, lock_output, open_cache
-from adlm.evaluate.data import load_eval_data
+from adlm.evaluate.data import RowLayout, load_eval_data
 from adlm.evaluate.perturbation import NoisyRows, Perturbation, TracedRow, check_two_stages, measure_losses, sample_rows
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import (
@@ -60,7 +60,7 @@ def anchors(
     models: LM | Iterable[LM],
     data: str | Path,
     *,
-    rows: Literal["wrapped", "documents"] | None = None,
+    rows: RowLayout | None = None,
     limit: int | None = 64,
     draws: int = 4,
     max_count: int = 5,
@@ -79,10 +79,10 @@ def anchors(
     """Measure the anchor networks of two-stage masked models on held-out text, and correlate three models or more.
 
     Models are measured one after the other, so `models` may be an iterator that loads them. Anchors occur at most
-    `max_count` times in their row (by default the paper's tau). `perturb` has the amounts of noise on
-    the anchor features, relative to their norm, `stale` the masking levels (in sampling: steps) by which they are out
-    of date. `scorer` computes the Gen-PPL of the `samples` texts for every perturbation. `out` keeps finished models;
-    the same call resumes there.
+    `max_count` times in their row (by default the paper's tau). `perturb` has the amounts of noise on the anchor
+    features, relative to their norm, `stale` the masking levels (in sampling: steps) by which they are out of date.
+    `scorer` computes the Gen-PPL of the `samples` texts for every perturbation. `out` keeps finished models; the same
+    call resumes there.
     """
     check_whole_numbers(1, draws=draws, batch=batch, steps=steps, max_count=max_count)
     if samples == 1 or samples < 0:
@@ -119,7 +119,9 @@ def anchors(
     cache.merge()
     if not studies:
         raise ValueError("models is empty: give at least one two-stage masked model")
-    correlations, reasons = compare_studies(studies, about)
+    correlations, reasons = correlate_studies(studies)
+    if len({each["data"]["rows_hash"] for each in about}) > 1:
+        correlations, reasons = [], ["no correlation: models with other tokenizers or lengths have other rows"]
     metrics = {"models": studies, "correlations": correlations, "skipped_correlations": reasons}
     settings = {"data": str(data), **settings, "models": about}
     drawn = {"models": studies, "correlations": correlations}
@@ -282,13 +284,6 @@ def find_run(study: Row) -> str:
 def shared_metrics(studies: Sequence[Row]) -> list[str]:
     """The metrics other than anchor accuracy that all models have."""
     return [name for name in METRICS if all(not math.isnan(get_metric(study, name).value) for study in studies)]
-
-
-def compare_studies(studies: Sequence[Row], about: Sequence[Row]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Correlate comparable models, or give the reasons why they are not."""
-    if len({each["data"]["rows_hash"] for each in about}) > 1:
-        return [], ["no correlation: the models have different rows, because their tokenizers or lengths differ"]
-    return correlate_studies(studies)
 
 
 def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], list[str]]:
