@@ -10,15 +10,15 @@ The loss is on all tokens after the markers and, where an arm labels them, on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adlm.config import Config
+from adlm.config import Config, ObjectiveSettings
 from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.masking import NoisyBatch, Selection
 from adlm.diffusion.rng import CounterRng, Purpose
@@ -132,7 +132,7 @@ def lay_out(
     return RowLayout(row, start + is_direct, range(first, first + count), range(start, start + len(trace)))
 
 
-def choose_labels(item: Item, foreign: Item, kind: str, order: Sequence[float]) -> Labels:
+def choose_labels(item: Item, foreign: Item, order: Sequence[float], kind: str) -> Labels:
     """Choose the labels of the slots; `order` has a random number for each slot, `foreign` is another problem."""
     if kind == "shuffled":
         anchors = item.anchors[: len(order)]
@@ -154,22 +154,22 @@ def choose_anchors(layout: RowLayout, item: Item, u: Sequence[float] | None) -> 
 class ReasoningBatch(NoisyBatch):
     """Rows of problems for a causal model: `hidden` are the tokens and slots with a loss, `x0` their targets.
 
-    With auxiliary rows `tokens` has three counts: of this batch's targets, of the auxiliary ones, and of rows.
+    With a second loss `tokens` has three counts: of this batch's targets, of the auxiliary ones, and of rows.
     """
 
     slot: Tensor | None = None  # (B, L): the number of the slot at a position, from 1; 0 elsewhere. None: no feedback
     slot_ends: tuple[int, ...] = ()  # so much of the rows comes before the slots of each number
     auxiliary: ReasoningBatch | None = None  # simcot: the steps that slots replace; codi: the problems laid out as cot
-    links: Tensor | None = None  # positions in the flattened rows: simcot: of those slots; codi: of the answer's marker
+    links: Tensor | None = None  # positions in the flattened rows: of the answers' markers; simcot: of those slots
 
 
 def collate(
     layouts: Sequence[RowLayout],
     labels: Sequence[Labels],
+    anchors: Sequence[Sequence[int]] | None = None,
     *,
     feedback: bool = False,
     label_weight: float = 1.0,
-    anchors: Sequence[Sequence[int]] | None = None,
     multiple: int = 1,
 ) -> ReasoningBatch:
     """Make the batch of a causal model: position i has the token i as input and the token i + 1 as its target.
@@ -178,65 +178,55 @@ def collate(
     """
     inputs, _ = pad_rows([each.tokens[:-1] for each in layouts], multiple)
     targets, is_target = pad_rows([each.tokens[1:] for each in layouts], multiple)
-    prompts, first, stop = np.array([(each.prompt, each.slots.start, each.slots.stop) for each in layouts]).T[..., None]
     length, place = inputs.shape[1], np.arange(inputs.shape[1])
+    prompts, first, stop = np.array([(each.prompt, each.slots.start, each.slots.stop) for each in layouts]).T[..., None]
     weights = (is_target & (place >= prompts - 1)).astype(np.float32)
     for row, (layout, own) in enumerate(zip(layouts, labels, strict=True)):
         for position, label in zip(layout.slots, own if label_weight else ()):
             if label is not None:
                 targets[row, position], weights[row, position] = label, label_weight
-    is_slot = (place >= first) & (place < stop)
-    ends = map(max, zip_longest(*(layout.slots for layout in layouts), fillvalue=0))
+    slot, ends = None, list[int]()
+    if feedback:
+        slot = torch.from_numpy(np.where((place >= first) & (place < stop), place - first + 1, 0))
+        ends = [max(places) for places in zip_longest(*(layout.slots for layout in layouts), fillvalue=0)]
     weight = torch.from_numpy(weights).flatten()
     index, ones = weight.nonzero()[:, 0], torch.ones(len(layouts))
-    places = torch.tensor(
-        [row * length + position - 1 for row, own in enumerate(anchors or ()) for position in own], dtype=torch.int64
-    )
+    anchored = [row * length + position - 1 for row, own in enumerate(anchors or ()) for position in own]
     return ReasoningBatch(
-        torch.from_numpy(targets),
-        torch.from_numpy(inputs),
-        ones,
-        0 * ones,
-        Selection(index, weight[index]),
-        None if anchors is None else Selection(places, torch.ones(len(places))),
-        torch.tensor(float(len(index))),
+        x0=torch.from_numpy(targets),
+        xt=torch.from_numpy(inputs),
+        t=ones,
+        noise_level=0 * ones,
+        hidden=Selection(index, weight[index]),
+        anchors=None if anchors is None else Selection(torch.tensor(anchored).long(), torch.ones(len(anchored))),
+        tokens=torch.tensor(float(len(index))),
         is_causal=True,
-        slot=torch.from_numpy(np.where(is_slot, place - first + 1, 0)) if feedback else None,
+        slot=slot,
         slot_ends=tuple(end + -end % multiple for end in ends),
+        links=torch.tensor([row * length + layout.trace.stop for row, layout in enumerate(layouts)]),
     )
 
 
 def add_auxiliary(
-    batch: ReasoningBatch,
-    layouts: Sequence[RowLayout],
-    items: Sequence[Item],
-    kind: str,
-    markers: Markers,
-    slots_per_stage: int = 1,
-    multiple: int = 1,
+    batch: ReasoningBatch, layouts: Sequence[RowLayout], items: Sequence[Item], objective: ReasoningObjective
 ) -> ReasoningBatch:
     """Add the rows of the second loss: simcot, the step that each slot replaces; codi, the problems laid out as cot."""
-    others: list[RowLayout] = []
-    links: list[int] = []
-    for row, (layout, item) in enumerate(zip(layouts, items, strict=True)):
-        start = row * batch.xt.shape[1]
-        if kind == "codi":
-            others.append(lay_out(item, ARMS["cot"], 0, 0, markers))
-            links.append(start + layout.trace.stop)
-            continue
-        steps = [step for step in item.steps for _ in range(slots_per_stage)]
-        for position, step in zip(layout.slots, steps):
-            others.append(RowLayout([markers.slot, *step], 1, range(0), range(1, 1 + len(step))))
-            links.append(start + position)
-    auxiliary, count = None, torch.tensor(0.0)
-    if others:
-        auxiliary = collate(others, [()] * len(others), multiple=multiple if kind == "codi" else 1)
-        count, length = auxiliary.tokens, auxiliary.xt.shape[1]
-        if kind == "codi":
-            ends = [row * length + layout.trace.stop for row, layout in enumerate(others)]
-            auxiliary = replace(auxiliary, links=torch.tensor(ends))
+    auxiliary, markers = None, objective.markers
+    if objective.arm.auxiliary == "codi":
+        others = [lay_out(item, ARMS["cot"], 0, 0, markers) for item in items]
+        auxiliary = collate(others, [()] * len(others), multiple=objective.multiple)
+    else:
+        links, others = list[int](), list[RowLayout]()
+        for row, (layout, item) in enumerate(zip(layouts, items, strict=True)):
+            for number, position in enumerate(layout.slots[: len(item.steps) * objective.slots_per_stage]):
+                step = item.steps[number // objective.slots_per_stage]
+                others.append(RowLayout([markers.slot, *step], 1, range(0), range(1, 1 + len(step))))
+                links.append(row * batch.xt.shape[1] + position)
+        batch = replace(batch, links=torch.tensor(links, dtype=torch.int64))
+        auxiliary = collate(others, [()] * len(others)) if others else None
+    count = torch.tensor(0.0) if auxiliary is None else auxiliary.tokens
     tokens = torch.stack([batch.tokens, count, torch.tensor(float(len(layouts)))])
-    return replace(batch, auxiliary=auxiliary, links=torch.tensor(links, dtype=torch.int64), tokens=tokens)
+    return replace(batch, auxiliary=auxiliary, tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -249,9 +239,8 @@ class ReasoningObjective:
     slots: int
     slots_per_stage: int = 1
     label_weight: float = 1.0
-    peak_anchor_weight: float = 3e-3
-    anchor_ramp: bool = True
-    multiple: int = 1
+    anchor_settings: ObjectiveSettings = field(default_factory=ObjectiveSettings)  # of A2R
+    multiple: int = 1  # of the length of rows
 
     @staticmethod
     def from_config(config: Config, task: Task, *, multiple: int = 1) -> ReasoningObjective:
@@ -262,40 +251,41 @@ class ReasoningObjective:
         if arm.steps == "by_token" and task.can_train:  # as long as the stages of whole steps
             tokens = max(sum(map(len, item.steps)) for item in task.load_sample())
             curriculum = Curriculum(tokens, max(1, stages * settings.stage_steps // tokens), settings.revisit)
-        weights = settings.label_weight, config.objective.anchor_weight, config.objective.anchor_ramp
-        slots = stages * settings.slots_per_stage
-        return ReasoningObjective(arm, curriculum, task.markers, slots, settings.slots_per_stage, *weights, multiple)
+        size = settings.slots_per_stage
+        return ReasoningObjective(
+            arm, curriculum, task.markers, stages * size, size, settings.label_weight, config.objective, multiple
+        )
 
     def lay_out(self, item: Item, stage: int | None = None) -> RowLayout:
         """Lay out a problem at a stage, by default the last one."""
         stage = None if stage == self.curriculum.stages else stage
         return lay_out(item, self.arm, stage, self.slots, self.markers, self.slots_per_stage)
 
+    def count_tokens(self, item: Item) -> int:
+        """Return the tokens of a problem's longest row: at the first stage, at the last one, or as CODI's teacher's."""
+        rows = [self.lay_out(item, 0), self.lay_out(item)]
+        rows += [lay_out(item, ARMS["cot"], 0, 0, self.markers)] if self.arm.auxiliary == "codi" else []
+        return max(len(row.tokens) for row in rows)
+
     def corrupt(self, batch: ItemBatch, seed: int, step: int) -> ReasoningBatch:
         """Make the network's inputs and targets of an optimizer step."""
-        rng, arm = CounterRng.from_seed(seed, batch.number), self.arm
-        layouts = list(map(self.lay_out, batch.items, self.curriculum.find_stages(step, rng)))
-        order: list[list[float]] = [[]] * len(layouts)
-        if arm.labels == "shuffled":
-            order = rng.uniform(step, max(1, self.slots), Purpose.LABEL).tolist()
-        pairs = zip(batch.items, batch.foreign, order, strict=True)
-        labels = [choose_labels(item, foreign, arm.labels, numbers) for item, foreign, numbers in pairs]
+        rng, arm, items = CounterRng.from_seed(seed, batch.number), self.arm, batch.items
+        layouts = list(map(self.lay_out, items, self.curriculum.find_stages(step, rng)))
+        order = rng.uniform(step, max(1, self.slots), Purpose.LABEL).tolist()
+        labels = [choose_labels(*row, arm.labels) for row in zip(items, batch.foreign, order, strict=True)]
         anchors = None
         if arm.has_anchor_term:
-            u = rng.uniform(step, max(len(layout.tokens) for layout in layouts), Purpose.ANCHOR).tolist()
-            anchors = [
-                choose_anchors(layout, item, None if arm.anchors == "trace" else own)
-                for layout, item, own in zip(layouts, batch.items, u, strict=True)
-            ]
-        options: dict[str, Any] = {"feedback": arm.feedback, "label_weight": self.label_weight, "anchors": anchors}
-        made = collate(layouts, labels, **options, multiple=self.multiple)
-        if arm.auxiliary is None:
-            return made
-        sizes = self.slots_per_stage, self.multiple
-        return add_auxiliary(made, layouts, batch.items, arm.auxiliary, self.markers, *sizes)
+            width = max(len(layout.tokens) for layout in layouts)
+            u = rng.uniform(step, width, Purpose.ANCHOR).tolist() if arm.anchors == "random" else [None] * len(items)
+            anchors = list(map(choose_anchors, layouts, items, u))
+        made = collate(
+            layouts, labels, anchors, feedback=arm.feedback, label_weight=self.label_weight, multiple=self.multiple
+        )
+        return made if arm.auxiliary is None else add_auxiliary(made, layouts, items, self)
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma of A2R's anchor term at a step; None where there are no anchors."""
+        peak = self.anchor_settings.anchor_weight
         if not self.arm.has_anchor_term:
             return None
-        return anchor_weight(step, steps, self.peak_anchor_weight) if self.anchor_ramp else self.peak_anchor_weight
+        return anchor_weight(step, steps, peak) if self.anchor_settings.anchor_ramp else peak

@@ -98,7 +98,7 @@ def _read_problems(path: Path, find_steps: Callable[[str], list[str]] | None) ->
                 value = f"{row[name]!r:.60} as" if name in row else "no"
                 kind = "a list of texts" if name == "steps" else "a text that is not empty"
                 raise ValueError(f"{place} has {value} {name!r}: expected {kind}; {REMEDY}")
-        steps, answer = row.get("steps"), row["answer"]
+        steps, answer = row.get("steps", []), row["answer"]
         if find_steps is not None:
             trace, mark, answer = answer.rpartition(ANSWER_MARK)
             steps, answer = find_steps(trace), answer.replace(",", "").strip()

@@ -131,6 +131,10 @@ class HoleObjective:
         """Lay out a problem with its solution; there are no stages, and what is given need not come first."""
         return RowLayout(self.task.complete(item), 0, range(0), range(0))
 
+    def count_tokens(self, item: Item) -> int:
+        """Return the tokens of a problem's row."""
+        return len(self.task.complete(item))
+
     def corrupt(self, batch: ItemBatch, seed: int, step: int) -> NoisyBatch:
         """Hide tokens of the holes at an optimizer step."""
         layouts, _ = pad_holes([self.task.lay_out(item.question) for item in batch.items], self.multiple)

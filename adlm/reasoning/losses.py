@@ -124,7 +124,7 @@ def reasoning_loss(
     which are reported like the anchor term.
     """
     term, means = None, batch
-    if not isinstance(batch, ReasoningBatch) or batch.links is None:
+    if not isinstance(batch, ReasoningBatch) or batch.tokens.ndim == 0:
         features = run(model, batch)
     else:
         means = replace(batch, tokens=batch.tokens[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adlm import checkpoint
 from adlm.bundled import MODELS, find_bundled_model
+from adlm.checkpoint import LoadedModel
 from adlm.config import Config, load_config
 from adlm.data.shards import hash_file
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
@@ -21,7 +22,7 @@ from adlm.interop import gpt2
 from adlm.methods import METHODS, look_up
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import extend_vocabulary
-from adlm.reasoning.arms import ARMS, ReasoningObjective, choose_trace, lay_out
+from adlm.reasoning.arms import ARMS, ReasoningObjective, choose_trace
 from adlm.reasoning.datasets import DATASETS
 from adlm.reasoning.decoding import Decoded, decode_greedily, decode_in_batches
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
@@ -49,25 +50,20 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         raise ValueError(f"parallel.kind={config.parallel.kind} shards weights, and one process decodes: use ddp")
     if arm.labels == "foreign" and config.batch < 2:
         raise ValueError(f"batch={config.batch} has no other problem's labels for {name}: give 2")
-
-    base = load_base(config)
-    config = replace(config, method=arm.method if base is None else base.method)
+    task, init = open_task_and_init(config)
+    config = replace(config, method=arm.method if init is None else init.method)
     if config.method != arm.method and (arm.anchors is not None or arm.auxiliary == "codi"):
         raise ValueError(
             f"init={config.init} is {config.method}, and arm {name} trains {arm.method}: choose another model"
         )
-    task = open_task(config.reasoning, find_tokenizer(config, base))
     objective = build_reasoning_objective(config, task, multiple=CAPTURED_LENGTHS if is_cuda else 1)
-
-    longest = measure_longest(task, objective)
-    init = None if base is None else fit_vocabulary(base, task.tokenizer)
+    longest = max(map(objective.count_tokens, task.load_sample()))
     shape = build_shape(config, task, init, longest)
     if longest > shape.length:
         raise ValueError(
             f"a problem of {task.name} has {longest} tokens in the layout of {name}, and the model takes "
             f"{shape.length}: choose another model or fewer hops"
         )
-
     can_capture = is_cuda and context.world_size == 1 and shape.dropout == 0 and not shape.time_conditioning
     modules = {"decoder": StepDecoder(shape, seed=config.seed)} if arm.auxiliary == "simcot" else None
     run = CapturedFeatures() if can_capture else compute_features
@@ -77,6 +73,17 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         results = context.run_on_rank0(lambda: solve(parallel.model, task, objective, valid))
         right = sum(result.answer == item.answer for result, item in zip(results, valid, strict=True))
         return {"val/accuracy": right / len(valid), "val/error": 1 - right / len(valid)}
+
+    def write_samples(weights: dict[str, Tensor], step: int, device: torch.device) -> str:
+        """Write solutions of problems to the run's folder; return the path and the first one."""
+        model, items = LanguageModel(shape), valid[: config.samples.rows]
+        model.load_state_dict(checkpoint.restore_tied_head(weights, model))
+        results = solve(model.to(device), task, objective, items)
+        texts = [format_solution(task, item, result) for item, result in zip(items, results, strict=True)]
+        path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts) + "\n", "utf-8")
+        return f"step {step:,}: {path}: {texts[0]}"
 
     data_hash = task.hash_problems()
     problems = "generated problems" if data_hash.startswith(GENERATED) else "problems"
@@ -88,8 +95,8 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         ItemBatches(task, config.batch, seed=config.seed, rank=context.rank, size=context.world_size),
         build_loss=partial(LossModule, loss_fn=reasoning_loss, modules=modules, run=run),
         validate=validate,
-        format_metrics=format_accuracy,
-        write_samples=partial(write_solutions, config, shape, task, objective, valid[: config.samples.rows]),
+        format_metrics=lambda metrics: f"accuracy {metrics['val/accuracy']:.1%} of the validation problems",
+        write_samples=write_samples,
         data_hash=data_hash,
         description=f"{task.name}, arm {name}; {config.steps:,} steps of {config.batch} {problems} of at most "
         f"{longest} tokens, vocabulary {shape.vocab_size:,}",
@@ -99,96 +106,43 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     )
 
 
-def measure_longest(task: Task, objective: ReasoningObjective | HoleObjective) -> int:
-    """Return the tokens of the longest row: at the first stage, at the last one, or as CODI's teacher reads it."""
-    sample = task.load_sample()
-    layouts = [objective.lay_out(item, stage) for item in sample for stage in (0, None)]
-    if isinstance(objective, ReasoningObjective) and objective.arm.auxiliary == "codi":
-        layouts += [lay_out(item, ARMS["cot"], 0, 0, task.markers) for item in sample]
-    return max(len(layout.tokens) for layout in layouts)
+def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
+    """Open the task and the model of `init`: a bundled one, a run or model folder, or a GPT-2 folder of transformers.
 
-
-def format_accuracy(metrics: Mapping[str, float]) -> str:
-    """Format the validation metrics of a reasoning run."""
-    return f"accuracy {metrics['val/accuracy']:.1%} of the validation problems"
-
-
-def write_solutions(
-    config: Config,
-    shape: ModelConfig,
-    task: Task,
-    objective: ReasoningObjective | HoleObjective,
-    items: Sequence[Item],
-    weights: dict[str, Tensor],
-    step: int,
-    device: torch.device,
-) -> str:
-    """Write what the current weights answer to problems to the run's folder; return the path and the first answer."""
-    model = LanguageModel(shape)
-    model.load_state_dict(checkpoint.restore_tied_head(weights, model))
-    results = solve(model.to(device), task, objective, items)
-    texts = [format_solution(task, item, result) for item, result in zip(items, results, strict=True)]
-    path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(texts) + "\n", "utf-8")
-    return f"step {step:,}: {path}: {texts[0]}"
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """The model that a run starts from; without weights if the run resumes."""
-
-    method: str
-    shape: ModelConfig
-    tokenizer: Tokenizer | None
-    model: LanguageModel | None = None
-    sha256: str | None = None
-
-
-def load_base(config: Config) -> BaseModel | None:
-    """Load the model of `init`: a bundled one, a run or model folder, or a GPT-2 folder as transformers saves it."""
+    A text task has the model's tokens, by default GPT-2's. The markers of the task follow them, and the mask, which a
+    causal model never reads, follows the markers. The model of a run that resumes has them, and its weights come later.
+    """
     if config.init is None:
-        return None
+        name = config.reasoning.tokenizer or "gpt2"
+        return open_task(config.reasoning, load_tokenizer(name) if config.reasoning.task in DATASETS else None), None
     resumed = setup.find_checkpoint(config)
     if resumed is not None and resumed.is_dir():
         content, shape = checkpoint.read_config_json(resumed)
-        return BaseModel(content["method"], shape, Tokenizer.load(resumed))
+        return open_task(config.reasoning, Tokenizer.load(resumed)), setup.InitModel(content["method"], shape)
     path = find_bundled_model(config.init) if config.init in MODELS else Path(config.init)
     settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    sha256 = None
     if isinstance(settings, dict) and "model_type" in settings:  # of transformers
-        model = gpt2.load(path)
-        return BaseModel("ar", model.config, gpt2.load_gpt2_tokenizer(path), model)
-    folder = checkpoint.find_model_folder(path)
-    loaded = checkpoint.load_model(folder)
-    if not loaded.model.config.is_causal:
+        loaded = LoadedModel(gpt2.load(path), gpt2.load_gpt2_tokenizer(path), "ar", 0, checkpoint.WRAPPED)
+    else:
+        folder = checkpoint.find_model_folder(path)
+        loaded, sha256 = checkpoint.load_model(folder), hash_file(checkpoint.find_weights_file(folder))
+    model, tokenizer, method = loaded.model, loaded.tokenizer, loaded.method
+    if not model.config.is_causal:
         raise ValueError(
-            f"init={config.init} is a masked model ({loaded.method}): reasoning arms train a causal one (ar, a2r)"
+            f"init={config.init} is a masked model ({method}): reasoning arms train a causal one (ar, a2r)"
         )
-    sha256 = hash_file(checkpoint.find_weights_file(folder))
-    return BaseModel(loaded.method, loaded.model.config, loaded.tokenizer, loaded.model, sha256)
-
-
-def find_tokenizer(config: Config, base: BaseModel | None) -> Tokenizer | None:
-    """Return the tokenizer of a text task: that of the base model, by default GPT-2's; other tasks have their own."""
-    if config.reasoning.task not in DATASETS:
-        return None
-    return (base and base.tokenizer) or load_tokenizer(config.reasoning.tokenizer or "gpt2")
-
-
-def fit_vocabulary(base: BaseModel, tokenizer: Tokenizer) -> setup.InitModel:
-    """Extend a base model by the markers of a task; the mask, which a causal model never reads, moves to the end."""
-    if base.model is None:
-        return setup.InitModel(base.method, base.shape)
-    words = {} if base.tokenizer is None else base.tokenizer.bpe.get_vocab()
-    count = tokenizer.vocab_size - base.shape.vocab_size
-    if count < 0 or not words.items() <= tokenizer.bpe.get_vocab().items():
+    task = open_task(config.reasoning, tokenizer or load_tokenizer(config.reasoning.tokenizer or "gpt2"))
+    words, own = {} if tokenizer is None else tokenizer.bpe.get_vocab(), task.tokenizer
+    count = own.vocab_size - model.config.vocab_size
+    if count < 0 or not words.items() <= own.bpe.get_vocab().items():
         raise ValueError(
-            f"the model of init has {base.shape.vocab_size:,} tokens, which are not those of {tokenizer.name}: train "
-            "on a text task, whose vocabulary is the model's, or without init"
+            f"the model of init has {model.config.vocab_size:,} tokens, which are not those of {own.name}: train on a "
+            "text task, whose vocabulary is the model's, or without init"
         )
-    model = extend_vocabulary(base.model, count) if count else base.model
-    shape = replace(model.config, mask_id=tokenizer.mask_id)
-    return setup.InitModel(base.method, shape, model.state_dict(), base.sha256)
+    model = extend_vocabulary(model, count) if count else model
+    shape = replace(model.config, mask_id=own.mask_id)
+    return task, setup.InitModel(method, shape, model.state_dict(), sha256)
 
 
 def build_shape(config: Config, task: Task, init: setup.InitModel | None, longest: int) -> ModelConfig:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -23,12 +23,12 @@ from adlm.methods import look_up
 from adlm.reasoning import arithmetic, chains, datasets, graphs, sudoku
 from adlm.reasoning.items import MARKERS, WORD_MARKERS, Item, Markers, index_words, pad_rows
 
-Entry = TypeVar("Entry")
 TRAIN, TEST, VALID, SYMMETRY = 0, 1, 2, 3  # streams of random problems; those for tests do not depend on the run's seed
 EXTRA_HOPS = (0, 1, 2)  # test problems have the most hops of training, one more and two more
 SAMPLED = 512  # problems whose lengths stand for those of all that are generated
 GENERATED = "generated"  # how the hash of generated problems of a text task begins
 GENERATORS: dict[str, Any] = {"arithmetic": arithmetic, "graphs": graphs, "chains": chains}
+WORD_TASKS = GENERATORS | {"sudoku": sudoku}  # with a vocabulary of their own
 RECODED: dict[str, tuple[str, Callable[[Path], list[Item]]]] = {
     "graphs": ("prosqa", graphs.recode_prosqa),
     "chains": ("prontoqa", chains.recode_prontoqa),
@@ -45,39 +45,37 @@ def hash_items(items: Sequence[Item]) -> str:
     return hashlib.sha256(repr([tuple(item) for item in items]).encode("utf-8")).hexdigest()
 
 
-def draw_from(items: Sequence[Entry], seed: int, step: int, count: int) -> list[Entry]:
-    """Return the problems of a step when all are taken in epochs, each in an order of its own."""
-    numbers = range((step - 1) * count, step * count)
-    orders = {epoch: _permute(seed, epoch, len(items)) for epoch in {number // len(items) for number in numbers}}
-    return [items[orders[number // len(items)][number % len(items)]] for number in numbers]
-
-
 @cache
 def _permute(seed: int, epoch: int, count: int) -> list[int]:
     return make_rng(seed, TRAIN, epoch).permutation(count).tolist()
 
 
-def make_word_tokenizer(words: Sequence[str], name: str) -> Tokenizer:
-    """Make the tokenizer of a whole-word vocabulary: the markers, the words, and the mask as the last id."""
-    bpe = tokenizers.Tokenizer(models.WordLevel(vocab=index_words(words), unk_token=words[0]))
-    bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return Tokenizer(bpe, name=name)
+def draw_numbers(total: int, seed: int, step: int, count: int) -> list[int]:
+    """Return the numbers of a step's problems when all are taken in epochs, each in an order of its own."""
+    numbers = range((step - 1) * count, step * count)
+    return [_permute(seed, number // total, total)[number % total] for number in numbers]
 
 
-@dataclass
 class Task(ABC):
-    """Problems for training and tests, by default in a whole-word vocabulary."""
+    """Problems for training and tests, by default in a vocabulary of whole words."""
 
-    name: str
-    tokenizer: Tokenizer
     hops: int = 0  # the most of training: the number of stages
     length: int | None = None  # of a model from scratch; None: the longest problem decides
+    can_train: bool = True  # whether there are training problems
     markers: Markers = WORD_MARKERS
 
-    @property
-    def can_train(self) -> bool:
-        """Whether there are training problems."""
-        return True
+    def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
+        self.name, self.path = str(settings.task), settings.path
+        if self.path is None and self.name not in GENERATORS:
+            raise ValueError(f"reasoning.path is required for {self.name}: the folder with its files")
+        self.folder = Path(self.path or "")
+        if (module := WORD_TASKS.get(self.name)) is not None:
+            bpe = tokenizers.Tokenizer(models.WordLevel(vocab=index_words(module.WORDS), unk_token=module.WORDS[0]))
+            bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+            tokenizer, self.length = Tokenizer(bpe, name=self.name), module.LENGTH  # the mask is the last id
+        if tokenizer is None:
+            raise ValueError(f"{self.name} needs a tokenizer: give init=MODEL, or its name as reasoning.tokenizer")
+        self.tokenizer = tokenizer
 
     @abstractmethod
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
@@ -117,16 +115,13 @@ class GeneratedTask(Task):
     """New problems at every step, of 1 to `hops` hops."""
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        name = str(settings.task)
-        self.generator, self.path = GENERATORS[name], settings.path
-        limit = self.generator.MAX_HOPS - max(EXTRA_HOPS)
-        if not 1 <= settings.hops <= limit:
-            raise ValueError(f"reasoning.hops={settings.hops} is out of range for {name}: give 1 to {limit}")
-        tokenizer = make_word_tokenizer(self.generator.WORDS, name)
-        super().__init__(name, tokenizer, settings.hops, self.generator.LENGTH)
+        super().__init__(settings, tokenizer)
+        self.hops, limit = settings.hops, GENERATORS[self.name].MAX_HOPS - max(EXTRA_HOPS)
+        if not 1 <= self.hops <= limit:
+            raise ValueError(f"reasoning.hops={self.hops} is out of range for {self.name}: give 1 to {limit}")
 
     def _draw(self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int) -> list[Item]:
-        items: list[Item] = self.generator.draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
+        items: list[Item] = GENERATORS[self.name].draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
         return items
 
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
@@ -137,7 +132,7 @@ class GeneratedTask(Task):
         sets = {f"{n} hops": self._draw(0, TEST, n, count, n, n) for n in hops}
         if self.path is not None and self.name in RECODED:
             dataset, recode = RECODED[self.name]
-            sets[dataset] = recode(Path(self.path))[:count]
+            sets[dataset] = recode(self.folder)[:count]
         return sets
 
     def load_valid(self, count: int) -> list[Item]:
@@ -151,26 +146,24 @@ class TextTask(Task):
     """
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        name, self.path = str(settings.task), get_path(settings)
-        if tokenizer is None:
-            raise ValueError(f"{name} needs a tokenizer: give init=MODEL, or the name of one as reasoning.tokenizer")
-        tokenizer, markers = add_markers(tokenizer)
-        super().__init__(name, tokenizer, settings.hops, markers=markers)
+        super().__init__(settings, tokenizer)
+        self.hops = settings.hops
+        self.tokenizer, self.markers = add_markers(self.tokenizer)
 
     @cached_property
     def splits(self) -> dict[str, Path]:
-        return datasets.find_splits(self.name, self.path)
+        return datasets.find_splits(self.name, self.folder)
 
     @property
     def is_generated(self) -> bool:
         return self.name == "prosqa" and "train" not in self.splits
 
     @property
-    def can_train(self) -> bool:
+    def can_train(self) -> bool:  # type: ignore[override]
         return self.is_generated or "train" in self.splits
 
     def _load(self, split: str) -> list[Item]:
-        return datasets.load_items(self.name, self.path, self.tokenizer, split)
+        return datasets.load_items(self.name, self.folder, self.tokenizer, split)
 
     @cached_property
     def _train(self) -> list[Item]:
@@ -178,7 +171,7 @@ class TextTask(Task):
 
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         if not self.is_generated:
-            return draw_from(self._train, seed, step, count)
+            return [self._train[number] for number in draw_numbers(len(self._train), seed, step, count)]
         problems = graphs.draw_problems(make_rng(seed, TRAIN, step), count, 1, self.hops)
         return datasets.encode_problems(self.name, problems, self.tokenizer)
 
@@ -203,21 +196,17 @@ class TextTask(Task):
 class SudokuTask(Task):
     """The puzzle is the question, the board the answer; training draws a symmetry of each puzzle."""
 
-    def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        super().__init__("sudoku", make_word_tokenizer(sudoku.WORDS, "sudoku"), length=sudoku.LENGTH)
-        self.path = get_path(settings)
-
     @cached_property
     def _train(self) -> tuple[sudoku.Boards, sudoku.Boards]:
-        return sudoku.load_sudoku(self.path, split="train")
+        return sudoku.load_sudoku(self.folder, split="train")
 
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         puzzles, solutions = self._train
-        numbers, rng = draw_from(range(len(puzzles)), seed, step, count), make_rng(seed, SYMMETRY, step)
+        numbers, rng = draw_numbers(len(puzzles), seed, step, count), make_rng(seed, SYMMETRY, step)
         return sudoku.make_items(*sudoku.draw_symmetries(rng, puzzles[numbers], solutions[numbers]))
 
     def load_tests(self, count: int) -> dict[str, list[Item]]:
-        tests = {level: sudoku.load_sudoku(self.path, [level], split="test") for level in sudoku.LEVELS}
+        tests = {level: sudoku.load_sudoku(self.folder, [level], split="test") for level in sudoku.LEVELS}
         return {level: sudoku.make_items(*(boards[:count] for boards in test)) for level, test in tests.items()}
 
     def load_valid(self, count: int) -> list[Item]:
@@ -229,7 +218,7 @@ class SudokuTask(Task):
     def encode_question(self, text: str) -> list[int]:
         """Return the ids of a puzzle; spaces between its cells are optional, and 0 is an empty cell too."""
         cells = "".join(text.split()).replace("0", ".")
-        if len(cells) != sudoku.CELLS.size:
+        if len(cells) != 81:
             raise ValueError(f"the Sudoku has {len(cells)} cells: give 81 digits row by row, a dot for an empty cell")
         return super().encode_question(" ".join(cells))
 
@@ -244,13 +233,6 @@ TASKS: dict[str, type[GeneratedTask | TextTask | SudokuTask]] = {
 def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:
     """Open a task by its settings; text tasks take the tokenizer of the model that is trained."""
     return look_up(TASKS, str(settings.task), "task")(settings, tokenizer)
-
-
-def get_path(settings: ReasoningSettings) -> Path:
-    """Return the folder of a task's files."""
-    if settings.path is None:
-        raise ValueError(f"reasoning.path is required for {settings.task}: the folder with its files")
-    return Path(settings.path)
 
 
 def add_markers(tokenizer: Tokenizer) -> tuple[Tokenizer, Markers]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import product, zip_longest
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, product, zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from adlm.data.tokenizers import read_json
+from adlm.data.tokenizers import read_object
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, render_markdown
-from adlm.methods import look_up
 from adlm.reasoning.arms import ARMS
 from adlm.reasoning.tasks import GENERATORS
 from adlm.training.logging import read_metrics
 
 RESULT = "reasoning.json"  # in a run's folder
-KEYS = {"task", "arm", "seed", "tests", "flops", "parameters", "settings"}  # of a result, that the table needs
+FORM = {"task": str, "arm": tuple(ARMS), "seed": int, "tests": dict, "flops": (int, float, None), "settings": dict}
 MIN_SEEDS = 3
 MIN_DEVIATION = 0.8  # points: the sampling error of 4,000 problems
 MIN_TASKS = 2  # of the generated ones, for a claim about all tasks
@@ -94,42 +93,42 @@ def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
 
     A seed of an arm must not be there twice, and the runs of a task must have the same test problems.
     """
-    results: dict[str, Result] = {}
+    found: dict[str, Result] = {}
     for place in map(Path, places):
         folders = [place] if (place / "config.yaml").is_file() else [p.parent for p in place.rglob("config.yaml")]
         if not folders:
             raise FileNotFoundError(f"{place} has no run: give a folder that `adlm reason train` wrote, or one of runs")
-        for folder in sorted(folders):
+        for folder in folders:
             if not (folder / RESULT).is_file():
                 raise FileNotFoundError(f"{folder} has no {RESULT}: run `adlm reason eval {folder}` first")
-            result = read_json(folder / RESULT)
-            if not isinstance(result, dict) or not set(result) >= KEYS:
-                raise ValueError(f"{folder / RESULT} is no result of a run: run `adlm reason eval {folder}` again")
-            look_up(ARMS, result["arm"], "arm")
-            results[str(folder)] = result
-    runs: dict[Any, str] = {}
-    tests: dict[str, tuple[str, dict[str, str]]] = {}  # by task: the first run and its test sets
-    for run, result in results.items():
-        key = result["task"], result["arm"], result["seed"]
-        if (other := runs.setdefault(key, run)) != run:
-            raise ValueError(f"{other} and {run} are both {' '.join(map(str, key))}: leave one of them out")
-        own = {name: test["sha256"] for name, test in result["tests"].items()}
-        first, expected = tests.setdefault(result["task"], (run, own))
-        if own != expected:
+            found[str(folder)] = read_object(folder / RESULT, FORM, f"run `adlm reason eval {folder}` again")
+    arms = list(ARMS)
+    keys = {run: (each["task"], arms.index(each["arm"]), each["seed"]) for run, each in found.items()}
+    results = {run: found[run] for run in sorted(found, key=lambda run: (keys[run], run))}
+    for (one, first), (other, second) in pairwise(results.items()):
+        if keys[one] == keys[other]:
+            names = " ".join(str(first[key]) for key in ("task", "arm", "seed"))
+            raise ValueError(f"{one} and {other} are both {names}: leave one of them out")
+        mine, theirs = ({name: test["sha256"] for name, test in each["tests"].items()} for each in (first, second))
+        if first["task"] == second["task"] and mine != theirs:
             raise ValueError(
-                f"{first} and {run} have different test problems ({', '.join(expected)}; {', '.join(own)}): run "
+                f"{one} and {other} have different test problems ({', '.join(mine)}; {', '.join(theirs)}): run "
                 "`adlm reason eval` with the same --tests and --data on runs with the same reasoning.hops"
             )
-    order = list(ARMS)
-    return {runs[key]: results[runs[key]] for key in sorted(runs, key=lambda k: (k[0], order.index(k[1]), k[2]))}
+    return results
 
 
-def group_accuracies(results: Sequence[Result], test: str) -> dict[str, list[float]]:
-    """Return the accuracies of a task on a test set in points, by arm."""
-    groups: dict[str, list[float]] = {}
+def group_by(results: Iterable[Result], key: str) -> dict[str, list[Result]]:
+    """Return the results by task or arm, in their order."""
+    groups: dict[str, list[Result]] = {}
     for result in results:
-        groups.setdefault(result["arm"], []).append(100 * result["tests"][test]["accuracy"])
+        groups.setdefault(result[key], []).append(result)
     return groups
+
+
+def list_accuracies(results: Sequence[Result], test: str) -> list[float]:
+    """Return the accuracies on a test set in points."""
+    return [100 * result["tests"][test]["accuracy"] for result in results]
 
 
 def flatten_settings(settings: Result, prefix: str = "") -> dict[str, Any]:
@@ -143,14 +142,18 @@ def flatten_settings(settings: Result, prefix: str = "") -> dict[str, Any]:
 def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResult:
     """Make the table of arms and the verdicts; with `out`, write them as Markdown there."""
     results = find_results(places)
-    by_task: dict[str, list[Result]] = {}
-    for result in results.values():
-        by_task.setdefault(result["task"], []).append(result)
     sets: list[dict[str, Any]] = []
-    for task, own in by_task.items():
+    tables, warnings = [], []
+    for task, own in group_by(results.values(), "task").items():
+        arms, tests = group_by(own, "arm"), list(own[0]["tests"])
         levels = LEVELS if task in GENERATORS else LEVELS[:1]  # by hops; later test sets have none
-        for level, test in zip_longest(levels[: len(own[0]["tests"])], own[0]["tests"]):
-            sets.append({"task": task, "test": test, "level": level, "arms": group_accuracies(own, test)})
+        for level, test in zip_longest(levels[: len(tests)], tests):
+            accuracies = {arm: list_accuracies(runs, test) for arm, runs in arms.items()}
+            sets.append({"task": task, "test": test, "level": level, "arms": accuracies})
+        tables.append(build_table(task, arms))
+        flat = [flatten_settings(result["settings"]) for result in own]
+        if different := sorted({key for each in flat for key in each if any(o.get(key) != each[key] for o in flat)}):
+            warnings.append(f"runs of {task} differ in {', '.join(different)}")
     comparisons = [
         {key: each[key] for key in ("task", "test", "level")} | compare_arms(each["arms"], *pair)
         for each in sets
@@ -163,13 +166,7 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
         holds = {each["task"]: judge_claim(claim, each["arms"]) for each in sets if each["level"] == level}
         overall = {"holds": judge_tasks(holds)} if claim is ANCHORS_HELP else {}
         verdicts.append({"claim": claim.text, "level": level, "tasks": holds} | overall)
-    tables = [build_table(task, own) for task, own in by_task.items()]
     tables += [build_comparison_table(comparisons), build_verdict_table(verdicts)]
-    warnings = []
-    for task, own in by_task.items():
-        flat = [flatten_settings(result["settings"]) for result in own]
-        if different := sorted({key for each in flat for key in each if any(o.get(key) != each[key] for o in flat)}):
-            warnings.append(f"runs of {task} differ in {', '.join(different)}")
     metrics: dict[str, Any] = {"verdicts": verdicts, "comparisons": comparisons, "runs": list(results.values())}
     if out is not None:
         metrics["files"] = ["reasoning_table.md"]
@@ -184,18 +181,16 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
     return EvalResult("reasoning_table", metrics, {"rule": RULE}, {"runs": list(results)}, tables, warnings, figures)
 
 
-def build_table(task: str, results: Sequence[Result]) -> Table:
-    """Build the table of a task: one row for each arm, in the order of ARMS."""
-    tests = results[0]["tests"]
+def build_table(task: str, arms: Mapping[str, Sequence[Result]]) -> Table:
+    """Build the table of a task from the results by arm: one row for each."""
+    tests = next(iter(arms.values()))[0]["tests"]
     first = next(iter(tests))
     columns = [Column("arm", is_text=True), Column("seeds"), *(Column(f"{test}, %", 1) for test in tests)]
     columns += [Column("tokens", 1), Column("passes", 1), Column("training FLOPs", is_text=True), Column("parameters")]
     rows: list[list[Cell]] = []
-    for arm in dict.fromkeys(result["arm"] for result in results):
-        own = [result for result in results if result["arm"] == arm]
+    for arm, own in arms.items():
         cells: list[Cell] = [arm, len(own)]
-        for test in tests:
-            values = [100 * result["tests"][test]["accuracy"] for result in own]
+        for values in (list_accuracies(own, test) for test in tests):
             span = (min(values), max(values)) if len(values) > 1 else None
             cells.append(Estimate(fmean(values), interval=span))
         cells += [fmean(result["tests"][first][key] for result in own) for key in ("tokens", "passes")]

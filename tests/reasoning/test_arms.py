@@ -101,7 +101,7 @@ def render(batch: ReasoningBatch, names: dict[int, str], row: int = 0) -> list[s
 def collate_example(name: str, stage: int) -> ReasoningBatch:
     arm = ARMS[name]
     layout = lay_out(EXAMPLE, arm, stage, arm.stages or 3, WORD_MARKERS)
-    labels = choose_labels(EXAMPLE, FOREIGN, arm.labels, [0.5, 0.9, 0.1])
+    labels = choose_labels(EXAMPLE, FOREIGN, [0.5, 0.9, 0.1], arm.labels)
     anchors = None
     if arm.anchors not in (None, "none"):
         u = torch.linspace(0, 1, len(layout.tokens)).tolist()
@@ -152,7 +152,7 @@ def test_the_first_gsm8k_test_problem_has_slots_labelled_16_and_3() -> None:
     path = Path(__file__).parent / "excerpts" / "text_gsm8k.jsonl"
     first, second = load_items("gsm8k", path, tokenizer)[:2]
     layout = lay_out(first, ARMS["acot_kept"], 2, 2, markers)
-    batch = collate([layout], [choose_labels(first, second, "path", [0.0, 0.0])])
+    batch = collate([layout], [choose_labels(first, second, [0.0, 0.0], "path")])
     names = {token: tokenizer.decode([token]) for token in {*layout.tokens, *first.anchors}}
     assert max(names) == markers.slot
     texts = render(batch, names)
@@ -165,7 +165,7 @@ def test_the_first_gsm8k_test_problem_has_slots_labelled_16_and_3() -> None:
     )
     assert rest[-3:] == ["<a>^", " 18^", "<e>^"]
     assert tokenizer.decode(layout.tokens[:question]).startswith("Janet’s ducks lay 16 eggs per day.")
-    foreign = collate([layout], [choose_labels(first, second, "foreign", [0.0, 0.0])])
+    foreign = collate([layout], [choose_labels(first, second, [0.0, 0.0], "foreign")])
     assert render(foreign, names | {t: tokenizer.decode([t]) for t in second.anchors})[question + 1] == "_ 2"
 
 
@@ -207,7 +207,7 @@ def test_weight_zero_is_the_pause_curriculum() -> None:
 
 
 def shuffle(anchors: Sequence[int], order: Sequence[float]) -> list[int | None]:
-    return list(choose_labels(EXAMPLE._replace(anchors=list(anchors)), FOREIGN, "shuffled", order))
+    return list(choose_labels(EXAMPLE._replace(anchors=list(anchors)), FOREIGN, order, "shuffled"))
 
 
 def test_shuffled_labels_are_the_first_ones_in_another_order() -> None:
@@ -224,9 +224,9 @@ def test_shuffled_labels_are_the_first_ones_in_another_order() -> None:
 
 def test_controls_have_other_labels() -> None:
     for item in draw_examples(50):
-        assert not {*choose_labels(item, FOREIGN, "off_path", [])} & {*item.anchors}
-        assert choose_labels(item, FOREIGN, "foreign", []) == FOREIGN.anchors != item.anchors
-        kept = choose_labels(item, FOREIGN, "no_answer", [])
+        assert not {*choose_labels(item, FOREIGN, [], "off_path")} & {*item.anchors}
+        assert choose_labels(item, FOREIGN, [], "foreign") == FOREIGN.anchors != item.anchors
+        kept = choose_labels(item, FOREIGN, [], "no_answer")
         assert [a for a, b in zip(item.anchors, kept, strict=True) if b is None] == [
             token for token in item.anchors if token in item.answer
         ]
