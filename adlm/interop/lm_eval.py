@@ -54,9 +54,6 @@ def iterate_windows(total: int, start: int, room: int) -> Iterator[tuple[int, in
     if room < 2:
         raise ValueError(f"rows of {room} tokens have no room for context: give a model with longer rows")
     begin, scored = max(0, start - 1), start
-    if total - begin <= room:
-        yield max(0, total - room), total, start
-        return
     while scored < total:
         end = min(begin + room, total)
         yield (max(0, total - room) if end == total else begin), end, scored

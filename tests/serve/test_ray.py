@@ -5,6 +5,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,7 +23,7 @@ else:
 
 from adlm.serve.ray_app import RayOptions, build
 
-BODY: dict[str, Any] = {"model": "adlm-prose", "prompt": "It was", "max_tokens": 16, "extra_body": {"steps": 16}}
+BODY: dict[str, Any] = {"model": "adlm-prose", "prompt": "It was", "max_tokens": 16, "extra_body": {"steps": 64}}
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
@@ -49,13 +50,14 @@ def address() -> Iterator[str]:
         ray.shutdown()
 
 
-def count_texts() -> dict[int, int]:
-    """The texts that each replica has generated, by its process."""
+def look_at_replicas() -> dict[int, tuple[int, int]]:
+    """The texts that each replica has generated and is generating, by its process."""
     actors = [each for each in ray.util.list_named_actors(all_namespaces=True) if "#adlm#" in each["name"]]
 
-    def look(_: Any) -> tuple[int, int]:
+    def look(_: Any) -> tuple[int, tuple[int, int]]:
         (thread,) = (each for each in threading.enumerate() if each.name == "adlm-engine")
-        return os.getpid(), thread._target.__self__.stats.texts  # type: ignore[attr-defined]
+        engine = thread._target.__self__  # type: ignore[attr-defined]
+        return os.getpid(), (engine.stats.texts, engine.running)
 
     return dict(ray.get([ray.get_actor(**each).__ray_call__.remote(look) for each in actors]))
 
@@ -63,19 +65,20 @@ def count_texts() -> dict[int, int]:
 @pytest.mark.slow
 def test_a_killed_replica_loses_no_request(address: str) -> None:
     lm = adlm.load(device="cpu")
-    expected = [lm.generate("It was", max_new_tokens=16, steps=16, seed=seed)[0] for seed in range(2)]
+    expected = [lm.generate("It was", max_new_tokens=16, steps=64, seed=seed)[0] for seed in range(2)]
     with openai.OpenAI(base_url=address, api_key="secret") as client, ThreadPoolExecutor(8) as pool:
 
         def complete(seed: int) -> tuple[bool, int]:
             answer = client.completions.with_raw_response.create(**BODY, seed=seed)
             return "It was" + answer.parse().choices[0].text == expected[seed], answer.retries_taken
 
-        assert all(is_equal for is_equal, _ in pool.map(complete, [0] * 8))
-        texts = count_texts()
-        assert len(texts) == 2 and min(texts.values()) > 0 and sum(texts.values()) == 8, texts
-        answers = [pool.submit(complete, i % 2) for i in range(32)]
-        answers[0].result()
-        os.kill(next(iter(texts)), signal.SIGKILL)
+        until = time.monotonic() + 30
+        while min(texts for texts, _ in look_at_replicas().values()) == 0:  # until both have answered
+            assert all(is_equal for is_equal, _ in pool.map(complete, [0, 1] * 4)) and time.monotonic() < until
+        answers, busy = [pool.submit(complete, i % 2) for i in range(32)], list[int]()
+        while not busy and not all(answer.done() for answer in answers):
+            busy = [pid for pid, (_, running) in look_at_replicas().items() if running > 0]
+        os.kill(busy[0], signal.SIGKILL)
         results = [answer.result() for answer in answers]
     assert [is_equal for is_equal, _ in results] == [True] * 32
     assert any(retries for _, retries in results)  # it was answering when it was killed
