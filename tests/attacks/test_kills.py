@@ -121,8 +121,12 @@ def test_kills_of_eval_samples_change_nothing(tmp_path: Path) -> None:
     for first in range(0, kills, 4):
         folder = tmp_path / f"torn-{first}"
         for number in range(first, min(first + 4, kills)):
-            dies_at = 0 if number % 4 == 3 else rng.randint(1, entries // 6)
-            goal = count_entries(folder) + rng.randint(1, 4)
+            dies_at, stored = rng.randint(1, 8), count_entries(folder)
+            if number % 4 == 1:  # while it scores: twelve texts come before
+                dies_at += max(0, 12 - stored)
+            elif number % 4 == 3:
+                dies_at = 0
+            goal = stored + rng.randint(1, 4)
             process = start([*words, str(folder)], SLOW, dies_at)
             if not dies_at:
                 wait_until(lambda folder=folder, goal=goal: count_entries(folder) >= goal, process)
@@ -138,4 +142,5 @@ def test_kills_of_eval_samples_change_nothing(tmp_path: Path) -> None:
         assert files.keys() == expected.keys()
         assert files["samples.jsonl"] == expected["samples.jsonl"]
         assert sorted(files["cache.jsonl"].splitlines()) == sorted(expected["cache.jsonl"].splitlines())
+    assert moments["generating"] and moments["scoring"]
     print(f"eval samples: {sum(moments.values())} kills ({moments}) of {entries} entries: same texts, scores, metrics")

@@ -1,27 +1,24 @@
-"""Samples are the same set of texts, and have the same metrics, at once, after kills, and by several processes."""
+"""Samples are the same set of texts, and have the same metrics, at once, resumed, and by several processes.
+
+They are killed in tests/attacks/test_kills.py.
+"""
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from adlm.evaluate import cache as caches
 from adlm.evaluate import sampling
 from adlm.evaluate.cache import open_cache
 from adlm.evaluate.results import EvalResult
 from adlm.evaluate.sampling import cut_passages, read_texts, samples, select_texts, split_document
 from adlm.text.lm import LM, load
-from tests.cli.terminal import make_env, trained
+from tests.cli.terminal import trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, needs, numbers
 from tests.text.models import lm, rigged
-from tests.training.runs import ROOT, torchrun
+from tests.training.runs import torchrun
 
 SAMPLING: dict[str, Any] = {"length": 12, "steps": 8, "sampler": "ancestral", "seed": 5, "top_p": 1.0}
 N, SIZE = 10, 200
@@ -36,13 +33,6 @@ def generate(folder: Path | None = None, model: LM | None = None, **changes: Any
 def evaluate(model: str, scorer: str | Path, out: Path | None, **changes: Any) -> EvalResult:
     settings = SAMPLING | {"length": 24, "mauve_seeds": 1, "n": N} | changes
     return samples(load(model, device="cpu"), scorer=scorer, reference=PROSE, out=out, **settings)
-
-
-def main(out: str, model: str, scorer: str) -> None:
-    """Run by another process of these tests: text by text, slowly, each on the disk at once."""
-    caches.FLUSH_SECONDS = 0.0
-    slow = {"batch": 1, "scorer_batch": 1, "on_progress": lambda *_: time.sleep(0.15)}
-    evaluate(model, scorer, Path(out), **slow)
 
 
 def test_samples_are_those_of_generate(tmp_path: Path) -> None:
@@ -74,36 +64,6 @@ def test_changed_settings_never_reuse_samples(tmp_path: Path, changes: dict[str,
     assert generate(tmp_path, **changes) == generate(**changes) != generate(tmp_path)
 
 
-def assert_resumed(model: str, scorer: Path, folder: Path, scored: int) -> None:
-    """All texts of a folder are generated and some are scored; its metrics are those of one process at once."""
-    progress: list[tuple[str, int, int]] = []
-    resumed = evaluate(model, scorer, folder, on_progress=lambda *each: progress.append(each))
-    first = {stage: done for stage, done, _ in reversed(progress)}
-    assert first["generating"] == N and scored <= first["scoring"] <= 3 * N
-    assert numbers(resumed) == pytest.approx(numbers(evaluate(model, scorer, None)), abs=1e-5, rel=1e-6)
-    assert {path.name for path in folder.iterdir()} - {"samples.json"} == {".lock", "cache.jsonl", "samples.jsonl"}
-    expected = generate(model=load(model, device="cpu"), length=24)
-    assert read_texts(folder / "samples.jsonl") == [each["text"] for each in expected]
-
-
-def test_kills_change_nothing(tmp_path: Path) -> None:
-    """A process is killed while it generates, the next one while it scores; tests/attacks kills at any time."""
-    needs("transformers", "mauve")
-    model, scorer = trained(), causal_folder(positions=256)
-    words = [sys.executable, "-m", "tests.evaluate.test_sampling", str(tmp_path), model, str(scorer)]
-
-    def count(stage: str) -> int:
-        return sum(path.read_bytes().count(f'"key": "{stage}-'.encode()) for path in tmp_path.glob("cache*.jsonl"))
-
-    for stage in ("sample", "score"):
-        with subprocess.Popen(words, cwd=ROOT, env=make_env()) as process:
-            while process.poll() is None and count(stage) < 4:
-                time.sleep(0.02)
-            os.kill(process.pid, signal.SIGKILL)
-        assert 4 <= count(stage) < N, "the process was not killed in time: the test shows nothing"
-    assert_resumed(model, scorer, tmp_path, scored=3)
-
-
 @pytest.mark.slow  # test_scorer.py has the ranks, test_eval_ppl.py the processes
 def test_two_processes_find_what_one_does(tmp_path: Path) -> None:
     needs("transformers", "mauve")
@@ -114,7 +74,13 @@ def test_two_processes_find_what_one_does(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "adlm", "eval", "samples", model, *options, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     assert numbers(json.loads(done.stdout)) == pytest.approx(numbers(evaluate(model, scorer, None)), abs=1e-5, rel=1e-6)
-    assert_resumed(model, scorer, tmp_path, scored=3 * N)
+    progress: list[tuple[str, int, int]] = []
+    evaluate(model, scorer, tmp_path, on_progress=lambda *each: progress.append(each))
+    assert {stage: done for stage, done, _ in reversed(progress)} == {"generating": N, "scoring": 3 * N}  # nothing new
+    names = {"samples.json", ".lock", "cache.jsonl", "samples.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    expected = generate(model=load(model, device="cpu"), length=24)
+    assert read_texts(tmp_path / "samples.jsonl") == [each["text"] for each in expected]
 
 
 def test_a_model_or_texts_are_measured() -> None:
@@ -189,7 +155,3 @@ def test_the_seed_orders_passages() -> None:
     assert even == [text for text in one if len(text) % 2 == 0][:10]
     with pytest.raises(ValueError, match="has 0 passages"):
         cut_passages(documents(), 1, SIZE, is_fit=lambda text: False)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
