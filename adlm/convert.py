@@ -204,7 +204,8 @@ def read_lineage(path: Path) -> LineageCheckpoint:
             problem = f"model_type is {config.get('model_type')!r:.80}, supported is 'mdlm'"
             raise ValueError(f"{problem}: give a folder of adlm or MDLM, or a Lightning checkpoint")
         state, shadow, step, settings = read_hub_weights(path), None, 0, read_settings(config, HUB_SETTINGS)
-    if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+    is_state = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
+    if not is_state or not state:
         raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
     return LineageCheckpoint(state, shadow, settings, step if is_whole(step) and step >= 0 else 0)
 

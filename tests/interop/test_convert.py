@@ -404,7 +404,8 @@ def test_damaged_and_wrong_files_give_one_line(tmp_path: Path) -> None:
         else:
             assert_error(invoke("convert", path, "--out", tmp_path / "model"), str(path))
     assert len(harmless) < 3
-    for value in ([1, 2], {}, {"state_dict": [1]}, {"state_dict": {"a": 1}}, {"state_dict": {"a": torch.zeros(1)}}):
+    states: list[Any] = [[1], {}, {"a": 1}, {1: torch.zeros(1)}, {"a": torch.zeros(1)}]
+    for value in ([1, 2], {}, *({"state_dict": state} for state in states)):
         torch.save(value, path)
         assert_error(invoke("convert", path, "--out", tmp_path / "model"), "state", str(path))
     assert_error(invoke("convert", tmp_path / "none.ckpt", "--out", tmp_path / "model"), "there is no model")
