@@ -260,12 +260,11 @@ def save_tokenizer(job: Preparation, source: Source, tokenizer: Tokenizer | None
 
 def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
     """Yield the first documents up to so many bytes; the last one is cut."""
-    left = room = max_bytes
-    for text, _, is_last in source.parts():
-        yield text[:room]  # characters: no more than the bytes that were left before the document
-        left -= len(text.encode("utf-8", "replace"))
-        room = left if is_last else room - len(text)
-        if room <= 0:
+    for text, _, _ in source.parts():
+        content = text.encode("utf-8")
+        yield content[:max_bytes].decode("utf-8", "ignore")
+        max_bytes -= len(content)
+        if max_bytes <= 0:
             return
 
 

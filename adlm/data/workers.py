@@ -31,10 +31,8 @@ def tokenize_chunks(
     """Yield each chunk's ids and the object that came with it, in order; only a few chunks are read ahead."""
 
     def tokenize(texts: Sequence[str]) -> TokenizedChunk:
-        # Half of a surrogate pair is no character and has no UTF-8: it becomes a question mark.
-        encoded = [text.encode("utf-8", "replace") for text in texts]
-        ids, lengths = tokenizer.encode_batch([text.decode("utf-8") for text in encoded])
-        return TokenizedChunk(ids, lengths, np.array(list(map(len, encoded)), dtype=np.int64))
+        sizes = [len(text.encode("utf-8")) for text in texts]
+        return TokenizedChunk(*tokenizer.encode_batch(texts), np.array(sizes, dtype=np.int64))
 
     waiting: deque[tuple[Future[TokenizedChunk], Any]] = deque()
     threads, before = ThreadPoolExecutor(workers), os.environ.get(PARALLELISM)

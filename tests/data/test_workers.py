@@ -19,10 +19,9 @@ FAST["trained"] = train_bpe([load_excerpt()[:50_000]], 700, end_token=END_OF_TEX
 
 
 def test_results_come_in_the_order_of_the_chunks() -> None:
-    texts, before = ["long " * 20_000, *(f"short {i}" for i in range(40)), "", "half \ud800 a pair"], dict(os.environ)
+    texts, before = ["long " * 20_000, *(f"short {i}" for i in range(40)), ""], dict(os.environ)
     results = list(tokenize_chunks(FAST["gpt2"], (([text], i) for i, text in enumerate(texts)), workers=2))
     assert [tag for _, tag in results] == list(range(len(texts))) and before == os.environ
-    texts[-1] = "half ? a pair"
     for text, (tokenized, _) in zip(texts, results):
         assert tokenized.ids.tolist() == FAST["gpt2"].encode(text)
         assert tokenized.lengths.tolist() == [len(tokenized.ids)] and tokenized.sizes.tolist() == [len(text.encode())]
