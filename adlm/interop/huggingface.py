@@ -141,27 +141,26 @@ def write_diffusers_files(lm: LM, folder: Path) -> None:
         shutil.copyfile(folder / name, folder / "tokenizer" / name)
 
 
-def write_code(folder: Path, *modules: str) -> None:
-    """Write the code files of modules and of all that they import from this package."""
+def write_code(folder: Path, module: str) -> None:
+    """Write the code files of a module and of all that it imports from this package."""
     folder.mkdir(exist_ok=True)
-    for name, source in collect_code(*modules).items():
+    for name, source in collect_code(module).items():
         (folder / f"{name}.py").write_text(source, "utf-8")
 
 
-def collect_code(*modules: str) -> dict[str, str]:
-    """Return the sources of modules and of all that they import from this package, by the names of flat files."""
-    files: dict[str, str] = {}
-    todo = list(modules)
+def collect_code(module: str) -> dict[str, str]:
+    """Return the sources of a module and of all that it imports from this package, by the names of flat files."""
+    files, todo = dict[str, str](), [module]
     while todo:
-        module = todo.pop()
-        if (name := name_code_file(module)) not in files:
-            source, needed = rewrite_imports(find_source(module).read_text("utf-8"))
-            files[name] = f"# Copied from {module} of adlm {version('adlm')} (Apache-2.0); change it there.\n{source}"
+        each = todo.pop()
+        if name_code_file(each) not in files:
+            source, needed = rewrite_imports(find_source(each).read_text("utf-8"))
+            head = f"# Copied from {each} of adlm {version('adlm')} (Apache-2.0); change it there.\n"
+            files[name_code_file(each)] = head + source
             todo += needed
-    for name in map(name_code_file, modules):
-        # transformers and diffusers copy only the files that this one imports itself.
-        lines = [f"    from .{other} import __name__ as _" for other in sorted(files) if other != name]
-        files[name] += "\n".join(["\nif False:  # never run: the files to copy", *lines, ""]) if lines else ""
+    first, *others = files  # transformers and diffusers copy only the files that the first one imports itself
+    lines = [f"    from .{name} import __name__ as _\n" for name in sorted(others)]
+    files[first] += "\nif False:  # never run: the files to copy\n" + "".join(lines) if lines else ""
     return files
 
 
