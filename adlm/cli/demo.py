@@ -1,4 +1,4 @@
-"""`adlm demo`: the bundled model infills, generates and scores, and is fine-tuned next to a training from scratch."""
+"""`adlm demo`: the bundled model infills and generates, and is fine-tuned next to a training from scratch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 PROMPT, TEMPLATE = "The old man ", "The ___ sat by the window, and ___{4} the rain."
 LENGTH, STEPS, TOP_P = 64, 128, 0.8
 PAUSE = 0.04  # seconds between frames on a terminal
-SENTENCE = "She opened the door and looked into the dark room."
 PAGE, FOLDERS = "demo.html", ("data", "data-init", "from-scratch", "fine-tuned")  # in the output folder
 SETTINGS: dict[str, Any] = {"device": "cpu", "log.every": 1}
 SETTINGS |= {"checkpoint.every": 10**9, "valid.every": 10**9}  # saved and validated only at the end
@@ -79,16 +78,11 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
     (seen,) = watch([frames], [title], console, steps=[request.steps], pause=pause)
     trajectories = [lm.build_trajectory(seen, request, title=title, seconds=time.perf_counter() - sampling_began)]
 
-    console.print("\n[bold]3 · Score.[/] Bits per byte (upper bounds) of a sentence and of its words in reverse order:")
-    reverse = " ".join(reversed(SENTENCE.rstrip(".").split())) + "."
-    for text, score in zip((SENTENCE, reverse), lm.score([SENTENCE, reverse]), strict=True):
-        console.print(f"  {score.bits_per_byte:.2f}  {text}", markup=False)
-
     make_folder(out)
     trajectories.append(lm.record(PROMPT, title=f"{lm.name} · ancestral", sampler="ancestral", **settings))
     page = write_player(trajectories, out / PAGE, title="Two samplers on one seed")
     runs = train_models(out, console, steps, seed)
-    console.print("\n[bold]5 · Play.[/] Two samplers with the same seed; play, step, and point at tokens:")
+    console.print("\n[bold]4 · Play.[/] Two samplers with the same seed; play, step, and point at tokens:")
     console.print(f"   open {page.resolve().as_uri()}", style="bold", markup=False, soft_wrap=True)
     seconds = time.perf_counter() - began
     console.print(f"\nDone in {seconds:.0f} s. Both runs are in {out}. Sample from one:", markup=False, soft_wrap=True)
@@ -110,7 +104,7 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
     novel, fine_tune_steps = out / "novel.txt", max(1, steps // FINE_TUNE_SHARE)
     novel.write_text(load_excerpt(), "utf-8")
     console.print(
-        f"\n[bold]4 · Train.[/] On the opening of a Dickens novel: a tiny model from scratch, {steps} steps, then "
+        f"\n[bold]3 · Train.[/] On the opening of a Dickens novel: a tiny model from scratch, {steps} steps, then "
         f"{DEFAULT}, fine-tuned for {fine_tune_steps}. A twentieth of the text is held out."
     )
     prepare(novel, out / "data", train_tokenizer=1024, length=64, valid_share=0.05)
