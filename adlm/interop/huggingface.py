@@ -188,7 +188,7 @@ def rewrite_imports(source: str) -> tuple[str, list[str]]:
         return indent + "from . import " + ", ".join(f"{name_code_file(m)} as {name}" for name, m in modules.items())
 
     source = re.sub(r"^if TYPE_CHECKING:\n(?: .*\n)+", "", source, flags=re.MULTILINE)
-    source = re.sub(r"^( *)from (adlm[\w.]*) import (\([^)]*\)|.*)", make_relative, source, flags=re.MULTILINE)
+    source = re.sub(r"^( *)from (adlm(?:\.\w+)*) import (\([^)]*\)|.*)", make_relative, source, flags=re.MULTILINE)
     # transformers requires what a file imports, except in `try`, and triton comes with CUDA alone.
     source = re.sub(r"^(import triton.*)", r"try:\n    \1\nfinally:\n    pass", source, flags=re.MULTILINE)
     # Several copies of an operator may be loaded into one process.
