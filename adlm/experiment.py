@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from adlm.checkpoint import find_latest_checkpoint, read_state
 from adlm.config import Config, load_config
-from adlm.data.shards import file_lock
+from adlm.data.shards import file_lock, open_data
 from adlm.data.tokenizers import read_json
 from adlm.evaluate import paired
 from adlm.evaluate.paired import MeasureSettings, Record, compute_nll, measure_run, summarize
@@ -129,10 +129,9 @@ def list_runs(experiment: Experiment, records: Mapping[str, Record]) -> list[Rec
                         run["settings"] = {key: given[key] for key in changed}
                     content = json.dumps([run["settings"], run["model"], asdict(experiment.measure)], sort_keys=True)
                     run |= {"key": hashlib.sha256(content.encode()).hexdigest()[:16], "is_waiting": is_waiting}
-                    run |= {"data": experiment.measure.data or path, "record": records.get(run_name)}
-                    if run["record"] is not None and run["record"]["key"] != run["key"]:
-                        run["record"] = None
-                    runs.append(run)
+                    record = records.get(run_name, {"key": ""})
+                    run |= {"data": experiment.measure.data or path}
+                    runs.append(run | {"record": record if record["key"] == run["key"] else None})
     return runs
 
 
@@ -188,6 +187,8 @@ def run_experiment(
     locked = file_lock(runs_folder / ".lock", f"another experiment runs in {runs_folder}: wait for it, or give --runs")
     with locked, catch_stop_signals() as signals:
         planned = list_runs(experiment, records)
+        for folder in {run["config"]["data"]["path"] for run in planned if run["config"] and not run["record"]}:
+            open_data(folder, verify=False)  # raises before anything starts
         while True:
             for slot, (name, process) in list(active.items()):
                 if process.poll() is not None:
@@ -213,15 +214,15 @@ def run_experiment(
                 for run in planned:
                     name, folder = run["name"], runs_folder / run["name"]
                     is_open = run["record"] is None and not run["is_waiting"] and name not in busy
-                    limit = math.inf if is_interrupting else left
-                    if is_open and estimate_seconds(experiment, run, folder, records) < limit:
+                    if is_open and (is_interrupting or estimate_seconds(experiment, run, folder, records) < left):
                         device = f"cuda:{slot % gpus}" if gpus else "cpu"
                         active[slot] = name, start_worker(run, folder, device, experiment.measure)
                         busy.add(name)
                         on_event(f"{name} started on {device}")
                         break
             if not active:
-                return collect_results(experiment, planned), failures
+                save_json(path, results := collect_results(experiment, planned))
+                return results, failures
             time.sleep(0.2)
 
 
@@ -233,7 +234,7 @@ def start_worker(run: Record, folder: Path, device: str, measure: MeasureSetting
     job = run | {"config": config, "folder": str(folder), "device": device, "measure": asdict(measure)}
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         streams: Record = {"stdin": subprocess.PIPE, "stdout": log, "stderr": subprocess.STDOUT, "text": True}
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ
         process = subprocess.Popen([sys.executable, "-c", WORKER], env=environment, **streams)
     assert process.stdin is not None
     process.stdin.write(json.dumps(job) + "\n")
@@ -308,21 +309,24 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
     """Compute our number, its interval and the verdict of a claim from stored measurements (docs/reproduce.md)."""
     if evidence is None:
         return {"ours": None, "interval": None, "verdict": paired.NOT_TESTABLE}
-    source, kind, interval = read_json(folder / evidence["file"]), evidence["kind"], None
+    source, kind = read_json(folder / evidence["file"]), evidence["kind"]
     check_known("kind of evidence", kind, ["experiment", "accuracy", "value", "slope", "excess"])
     if kind == "experiment":
         own = next(each for each in summarize(source)["claims"] if each["text"] == evidence["claim"])
         return {"ours": own.get("mean"), "interval": own.get("interval"), "verdict": own["verdict"]}
     if kind == "accuracy":  # in points, from the problems that each seed solved
         groups: dict[str, list[float]] = {}
-        for run in source["runs"]:
+        for run in (run for run in source["runs"] if run["task"] == evidence["task"]):
             test = run["tests"][evidence["test"]]
             groups.setdefault(run["arm"], []).append(100 * int(test["right"], 16).bit_count() / test["problems"])
-        compared = compare_arms(groups, evidence["arm"], evidence["than"])
-        interval = paired.find_interval(np.subtract(groups[evidence["arm"]], groups[evidence["than"]]).tolist())
-        verdict = paired.SUPPORTED if compared["verdict"] == BETTER else paired.NOT_SUPPORTED
-        verdict = paired.NOT_TESTABLE if compared["verdict"] is None else verdict
-        return {"ours": compared["difference"], "interval": interval, "verdict": verdict}
+        one, other = evidence["arm"], evidence["than"]
+        differences = np.subtract(groups[one], groups[other])
+        claim = asdict(ExperimentClaim()) | {"by_seed": (-differences).tolist(), "mean": -float(differences.mean())}
+        verdict = paired.judge_claim(claim, 0.0)
+        if evidence.get("rule") == "plan":  # that was written down before the runs
+            is_better = compare_arms(groups, one, other)["verdict"] == BETTER
+            verdict = paired.SUPPORTED if is_better else paired.NOT_SUPPORTED
+        return {"ours": -claim["mean"], "interval": paired.find_interval(differences.tolist()), "verdict": verdict}
     if kind == "value":
         ours = flatten_settings(source)[evidence["value"]]
     else:
@@ -331,4 +335,4 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
         x, y = (np.array([row[evidence[axis]] for row in rows]) for axis in "xy")
         ours = float(np.polyfit(np.log(x), np.log(y), 1)[0] if kind == "slope" else (x - y).max())
     is_inside = evidence.get("at_least", -math.inf) <= ours <= evidence.get("at_most", math.inf)
-    return {"ours": ours, "interval": interval, "verdict": paired.SUPPORTED if is_inside else paired.NOT_SUPPORTED}
+    return {"ours": ours, "interval": None, "verdict": paired.SUPPORTED if is_inside else paired.NOT_SUPPORTED}

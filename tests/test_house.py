@@ -22,6 +22,7 @@ LAYERS = [  # from tier 0; imports point to a lower tier or into the same packag
     "training text",
     "evaluate interop",
     "reasoning",
+    "experiment",
     "serve",
     "cli",
     "__main__",

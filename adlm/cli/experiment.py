@@ -28,8 +28,7 @@ def experiment(
 ) -> None:
     """Train arms × corpora × seeds in parallel and compare them in pairs. Running the same command again resumes.
 
-    Exit codes: 0 done, or stopped by --minutes or a signal; 1 a run failed, or a checked value differs; 2 a file is
-    wrong.
+    Exit codes: 0 done, or stopped in time; 1 a run failed, or a checked value differs; 2 a file is wrong.
     """
     from adlm import experiment as module
     from adlm.evaluate.paired import write_report
