@@ -114,14 +114,15 @@ def test_a_run_survives_the_death_of_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_fewer_processes_resume_what_four_sharded(tmp_path: Path, kind: str, processes: int) -> None:
-    assert f"half {kind}" not in four()
-    folder = tmp_path / "run"
-    shutil.copytree(place(4, f"half-{kind}", kind), folder, symlinks=True)
-    if processes == 1:
-        run(folder, *settings("halves", "none"))
-    else:
-        assert run_jobs(2, {"rest": arguments(folder, *settings("halves", "fsdp"))}) == {}
-    assert_close(folder, alone("halves"))
+def test_fewer_processes_resume_what_four_sharded(tmp_path: Path, processes: int) -> None:
+    folders = {kind: tmp_path / kind for kind in ("fsdp", "hsdp")}
+    for kind, folder in folders.items():
+        assert f"half {kind}" not in four()
+        shutil.copytree(place(4, f"half-{kind}", kind), folder, symlinks=True)
+        if processes == 1:
+            run(folder, *settings("halves", "none"))
+    if processes == 2:
+        assert run_jobs(2, {kind: arguments(folders[kind], *settings("halves", "fsdp")) for kind in folders}) == {}
+    for folder in folders.values():
+        assert_close(folder, alone("halves"))
