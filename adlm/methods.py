@@ -64,9 +64,22 @@ SAMPLERS: dict[str, Callable[..., Plan | Order]] = {
     "entropy_bounded": orders.entropy_bounded,
 }
 
+OTHER_NAMES = {  # of samplers in MDLM, ReMDM, LLaDA and Dream
+    "mdlm": "ancestral",
+    "remdm-cap": "remask_cap",
+    "remdm-rescale": "remask_rescale",
+    "remdm-conf": "remask_conf",
+    "remdm-loop": "remask_loop",
+    "low_confidence": "confidence",
+    "topk_margin": "margin",
+    "entropy": "entropy_bounded",
+}
+
 
 def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """Return the entry of a name; the error for an unknown one lists the known names."""
+    """Return the entry of a name, also of a sampler's name elsewhere; the error for an unknown one lists the names."""
+    if name not in table and OTHER_NAMES.get(name) in table:
+        name = OTHER_NAMES[name]
     check_known(kind, name, table)
     return table[name]
 

@@ -101,3 +101,10 @@ def test_changes_win_over_the_preset():
     assert (config.dim, config.bridge, config.length, config.mask_id) == (48, "softmax", 7, 3)
     with pytest.raises(ValueError, match="unknown model setting 'depth': expected one of vocab_size"):
         build_config("adlm", "small", vocab_size=12, mask_id=3, depth=4)
+
+
+def test_samplers_answer_to_their_names_in_other_code() -> None:
+    for other, name in methods.OTHER_NAMES.items():
+        assert methods.look_up(SAMPLERS, other, "sampler") is SAMPLERS[name] and other not in SAMPLERS
+    with pytest.raises(ValueError, match="unknown method 'remdm-cap'"):
+        methods.look_up(METHODS, "remdm-cap", "method")
