@@ -277,7 +277,7 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
         state["end"] = end
         job.save_state()
 
-    writer = job.open_writer(split, on_shard, first=len(state["shards"]), keep_ends=job.is_cut)
+    writer = job.open_writer(split, on_shard, first=len(state["shards"]))
     is_wrapped = job.settings["rows"] == "wrapped"
     packer = Packer(tokenizer, job.settings["length"], is_wrapped=is_wrapped, start=state["end"])
     parts = source.parts()

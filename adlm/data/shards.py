@@ -215,12 +215,11 @@ class ShardWriter:
         dtype: str,
         shard_rows: int,
         first: int = 0,
-        keep_ends: bool = False,
         on_shard: OnShard,
     ) -> None:
         self.folder, self.split, self.shard_rows = folder, split, shard_rows
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.number, self.keep_ends, self.on_shard = first, keep_ends, on_shard
+        self.number, self.on_shard = first, on_shard
         self._begin_shard()
 
     def _begin_shard(self) -> None:
@@ -264,8 +263,7 @@ class ShardWriter:
             write_atomically(self.path.with_suffix(".len"), content)
             record |= {"lengths_sha256": hashlib.sha256(content).hexdigest(), "tokens": int(lengths.sum())}
         ends = np.concatenate(self.ends)
-        if self.keep_ends:
-            write_atomically(self.path.with_suffix(".ends"), ends.astype(END_DTYPE).tobytes())
+        write_atomically(self.path.with_suffix(".ends"), ends.astype(END_DTYPE).tobytes())
         self.path.with_suffix(".bin.part").replace(self.path)
         fsync_path(self.folder)
         self.on_shard(record, ends[-1].tolist())
