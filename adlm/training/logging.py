@@ -31,8 +31,6 @@ Record = dict[str, Any]  # "step", metrics ("train/loss", …) and "time"; only 
 WriteRecord = Callable[[Record], None]
 
 STEP_METRICS = ("train/loss", "train/nll", "train/anchor", "train/grad_norm")
-# JSON has no such numbers: they are written as text.
-NON_FINITE = ("nan", "inf", "-inf")
 PROJECT = "adlm"
 SECONDS_BETWEEN_LINES = 10.0  # without a terminal
 
@@ -89,9 +87,9 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def format_record(record: Mapping[str, Any]) -> str:
-    """Format a record as one line of strict JSON: "step" first, "time" last, the other keys sorted."""
+    """Format a record as one line of JSON: "step" first, "time" last, the other keys sorted."""
     keys = sorted(record, key=lambda key: (key != "step", key == "time", key))
-    return json.dumps({key: _to_json(record[key]) for key in keys}, allow_nan=False) + "\n"
+    return json.dumps({key: record[key] for key in keys}) + "\n"
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -107,22 +105,12 @@ def read_metrics(path: Path | str) -> list[Record]:
     content, records = Path(path).read_bytes(), []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].split(b"\n")[:-1], 1):
         try:
-            record = json.loads(line, object_hook=_restore_numbers)
+            record = json.loads(line)
             records.append({"step": int(record["step"])} | record)
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{path}, line {number} is no object with a step: {line[:80]!r} ({error})"
             raise ValueError(f"{problem}; delete this line, or restore the file") from error
     return records
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _to_json(value[key]) for key in sorted(value)}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _restore_numbers(record: Record) -> Record:
-    return {key: float(value) if value in NON_FINITE else value for key, value in record.items()}
 
 
 def flatten_record(record: Mapping[str, Any]) -> dict[str, float]:
