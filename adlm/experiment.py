@@ -200,9 +200,10 @@ def run_experiment(
             for run in list(planned):
                 measured = runs_folder / run["name"] / MEASURED
                 if run["record"] is None and measured.is_file() and read_json(measured)["key"] == run["key"]:
-                    record = records[run["name"]] = read_json(measured)
+                    record = records[run["name"]] = run["record"] = read_json(measured)
                     on_event(f"{run['name']}: {record.get('error') or f'nll {compute_nll(record):.4f}'}")
-                    planned = list_runs(experiment, records)
+                    if any(each["is_waiting"] for each in planned):
+                        planned = list_runs(experiment, records)
                     save_json(path, collect_results(experiment, planned))
             left = deadline - time.monotonic()
             if (signals or left < 0) and not is_stopping:
@@ -271,6 +272,8 @@ def collect_results(experiment: Experiment, planned: Sequence[Record]) -> Record
 def check_file(path: Path) -> tuple[int, list[str]]:
     """Recompute what a file of results or of claims states; return how many values it has, and those that differ."""
     content, committed = read_json(path), path.parent.parent / f"{path.parent.name}.yaml"
+    if not isinstance(content, dict) or not {"runs", "claims"} & set(content):
+        raise ValueError(f"{path} has no claims: give results.json of an experiment, or docs/reproduce.json")
     if "runs" in content:
         if committed.is_file():  # whose rules count
             content["rules"] = [asdict(claim) for claim in load_experiment(committed).claims]
@@ -279,7 +282,7 @@ def check_file(path: Path) -> tuple[int, list[str]]:
     count, problems = 0, list[str]()
     for claim in content["claims"]:
         problems += [f"{claim.get('claim')!r} has no {key}" for key in CLAIM_KEYS if key not in claim]
-        computed = to_json(recompute_claim(claim["evidence"], path.parent))
+        computed = to_json(recompute_claim(claim.get("evidence"), path.parent))
         found, differing = find_differences({key: claim.get(key) for key in computed}, computed, repr(claim["claim"]))
         count, problems = count + found, problems + differing
     return count, problems

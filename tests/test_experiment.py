@@ -104,6 +104,18 @@ def test_runs_on_different_rows_are_not_compared() -> None:
         paired.summarize(content)
 
 
+def test_damaged_rows_are_named(tmp_path: Path) -> None:
+    content, path = results([0.1, 0.2]), tmp_path / "results.json"
+    rows = content["runs"][2]["row_nats"]
+    rows["zlib"] = rows["zlib"][:12] + ("A" if rows["zlib"][12] != "A" else "B") + rows["zlib"][13:]
+    path.write_text(json.dumps(content), "utf-8")
+    answer = CliRunner().invoke(app, ["experiment", "--check", str(path)])
+    assert answer.exit_code == 2 and "the stored rows of a-c-1 are damaged" in " ".join(answer.output.split())
+    path.write_text("[]", "utf-8")
+    with pytest.raises(ValueError, match="has no claims"):
+        check_file(path)
+
+
 def test_scouts_choose_the_value_of_the_other_seeds_and_a_diverged_one_is_not_chosen() -> None:
     experiment = load_experiment(TOY)
     experiment.arms["adlm"].scout["optimizer.lr"] = [1e-4, 1e-3, 1e-2]

@@ -11,7 +11,6 @@ from adlm.cli.output import json_stdout, print_json, print_table, status_console
 
 OUT_HELP = "Folder of results.json, results.md and plots. [default: FILE without .yaml]"
 MINUTES_HELP = "Time limit: a run that cannot end in it is not started. [default: none]"
-INTERRUPT_HELP = "With --minutes: start such runs, too; they are saved, and the same command resumes them."
 
 
 def experiment(
@@ -21,7 +20,7 @@ def experiment(
     runs: Annotated[Path | None, typer.Option(help="Folder of the run folders. [default: runs/NAME]")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes per GPU, or on the CPU. [default: FILE's]")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help=MINUTES_HELP)] = None,
-    is_interrupting: Annotated[bool, typer.Option("--interrupt", help=INTERRUPT_HELP)] = False,
+    is_interrupting: Annotated[bool, typer.Option("--interrupt", help="Start it; the next call resumes it.")] = False,
     is_dry: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the estimated minutes.")] = False,
     is_check: Annotated[bool, typer.Option("--check", help="Recompute stored numbers and verdicts.")] = False,
     is_json: options.Json = False,
@@ -37,11 +36,8 @@ def experiment(
     if is_check:
         checked = {file: module.check_file(file) for file in files}
         for file, (count, problems) in checked.items():
-            log(
-                "\n".join(
-                    [*(f"{file}: {line}" for line in problems), f"{file}: {count} values, {len(problems)} differ"]
-                )
-            )
+            for line in [*problems, f"{count} values, {len(problems)} differ"]:
+                log(f"{file}: {line}")
         raise typer.Exit(any(problems for _, problems in checked.values()))
     if len(files) > 1:
         raise ValueError(f"{len(files)} files are given: run one experiment at a time, or give --check")

@@ -81,7 +81,10 @@ def compute_nll(run: Record) -> float:
     """Compute the nats per token of a run; infinite if it diverged."""
     if "error" in run:
         return math.inf
-    return float(decode_rows(run["row_nats"]).sum() / decode_rows(run["row_tokens"]).sum())
+    try:
+        return float(decode_rows(run["row_nats"]).sum() / decode_rows(run["row_tokens"]).sum())
+    except (zlib.error, ValueError) as error:
+        raise ValueError(f"the stored rows of {run['name']} are damaged ({error}): restore the file") from error
 
 
 def find_interval(values: Sequence[float]) -> list[float] | None:
