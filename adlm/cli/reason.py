@@ -23,7 +23,6 @@ ARM_HELP = (
     "acot, acot_feedback, acot_shuffled, acot_foreign, acot_off_path, acot_no_answer, acot_kept, acot_kept_feedback, "
     "acot_kept_foreign, pause_kept, a2r, a2r_no_anchors, a2r_random; mdlm and adlm fill holes (arithmetic, sudoku)."
 )
-RunArgument = Annotated[Path, Argument(metavar="RUN", help="Folder that `adlm reason train` wrote.")]
 
 
 @app.command()
@@ -100,8 +99,11 @@ def evaluate_runs(
 
 @app.command()
 def ask(
-    run: RunArgument,
+    run: Annotated[Path, Argument(metavar="RUN", help="Folder that `adlm reason train` wrote.")],
     question: Annotated[str, Argument(help="A question as the task writes it: 'b = a - 9 | a = 13 + 4 ? b'.")],
+    plot: Annotated[
+        Path | None, Option(help="Draw a question of graphs, with the guesses, to this .svg or .png.")
+    ] = None,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
@@ -109,7 +111,7 @@ def ask(
     from adlm.reasoning.evaluation import ask as ask_run
 
     with json_stdout(is_json):
-        reply = ask_run(run, question, device=device)
+        reply = ask_run(run, question, device=device, plot=plot)
     if is_json:
         print_json(reply)
         return

@@ -9,6 +9,7 @@ The loss is on all tokens after the markers and, where an arm labels them, on th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -25,6 +26,7 @@ from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.reasoning.items import Item, Markers, pad_rows
 from adlm.reasoning.tasks import ItemBatch, Task
 
+LAST = sys.maxsize  # the last stage of any curriculum, which leaves no step to remove
 Labels = Sequence[int | None]  # of the slots; None, and slots after the last label, carry no loss
 
 
@@ -105,22 +107,18 @@ class RowLayout(NamedTuple):
     trace: range  # positions of the written steps
 
 
-def choose_trace(item: Item, kind: str, stage: int | None) -> list[int]:
-    """Choose the written tokens of a stage: it removes a step (`removed`) or token (`by_token`), the last one all."""
-    if kind in ("kept", "short"):
-        return item.anchors if kind == "short" else [*chain(*item.steps)]
-    if kind == "none" or stage is None:
-        return []
-    return [*chain(*item.steps)][stage:] if kind == "by_token" else [*chain(*item.steps[stage:])]
-
-
-def lay_out(
-    item: Item, arm: Arm, stage: int | None, slots: int, markers: Markers, slots_per_stage: int = 1
-) -> RowLayout:
-    """Lay out a problem at a stage of the arm's curriculum, None for the last one, when it has `slots` slots."""
-    row, trace = list(item.question), choose_trace(item, arm.steps, stage)
-    is_growing = arm.slots == "by_stage" and stage is not None
-    count = min((stage or 0) * slots_per_stage, slots) if is_growing else slots * (arm.slots != "none")
+def lay_out(item: Item, arm: Arm, stage: int, slots: int, markers: Markers, slots_per_stage: int = 1) -> RowLayout:
+    """Lay out a problem at a stage of the arm's curriculum, which ends with `slots` slots and no step (LAST)."""
+    trace = [*chain(*item.steps)]
+    written = {
+        "none": [],
+        "kept": trace,
+        "short": item.anchors,
+        "removed": [*chain(*item.steps[stage:])],
+        "by_token": trace[stage:],
+    }[arm.steps]
+    count = {"none": 0, "fixed": slots, "by_stage": min(stage * slots_per_stage, slots)}[arm.slots]
+    row = list(item.question)
     first = len(row) + 1
     if arm.slots != "none":
         row += [markers.begin_slots, *[markers.slot] * count, markers.end_slots]
@@ -128,8 +126,8 @@ def lay_out(
         row.append(markers.reasoning)
     is_direct = arm.steps == arm.slots == "none"  # then the answer's marker is part of the prompt
     start = len(row)
-    row += [*trace, markers.answer, *item.answer, markers.end]
-    return RowLayout(row, start + is_direct, range(first, first + count), range(start, start + len(trace)))
+    row += [*written, markers.answer, *item.answer, markers.end]
+    return RowLayout(row, start + is_direct, range(first, first + count), range(start, start + len(written)))
 
 
 def choose_labels(item: Item, foreign: Item, order: Sequence[float], kind: str) -> Labels:
@@ -207,28 +205,6 @@ def collate(
     )
 
 
-def add_auxiliary(
-    batch: ReasoningBatch, layouts: Sequence[RowLayout], items: Sequence[Item], objective: ReasoningObjective
-) -> ReasoningBatch:
-    """Add the rows of the second loss: simcot, the step that each slot replaces; codi, the problems laid out as cot."""
-    auxiliary, markers = None, objective.markers
-    if objective.arm.auxiliary == "codi":
-        others = [lay_out(item, ARMS["cot"], 0, 0, markers) for item in items]
-        auxiliary = collate(others, [()] * len(others), multiple=objective.multiple)
-    else:
-        links, others = list[int](), list[RowLayout]()
-        for row, (layout, item) in enumerate(zip(layouts, items, strict=True)):
-            for number, position in enumerate(layout.slots[: len(item.steps) * objective.slots_per_stage]):
-                step = item.steps[number // objective.slots_per_stage]
-                others.append(RowLayout([markers.slot, *step], 1, range(0), range(1, 1 + len(step))))
-                links.append(row * batch.xt.shape[1] + position)
-        batch = replace(batch, links=torch.tensor(links, dtype=torch.int64))
-        auxiliary = collate(others, [()] * len(others)) if others else None
-    count = torch.tensor(0.0) if auxiliary is None else auxiliary.tokens
-    tokens = torch.stack([batch.tokens, count, torch.tensor(float(len(layouts)))])
-    return replace(batch, auxiliary=auxiliary, tokens=tokens)
-
-
 @dataclass(frozen=True)
 class ReasoningObjective:
     """Lays problems out at their stage of the curriculum, with labels on the slots."""
@@ -256,16 +232,24 @@ class ReasoningObjective:
             arm, curriculum, task.markers, stages * size, size, settings.label_weight, config.objective, multiple
         )
 
-    def lay_out(self, item: Item, stage: int | None = None) -> RowLayout:
+    def lay_out(self, item: Item, stage: int = LAST) -> RowLayout:
         """Lay out a problem at a stage, by default the last one."""
-        stage = None if stage == self.curriculum.stages else stage
+        stage = LAST if stage == self.curriculum.stages else stage
         return lay_out(item, self.arm, stage, self.slots, self.markers, self.slots_per_stage)
 
+    def lay_out_auxiliary(self, item: Item, layout: RowLayout) -> list[RowLayout]:
+        """Lay out the rows of the second loss: simcot, the step that each slot replaces; codi, the problem as cot."""
+        if self.arm.auxiliary == "codi":
+            return [lay_out(item, ARMS["cot"], 0, 0, self.markers)]
+        if self.arm.auxiliary is None:
+            return []
+        steps = [step for step in item.steps for _ in range(self.slots_per_stage)][: len(layout.slots)]
+        return [RowLayout([self.markers.slot, *step], 1, range(0), range(1, 1 + len(step))) for step in steps]
+
     def count_tokens(self, item: Item) -> int:
-        """Return the tokens of a problem's longest row: at the first stage, at the last one, or as CODI's teacher's."""
+        """Return the tokens of a problem's longest row: of the first stage, the last one, or the second loss."""
         rows = [self.lay_out(item, 0), self.lay_out(item)]
-        rows += [lay_out(item, ARMS["cot"], 0, 0, self.markers)] if self.arm.auxiliary == "codi" else []
-        return max(len(row.tokens) for row in rows)
+        return max(len(row.tokens) for row in [*rows, *self.lay_out_auxiliary(item, rows[0])])
 
     def corrupt(self, batch: ItemBatch, seed: int, step: int) -> ReasoningBatch:
         """Make the network's inputs and targets of an optimizer step."""
@@ -281,7 +265,18 @@ class ReasoningObjective:
         made = collate(
             layouts, labels, anchors, feedback=arm.feedback, label_weight=self.label_weight, multiple=self.multiple
         )
-        return made if arm.auxiliary is None else add_auxiliary(made, layouts, items, self)
+        if arm.auxiliary is None:
+            return made
+        rows = list(map(self.lay_out_auxiliary, items, layouts))
+        others, length, auxiliary = [*chain(*rows)], made.xt.shape[1], None
+        if arm.auxiliary == "simcot":
+            slots = (layout.slots[: len(own)] for layout, own in zip(layouts, rows, strict=True))
+            places = [row * length + place for row, own in enumerate(slots) for place in own]
+            made = replace(made, links=torch.tensor(places, dtype=torch.int64))
+        if others:
+            auxiliary = collate(others, [()] * len(others), multiple=self.multiple if arm.auxiliary == "codi" else 1)
+        counts = [made.tokens, torch.tensor(0.0) if auxiliary is None else auxiliary.tokens]
+        return replace(made, auxiliary=auxiliary, tokens=torch.stack([*counts, torch.tensor(float(len(items)))]))
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma of A2R's anchor term at a step; None where there are no anchors."""

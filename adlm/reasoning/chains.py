@@ -12,11 +12,10 @@ Steps, as many as hops: `n0 c3 ;`, `c3 c7 ;`, `c7 p2 ;`; anchors: the classes of
 
 import re
 from itertools import chain, pairwise
-from pathlib import Path
 
 import numpy as np
 
-from adlm.reasoning.datasets import Problem, recode_problems
+from adlm.reasoning.datasets import Problem
 from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
 
 NAMES, CLASSES, ATTRIBUTES = (tuple(f"{kind}{i}" for i in range(n)) for kind, n in (("n", 2), ("c", 24), ("p", 24)))
@@ -76,23 +75,17 @@ _PLURAL = re.compile("puses$")
 def _parse_fact(sentence: str) -> tuple[str, str, str]:
     """Return a sentence's subject, its class or attribute, and the sign of an attribute: "-" or "+", "" for a class."""
     match = _FACT.fullmatch(sentence)
-    if not match:
+    is_class = bool(match and match["value"].endswith(("pus", "puses")))
+    if match is None or (is_class and match["negation"]):
         expected = "'Each yumpus is a lorpus.', 'Lorpuses are not red.' or 'Max is a yumpus.'"
         raise ValueError(f"unknown sentence {sentence!r}: expected one such as {expected}; correct it or leave it out")
     subject, value = (_PLURAL.sub("pus", match[part]) for part in ("subject", "value"))
-    is_class = value.endswith("pus")
-    if is_class and match["negation"]:
-        raise ValueError(f"unknown sentence {sentence!r}: expected no negation of a class; correct it or leave it out")
     sign = "" if is_class else "-" if match["negation"] else "+"
     return subject.lower() if subject.endswith("pus") else subject, value, sign
 
 
-def recode_prontoqa(path: Path | str, seed: int = 0) -> list[Item]:
-    """Read published ProntoQA problems as items in this vocabulary."""
-    return recode_problems("prontoqa", path, _recode_problem, seed)
-
-
-def _recode_problem(problem: Problem, rng: np.random.Generator) -> Item:
+def recode_prontoqa(problem: Problem, rng: np.random.Generator) -> Item:
+    """Write a published ProntoQA problem in this vocabulary."""
     body, mark, query = problem.question.partition(" True or false: ")
     if not mark:
         raise ValueError(f"question {problem.question[-60:]!r} has no 'True or false:': correct it or leave it out")

@@ -142,7 +142,7 @@ def load_problems(task: str, path: Path | str, split: str = "test") -> list[Prob
 
 
 def recode_problems(
-    task: str, path: Path | str, recode: Callable[[Problem, np.random.Generator], Item], seed: int
+    task: str, path: Path | str, recode: Callable[[Problem, np.random.Generator], Item], seed: int = 0
 ) -> list[Item]:
     """Read published test problems as items of a generated task, with symbols drawn anew for each."""
     items = []

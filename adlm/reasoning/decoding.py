@@ -5,14 +5,16 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.denoising import continue_tokens
 from adlm.diffusion.rng import CounterRng
 from adlm.models.language_model import LanguageModel
-from adlm.reasoning.arms import RowLayout
+from adlm.reasoning.arms import RowLayout, collate
 from adlm.reasoning.items import Markers
+from adlm.reasoning.losses import feed_back
 
 DECODED_ROWS = 1024  # decoded at a time
 
@@ -33,34 +35,6 @@ def decode_in_batches(lengths: Sequence[int], decode: Callable[[list[int]], list
     return [results[number] for number in range(len(lengths))]
 
 
-def make_predict(model: LanguageModel, slot: Tensor, length: int, *, feedback: bool) -> Callable[[Tensor], Tensor]:
-    """Return a function that reads the next tokens (B, n) and returns the features (B, dim) of the last of them.
-
-    With feedback the input of a slot is the feature of the position before it.
-    """
-    cache = model.new_cache(slot.shape[0], length)
-    has_slot = slot.any(0).tolist() if feedback else [False] * length
-    before = torch.empty(0)
-
-    def predict_next(tokens: Tensor) -> Tensor:
-        nonlocal before
-        start, end = cache[0].used, cache[0].used + tokens.shape[1]
-        while start < end:
-            stop = start + 1
-            while stop < end and not has_slot[stop]:  # a pass reads a slot, if it starts with one, and plain tokens
-                stop += 1
-            inputs = tokens[:, start - end : stop - end or None]
-            if has_slot[start]:
-                is_first = torch.arange(stop - start, device=slot.device) == 0
-                is_slot = (slot[:, start, None] & is_first)[..., None]
-                inputs = torch.where(is_slot, before[:, None], model.embed(inputs))
-            before = model(inputs, cache=cache).final[:, -1]
-            start = stop
-        return before
-
-    return predict_next
-
-
 @torch.no_grad()
 def decode_greedily(
     model: LanguageModel, layouts: Sequence[RowLayout], markers: Markers, *, feedback: bool, max_new_tokens: int
@@ -74,25 +48,30 @@ def decode_greedily(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into this model's "
             f"{model.config.length}: shorten the question, or generate fewer tokens"
         )
-    rows = [layout.tokens[: layout.prompt] + [0] * (length - layout.prompt) for layout in layouts]
-    xt, prompts = torch.tensor(rows, device=device), torch.tensor([layout.prompt for layout in layouts])
-    slot = torch.zeros(xt.shape, dtype=torch.bool)
-    for row, layout in enumerate(layouts):
-        slot[row, list(layout.slots)] = True
-    is_fixed = torch.arange(length) < prompts[:, None]
     was_training = model.training
     model.eval()
-    predict = make_predict(model, slot.to(device), length, feedback=feedback)
-    mask_id = torch.tensor(
-        [] if model.config.mask_id is None else [model.config.mask_id], dtype=torch.int64, device=device
-    )
+    rows = [layout._replace(tokens=layout.tokens[: layout.prompt + 1]) for layout in layouts]  # read up to the prompt
+    batch = collate(rows, [()] * len(rows), feedback=feedback).to(device)
+    inputs = feed_back(model, batch)
+    prompts = torch.tensor([layout.prompt for layout in layouts])
+    is_fixed, cache = torch.arange(length) < prompts[:, None], model.new_cache(len(rows), length)
+    is_prompt = is_fixed.to(device)
+
+    def predict(tokens: Tensor) -> Tensor:
+        """Read the next tokens (B, n) and return the features (B, dim) of the last of them."""
+        start, end = cache[0].used, cache[0].used + tokens.shape[1]
+        if feedback and start < longest:
+            tokens = torch.where(is_prompt[:, start:end, None], inputs[:, start:end], model.embed(tokens))
+        return model(tokens, cache=cache).final[:, -1]
 
     def logits_at(features: Tensor) -> Tensor:
-        return model.head(features).index_fill(-1, mask_id, -torch.inf)  # the mask is no token of a text
+        logits = model.head(features)
+        if model.config.mask_id is not None:
+            logits[..., model.config.mask_id] = -torch.inf  # the mask is no token of a text
+        return logits
 
-    frames = continue_tokens(
-        xt, predict, logits_at, is_fixed=is_fixed, rng=CounterRng.from_seed(0, len(rows)), sampling=SamplingParams(0.0)
-    )
+    xt, rng = F.pad(batch.xt, (0, max_new_tokens)), CounterRng.from_seed(0, len(rows))
+    frames = continue_tokens(xt, predict, logits_at, is_fixed=is_fixed, rng=rng, sampling=SamplingParams(0.0))
     with torch.autocast(device.type, enabled=False):
         for frame in frames:
             is_end = ((frame.tokens == markers.end).cpu() & ~is_fixed & ~frame.is_masked).any(-1)

@@ -24,7 +24,7 @@ from adlm.generate import Predictor, stream_tokens
 from adlm.methods import METHODS, build_anchor_rule, build_sampler, build_schedule, look_up, takes_steps
 from adlm.models.language_model import LanguageModel
 from adlm.reasoning import arithmetic, sudoku
-from adlm.reasoning.arms import ARMS, RowLayout, lay_out
+from adlm.reasoning.arms import ARMS, LAST, RowLayout, lay_out
 from adlm.reasoning.decoding import Decoded, decode_in_batches, find_answer
 from adlm.reasoning.items import WORD_MARKERS, Item, index_words, pad_rows
 from adlm.reasoning.tasks import ItemBatch, Task
@@ -127,7 +127,7 @@ class HoleObjective:
         objective = Objective(process, False, settings.anchor_weight, settings.anchor_ramp)
         return HoleObjective(holes, objective, sampling, multiple)
 
-    def lay_out(self, item: Item, stage: int | None = None) -> RowLayout:
+    def lay_out(self, item: Item, stage: int = LAST) -> RowLayout:
         """Lay out a problem with its solution; there are no stages, and what is given need not come first."""
         return RowLayout(self.task.complete(item), 0, range(0), range(0))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from adlm.evaluate.results import (
 )
 from adlm.models.costs import count_parameters, flops_per_token
 from adlm.reasoning import sudoku
-from adlm.reasoning.arms import ARMS, Curriculum, ReasoningObjective, RowLayout, choose_anchors, collate, lay_out
+from adlm.reasoning.arms import Curriculum, ReasoningObjective, RowLayout, choose_anchors, collate
 from adlm.reasoning.decoding import Decoded, decode_greedily
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
 from adlm.reasoning.items import Item
@@ -36,6 +37,7 @@ from adlm.reasoning.runs import LoadedRun, format_solution, load_run, solve
 from adlm.reasoning.tasks import GENERATED, GENERATORS, RECODED, Task, hash_items
 from adlm.reasoning.verdicts import RESULT
 
+QUESTION = re.compile(r"\s*\d+ +\d+(?: *\| *\d+ +\d+)* *\? *\d+ +\d+ +\d+\s*")  # of graphs
 COUNTED_ROWS = 256  # problems whose lengths the FLOPs are counted from
 
 
@@ -51,17 +53,15 @@ def evaluate(
 
     `data` is the folder with published problems: of a text task, or a second test of *graphs* and *chains*.
     """
-    given = {"reasoning.path": data and str(data), "reasoning.tests": tests}
-    given = {key: value for key, value in given.items() if value is not None}
-    run = load_run(folder, *changes, device=device, **given)
+    given = {"reasoning.path": None if data is None else str(data), "reasoning.tests": tests}
+    run = load_run(folder, *changes, device=device, **{key: value for key, value in given.items() if value is not None})
     config, settings, task = run.config, run.config.reasoning, run.task
     if data is not None and task.name in GENERATORS and task.name not in RECODED:
         known = ", ".join(f"{name} ({dataset})" for name, (dataset, _) in RECODED.items())
         raise ValueError(f"--data {data}: {task.name} has no published problems, as {known} have; leave it out")
 
-    is_masked = isinstance(run.objective, HoleObjective)
     objectives: dict[str, ReasoningObjective | HoleObjective] = {settings.arm: run.objective}
-    if is_masked:
+    if isinstance(run.objective, HoleObjective):
         objectives = {name: HoleObjective.from_config(config, task, sampler=name) for name in settings.samplers}
     sets = task.load_tests(settings.tests)
     measured: dict[str, dict[str, Any]] = {name: {} for name in objectives}
@@ -70,18 +70,18 @@ def evaluate(
         measured[name][test] = measure_results(task, sets[test], solve(run.model, task, objectives[name], sets[test]))
 
     is_generated = task.name in GENERATORS or read_state(run.folder)["data"].startswith(GENERATED)
-    about = {"training_problems": GENERATED if is_generated else "files", "parameters": count_parameters(run.shape)}
-    about |= {"flops": count_training_flops(run) if task.can_train else None}
-    names = ("steps", "batch", "init", "ema", "model", "optimizer", "objective")
+    sections = ("steps", "batch", "init", "ema", "model", "optimizer", "objective")
     kept = {key: value for key, value in asdict(settings).items() if key not in ("task", "arm", "path")}
     content: dict[str, Any] = {
         "task": task.name,
         "arm": settings.arm,
         "seed": config.seed,
         "tests": next(iter(measured.values())),
-        **({"samplers": measured} if is_masked else {}),
-        **about,
-        "settings": {name: asdict(config)[name] for name in names} | {"step": run.step, "reasoning": kept},
+        **({"samplers": measured} if isinstance(run.objective, HoleObjective) else {}),
+        "training_problems": GENERATED if is_generated else "files",
+        "parameters": count_parameters(run.model.config),
+        "flops": count_training_flops(run) if task.can_train else None,
+        "settings": {key: asdict(config)[key] for key in sections} | {"step": run.step, "reasoning": kept},
         "provenance": collect_provenance(run.device, weights=hash_file(run.folder / "model.safetensors")),
     }
     save_json(Path(folder) / RESULT, content)
@@ -126,7 +126,7 @@ def count_training_flops(run: LoadedRun) -> float:
     A slot with feedback takes a pass of its own over the positions before it, SIM-CoT's decoder one layer over the step
     of each slot, and CODI's teacher a pass over the problem laid out as cot.
     """
-    objective, shape, items = run.objective, run.shape, run.task.draw(0, 1, COUNTED_ROWS)
+    objective, shape, items = run.objective, run.model.config, run.task.draw(0, 1, COUNTED_ROWS)
     decoder = replace(shape, anchor_layers=0, denoiser_layers=1)
 
     def count_row(item: Item, stage: int) -> float:
@@ -136,14 +136,10 @@ def count_training_flops(run: LoadedRun) -> float:
             return flops_per_token(shape, length=length) * length
         arm = objective.arm
         share = len(choose_anchors(layout, item, None)) / length if arm.has_anchor_term else 0
-        lengths = [length - 1, *(layout.slots if arm.feedback else ())]
-        written: list[int] = []
-        if arm.auxiliary == "codi":
-            lengths.append(len(lay_out(item, ARMS["cot"], 0, 0, objective.markers).tokens) - 1)
-        if arm.auxiliary == "simcot":
-            written = [len(step) for step in item.steps for _ in range(objective.slots_per_stage)][: len(layout.slots)]
-        flops = sum(flops_per_token(shape, length=n, anchor_share=share) * n for n in lengths)
-        return flops + sum(flops_per_token(decoder, length=n) * n for n in written)
+        passes = [(shape, n) for n in (length - 1, *(layout.slots if arm.feedback else ()))]
+        reader = shape if arm.auxiliary == "codi" else decoder
+        passes += [(reader, len(row.tokens) - 1) for row in objective.lay_out_auxiliary(item, layout)]
+        return sum(flops_per_token(model, length=n, anchor_share=share) * n for model, n in passes)
 
     stages = count_stages(objective.curriculum, run.step) if isinstance(objective, ReasoningObjective) else [run.step]
     rows = [sum(count_row(item, stage) for item in items) / len(items) for stage in range(len(stages))]
@@ -166,41 +162,96 @@ def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
 
 
 @torch.no_grad()
-def ask(folder: str | Path, question: str, *, device: str = "auto") -> dict[str, Any]:
-    """Answer a question: what the model writes, its guesses at labelled slots, and the answer."""
+def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path | None = None) -> dict[str, Any]:
+    """Answer a question: what the model writes, its guesses at labelled slots, and the answer.
+
+    With `plot`, draw a question of *graphs* to that file.
+    """
     run = load_run(folder, device=device)
     task, objective = run.task, run.objective
     if not question.strip():
         raise ValueError("the question is empty: give its text")
+    if plot is not None and (task.name != "graphs" or not QUESTION.fullmatch(question)):
+        raise ValueError(
+            f"--plot {plot} takes a question of graphs such as '3 5 | 0 3 ? 0 5 4': change it or leave it out"
+        )
     ids = task.encode_question(question)
     guesses: list[str] | None = None
+    length = run.model.config.length
+    layout = objective.lay_out(Item(ids, [], [], [], []))
+    size = len(objective.task.lay_out(ids)) if isinstance(objective, HoleObjective) else layout.prompt + 1
+    if size > length:
+        place = f"the layout of {run.config.reasoning.arm}"
+        raise ValueError(
+            f"the question takes {size:,} tokens in {place}, and the model {length:,}: shorten the question"
+        )
     if isinstance(objective, HoleObjective):
-        check_size(run, len(objective.task.lay_out(ids)))
         (result,) = fill_holes(run.model, objective, [ids])
     else:
-        layout, arm = objective.lay_out(Item(ids, [], [], [], [])), objective.arm
-        check_size(run, layout.prompt + 1)
-        room = run.shape.length - layout.prompt
+        arm, room = objective.arm, length - layout.prompt
         (result,) = decode_greedily(run.model, [layout], task.markers, feedback=arm.feedback, max_new_tokens=room)
         guesses = None if arm.labels == "none" else guess_slots(run, layout, feedback=arm.feedback)
     answer = None if result.answer is None else task.decode(result.answer)
     text = task.tokenizer.decode(result.tokens)
+    if plot is not None:
+        kind, nodes = ("slot", guesses) if guesses else ("step", re.findall(r"(\d+) ;", text))  # a step's last node
+        draw_graph(question, kind, nodes, answer, plot)
     return {"question": question, "slots": guesses, "text": text, "answer": answer, "passes": result.passes}
-
-
-def check_size(run: LoadedRun, size: int) -> None:
-    """Raise ValueError if a question is longer than the model with what follows it."""
-    if size > run.shape.length:
-        raise ValueError(
-            f"the question takes {size:,} tokens in the layout of {run.config.reasoning.arm}, and the model "
-            f"{run.shape.length:,}: shorten the question"
-        )
 
 
 def guess_slots(run: LoadedRun, layout: RowLayout, *, feedback: bool) -> list[str]:
     """Return the model's most likely token at each slot of a prompt."""
     features = compute_features(run.model, collate([layout], [[]], feedback=feedback).to(run.device))
     logits = run.model.head(features.final[0, list(layout.slots)])
-    if run.shape.mask_id is not None:
-        logits[:, run.shape.mask_id] = -torch.inf
+    if run.model.config.mask_id is not None:
+        logits[:, run.model.config.mask_id] = -torch.inf
     return [run.task.tokenizer.decode([token]).strip() for token in logits.argmax(-1).tolist()]
+
+
+def draw_graph(question: str, kind: str, nodes: Sequence[str], answer: str | None, file: Path) -> None:
+    """Draw a graph, the shortest path to an option (a square), the model's nodes at slots or steps, and its answer.
+
+    The right node of a slot or step, which is that of the path at its place, is green, another one orange.
+    """
+    from adlm.evaluate.plots import new_figure
+    from adlm.view.look import COLORS, GRAY, LIGHT
+
+    facts, query = question.split("?")
+    edges, (root, *options) = [(*fact.split(),) for fact in facts.split("|")], query.split()
+    paths, queue = {root: [root]}, [root]
+    for node in queue:
+        for child in (end for start, end in edges if start == node and end not in paths):
+            paths[child] = [*paths[node], child]
+            queue.append(child)
+    path = next((paths[option] for option in options if option in paths), [root])
+    depth = dict.fromkeys([root, *options, *chain(*edges)], 0)
+    for _, (start, end) in product(depth, edges):  # the longest way to a node; no graph of this task has a cycle
+        depth[end] = max(depth[end], min(depth[start] + 1, len(depth)))
+    columns = [[node for node in depth if depth[node] == level] for level in sorted({*depth.values()})]
+    places: dict[str, tuple[float, float]] = {}
+    for across, column in enumerate(columns):  # a node is about as high as those before it
+        column.sort(key=lambda node: np.mean([places[a][1] for a, b in edges if b == node and a in places] or [0]))
+        shift = 0.3 * (across % 2) - (len(column) - 1) / 2
+        places |= {node: (across, up + shift) for up, node in enumerate(column)}
+    notes: dict[str, list[str]] = {node: ["answer"] * (node == answer) for node in places}
+    fills = dict.fromkeys(places, LIGHT)
+    for number, node in enumerate(nodes, 1):
+        notes.setdefault(node, []).append(f"{kind} {number}")
+        fills[node] = COLORS[2 if path[number : number + 1] == [node] else 1]
+
+    with new_figure(file, len(columns) + 1, 0.6 * max(map(len, columns)) + 1) as figure:
+        axes = figure.subplots()
+        axes.axis("off")
+        axes.margins(0.08, 0.15)
+        for start, end in edges:
+            look: dict[str, Any] = {"color": GRAY, "linewidth": 0.5, "arrowstyle": "-|>", "shrinkA": 9, "shrinkB": 9}
+            look |= {"color": COLORS[0], "linewidth": 2.5} if (start, end) in pairwise(path) else {}
+            axes.annotate("", places[end], places[start], arrowprops=look | {"connectionstyle": "arc3,rad=0.1"})
+        for node, place in places.items():
+            shape = "s" if node in options else "D" if node == root else "o"
+            edge = COLORS[0] if node in path else GRAY
+            axes.plot(*place, shape, markersize=15, color=fills[node], markeredgecolor=edge, markeredgewidth=1.5)
+            axes.annotate(node, place, ha="center", va="center")
+            axes.annotate(", ".join(notes[node]), place, (0, 12), textcoords="offset points", ha="center", fontsize=7)
+        reply = f"{kind}s: {' '.join(nodes) or 'none'}  answer: {answer or 'none'}"
+        axes.set_title(f"from {root}: {' or '.join(options)}?  {reply}")

@@ -11,11 +11,10 @@ the same in-degree, the same out-degree and ancestor counts that differ by at mo
 
 import re
 from itertools import chain, pairwise
-from pathlib import Path
 
 import numpy as np
 
-from adlm.reasoning.datasets import Problem, recode_problems
+from adlm.reasoning.datasets import Problem
 from adlm.reasoning.items import Item, draw_hops, draw_symbols, index_words
 
 SYMBOLS = tuple(map(str, range(40)))
@@ -173,15 +172,6 @@ _EDGE = re.compile(r"(?:Every )?(\w+) is an? (\w+)\.")
 _QUERY = re.compile(r"Is (\w+) an? (\w+) or (\w+)\?")
 
 
-def recode_prosqa(path: Path | str, seed: int = 0) -> list[Item]:
-    """Read published ProsQA problems as items in this vocabulary.
-
-    The edges are in the order of the sentences, the path is the published one, off_path has all other nodes but the
-    distractor.
-    """
-    return recode_problems("prosqa", path, _recode_problem, seed)
-
-
 def _parse_sentence(pattern: re.Pattern[str], sentence: str, example: str) -> tuple[str, ...]:
     """Return the nodes that a sentence names."""
     if match := pattern.fullmatch(sentence):
@@ -189,7 +179,11 @@ def _parse_sentence(pattern: re.Pattern[str], sentence: str, example: str) -> tu
     raise ValueError(f"unknown sentence {sentence!r}: expected one such as {example!r}; correct it or leave it out")
 
 
-def _recode_problem(problem: Problem, rng: np.random.Generator) -> Item:
+def recode_prosqa(problem: Problem, rng: np.random.Generator) -> Item:
+    """Write a published ProsQA problem in this vocabulary: the edges in the order of the sentences, the path as there.
+
+    off_path has all other nodes but the distractor.
+    """
     *facts, query = re.split(r"(?<=\.) ", problem.question.strip())
     edges = [_parse_sentence(_EDGE, fact, "Every gerpus is a terpus.") for fact in facts]
     root, *options = _parse_sentence(_QUERY, query, "Is Max a terpus or gerpus?")

@@ -39,27 +39,25 @@ class StepDecoder(nn.Module):
         return self.norm(self.layer(inputs, (cos[: tokens.shape[1]], sin[: tokens.shape[1]])))
 
 
-def feed_back(model: LanguageModel, tokens: Tensor, slot: Tensor | None, slot_ends: Sequence[int]) -> Tensor:
-    """Return the embeddings of tokens whose slots have the hidden state of the position before them (Coconut).
+def feed_back(model: LanguageModel, batch: NoisyBatch) -> Tensor:
+    """Return a batch's inputs: with slots that are fed back, embeddings with the states before these (Coconut).
 
-    `slot` (B, L) numbers the slots of a row from 1; those of a number lie within its `slot_ends` + 1 positions. The
-    hidden states are those after the final norm. A slot needs the slots before it: there is one pass for each.
-    Without `slot` the tokens are returned.
+    The hidden states are those after the final norm. A slot needs the slots before it: there is one pass for each.
     """
-    if slot is None:
-        return tokens
-    inputs = model.embed(tokens)
-    for number, end in enumerate(slot_ends, 1):
+    if not isinstance(batch, ReasoningBatch) or batch.slot is None:
+        return batch.xt
+    inputs = model.embed(batch.xt)
+    for number, end in enumerate(batch.slot_ends, 1):
         before = model(inputs[:, :end]).final.to(inputs.dtype)
         shifted = F.pad(before, (0, 0, 1, inputs.shape[1] - end - 1))
-        inputs = torch.where((slot == number)[..., None], shifted, inputs)
+        inputs = torch.where((batch.slot == number)[..., None], shifted, inputs)
     return inputs
 
 
 def compute_features(model: LanguageModel, batch: NoisyBatch) -> Features:
     """Run a model on a batch: problems for a causal one, with the feedback of their slots, or rows with holes."""
     if isinstance(batch, ReasoningBatch):
-        return model(feed_back(model, batch.xt, batch.slot, batch.slot_ends))
+        return model(feed_back(model, batch))
     return model(batch.xt, batch.noise_level, valid=batch.valid)
 
 
@@ -132,7 +130,7 @@ def reasoning_loss(
             features = run(model, batch)
             term = compute_step_loss(model, decoder, features.final, batch)
         else:
-            inputs = feed_back(model, batch.xt, batch.slot, batch.slot_ends)
+            inputs = feed_back(model, batch)
             with model.denoiser.collect_states() as states:
                 features = model(inputs)
             term = compute_distillation_loss(model, states, batch)

@@ -22,7 +22,7 @@ from adlm.interop import gpt2
 from adlm.methods import METHODS, look_up
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import extend_vocabulary
-from adlm.reasoning.arms import ARMS, ReasoningObjective, choose_trace
+from adlm.reasoning.arms import ARMS, ReasoningObjective, lay_out
 from adlm.reasoning.datasets import DATASETS
 from adlm.reasoning.decoding import Decoded, decode_greedily, decode_in_batches
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
@@ -52,10 +52,6 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         raise ValueError(f"batch={config.batch} has no other problem's labels for {name}: give 2")
     task, init = open_task_and_init(config)
     config = replace(config, method=arm.method if init is None else init.method)
-    if config.method != arm.method and (arm.anchors is not None or arm.auxiliary == "codi"):
-        raise ValueError(
-            f"init={config.init} is {config.method}, and arm {name} trains {arm.method}: choose another model"
-        )
     objective = build_reasoning_objective(config, task, multiple=CAPTURED_LENGTHS if is_cuda else 1)
     longest = max(map(objective.count_tokens, task.load_sample()))
     shape = build_shape(config, task, init, longest)
@@ -132,6 +128,10 @@ def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
         raise ValueError(
             f"init={config.init} is a masked model ({method}): reasoning arms train a causal one (ar, a2r)"
         )
+    arm = ARMS[config.reasoning.arm]
+    if method != arm.method and (arm.anchors is not None or arm.auxiliary == "codi"):
+        names = f"init={config.init} is {method}, and arm {config.reasoning.arm} trains {arm.method}"
+        raise ValueError(f"{names}: choose another model")
     task = open_task(config.reasoning, tokenizer or load_tokenizer(config.reasoning.tokenizer or "gpt2"))
     words, own = {} if tokenizer is None else tokenizer.bpe.get_vocab(), task.tokenizer
     count = own.vocab_size - model.config.vocab_size
@@ -173,17 +173,14 @@ def solve(
         return fill_holes(model, objective, [item.question for item in items])
     layouts = [objective.lay_out(item) for item in items]
     # Room for the steps beyond those that the stages remove one by one, which a model may still write.
-    tails = [choose_trace(item, objective.arm.steps, objective.curriculum.stages) for item in items]
-    sizes = [len(layout.tokens) - layout.prompt - len(layout.trace) for layout in layouts]
-    longest = max(size + len(tail) for size, tail in zip(sizes, tails, strict=True))
-    feedback = objective.arm.feedback
+    rows = [lay_out(item, objective.arm, objective.curriculum.stages, 0, objective.markers) for item in items]
+    most = max(len(row.tokens) - row.prompt for row in rows) + EXTRA_TOKENS
 
     def decode(part: list[int]) -> list[Decoded]:
-        room = model.config.length - max(layouts[number].prompt for number in part)
-        count = max(1, min(longest + EXTRA_TOKENS, room))
         own = [layouts[number] for number in part]
+        room = max(1, min(most, model.config.length - max(layout.prompt for layout in own)))
         with torch.compiler.set_stance("force_eager"):  # every length of the cache would be compiled
-            return decode_greedily(model, own, task.markers, feedback=feedback, max_new_tokens=count)
+            return decode_greedily(model, own, task.markers, feedback=objective.arm.feedback, max_new_tokens=room)
 
     return decode_in_batches([layout.prompt for layout in layouts], decode)
 
@@ -204,14 +201,7 @@ class LoadedRun:
     objective: ReasoningObjective | HoleObjective
     step: int
     folder: Path  # of its weights
-
-    @property
-    def shape(self) -> ModelConfig:
-        return self.model.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed.weight.device
+    device: torch.device
 
 
 def load_run(folder: str | Path, *changes: str, device: str = "auto", **settings: Any) -> LoadedRun:
@@ -226,4 +216,4 @@ def load_run(folder: str | Path, *changes: str, device: str = "auto", **settings
     loaded = checkpoint.load_model(source)
     task = open_task(config.reasoning, loaded.tokenizer)
     objective = build_reasoning_objective(config, task)
-    return LoadedRun(config, loaded.model.to(place).eval(), task, objective, loaded.step, source)
+    return LoadedRun(config, loaded.model.to(place).eval(), task, objective, loaded.step, source, place)

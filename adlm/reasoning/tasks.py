@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -29,10 +29,7 @@ SAMPLED = 512  # problems whose lengths stand for those of all that are generate
 GENERATED = "generated"  # how the hash of generated problems of a text task begins
 GENERATORS: dict[str, Any] = {"arithmetic": arithmetic, "graphs": graphs, "chains": chains}
 WORD_TASKS = GENERATORS | {"sudoku": sudoku}  # with a vocabulary of their own
-RECODED: dict[str, tuple[str, Callable[[Path], list[Item]]]] = {
-    "graphs": ("prosqa", graphs.recode_prosqa),
-    "chains": ("prontoqa", chains.recode_prontoqa),
-}
+RECODED = {"graphs": ("prosqa", graphs.recode_prosqa), "chains": ("prontoqa", chains.recode_prontoqa)}
 
 
 def make_rng(seed: int, stream: int, number: int) -> np.random.Generator:
@@ -132,7 +129,7 @@ class GeneratedTask(Task):
         sets = {f"{n} hops": self._draw(0, TEST, n, count, n, n) for n in hops}
         if self.path is not None and self.name in RECODED:
             dataset, recode = RECODED[self.name]
-            sets[dataset] = recode(self.folder)[:count]
+            sets[dataset] = datasets.recode_problems(dataset, self.folder, recode)[:count]
         return sets
 
     def load_valid(self, count: int) -> list[Item]:

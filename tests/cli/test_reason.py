@@ -1,5 +1,6 @@
 """`adlm reason` end to end; a user's mistake is one message."""
 
+import html
 import json
 import re
 import shutil
@@ -17,9 +18,10 @@ from adlm.cli import reason
 from adlm.config import load_config
 from adlm.reasoning.arms import ARMS, Arm, Curriculum, ReasoningObjective
 from adlm.reasoning.datasets import DATASETS
-from adlm.reasoning.evaluation import count_stages, count_training_flops
+from adlm.reasoning.evaluation import count_stages, count_training_flops, draw_graph
 from adlm.reasoning.runs import load_run
 from adlm.reasoning.tasks import GENERATORS
+from adlm.view.look import COLORS
 from tests.cli.terminal import answer_json, assert_error, invoke, trained
 from tests.evaluate.scorers import with_matplotlib
 from tests.training.runs import ROOT
@@ -99,6 +101,22 @@ def test_ask_prints_slots_text_and_answer(runs: Path) -> None:
     shown = invoke("reason", "ask", runs / "arithmetic-acot_feedback", QUESTION, "--device", "cpu").stdout
     assert [line.split(":")[0] for line in shown.splitlines()] == ["slots", "writes", "answer"]
     assert answer_json("reason", "ask", runs / "arithmetic-cot", QUESTION)["slots"] is None
+
+
+@with_matplotlib
+def test_a_graph_is_drawn_with_its_path_the_guesses_and_the_answer(runs: Path, tmp_path: Path) -> None:
+    question, file = "3 5 | 0 3 | 5 7 | 4 6 ? 0 6 7", tmp_path / "graph.svg"
+    reply = answer_json("reason", "ask", runs / "graphs-acot", question, "--plot", file, "--device", "cpu")
+    text = html.unescape(file.read_text("utf-8"))
+    assert f"from 0: 6 or 7?  slots: {' '.join(reply['slots'])}  answer: {reply['answer'] or 'none'}" in text
+    draw_graph(question, "slot", ["3", "4", "9"], "7", file)  # right, wrong, not in the graph
+    text = file.read_text("utf-8")
+    assert [text.count(f">{each}</text>") for each in ("slot 1", "slot 2", "slot 3", "answer")] == [1, 1, 0, 1]
+    right, wrong, path = COLORS[2].lower(), COLORS[1].lower(), COLORS[0].lower()
+    assert text.count(f"fill: {right}") == text.count(f"fill: {wrong}") == 1
+    assert text.count(f"stroke: {path}; stroke-width: 2.5") == 3 * 2  # the edges of the path: a line and its tip
+    words = ["reason", "ask", runs / "arithmetic-cot", QUESTION, "--plot", file]
+    assert_error(invoke(*words), "takes a question of graphs such as '3 5 | 0 3 ? 0 5 4'")
 
 
 @with_matplotlib

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 from adlm.reasoning import chains
+from adlm.reasoning.datasets import recode_problems
 from adlm.reasoning.items import MARKERS, Item
 from tests.reasoning.probes import probe_accuracy
 
 EXCERPT = Path(__file__).parent / "excerpts/text_prontoqa.json"
+recode = partial(recode_problems, "prontoqa", recode=chains.recode_prontoqa)
 VOCABULARY = (*MARKERS, *chains.WORDS)
 SEPARATOR = VOCABULARY.index("|")
 
@@ -125,7 +128,7 @@ def test_no_count_tells_the_answer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hops", range(1, 7))
+@pytest.mark.parametrize("hops", [1, 3, 6])
 def test_no_count_tells_the_answer_at_any_distance(hops: int) -> None:
     check_balance(draw(30_000, hops, hops, seed=hops), train_count=20_000)
 
@@ -162,10 +165,10 @@ def test_the_vocabulary_is_small_and_hops_are_checked() -> None:
 
 
 def test_prontoqa_keeps_its_facts_and_its_path(tmp_path: Path) -> None:
-    items, records = chains.recode_prontoqa(EXCERPT), json.loads(EXCERPT.read_text("utf-8"))
+    items, records = recode(EXCERPT), json.loads(EXCERPT.read_text("utf-8"))
     compressed = tmp_path / "prontoqa_test.json.gz"
     compressed.write_bytes(gzip.compress(EXCERPT.read_bytes()))
-    assert items == chains.recode_prontoqa(compressed) != chains.recode_prontoqa(EXCERPT, seed=1)
+    assert items == recode(compressed) != recode(EXCERPT, seed=1)
     for item, record in zip(items, records, strict=True):
         check_item(item)
         assert words(item.answer) == record["answer"].lower()
@@ -215,5 +218,5 @@ def test_errors_name_the_file_the_problem_and_the_sentence(
     path = tmp_path / "prontoqa_test.json"
     path.write_text(json.dumps([record]), "utf-8")
     with pytest.raises(ValueError, match=r"prontoqa_test\.json") as error:
-        chains.recode_prontoqa(path)
+        recode(path)
     assert message in str(error.value) and "\n" not in str(error.value)

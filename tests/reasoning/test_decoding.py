@@ -11,7 +11,7 @@ from adlm.reasoning.decoding import decode_greedily, find_answer
 from adlm.reasoning.items import WORD_MARKERS
 from tests.reasoning.examples import VOCABULARY, build_model, draw_examples, unroll
 
-CAUSAL = [name for name, arm in ARMS.items() if arm.holes is None]
+LAYOUTS = ("no_cot", "cot", "short_cot", "curriculum_only", "pause", "coconut", "acot", "acot_kept_feedback")
 END, ANSWER, MASK = WORD_MARKERS.end, WORD_MARKERS.answer, VOCABULARY - 1
 
 
@@ -40,7 +40,7 @@ def write_plainly(model: LanguageModel, layout: RowLayout, *, feedback: bool, mo
 
 
 @pytest.mark.parametrize("kind", ["rotary", "learned", "two stages"])
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_batch_is_its_rows_alone(name: str, kind: str) -> None:
     model, layouts, feedback = build_writer(kind), lay_out_prompts(name), ARMS[name].feedback
     decoded = decode_greedily(model, layouts, WORD_MARKERS, feedback=feedback, max_new_tokens=7)

@@ -4,6 +4,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 from adlm.reasoning import graphs
+from adlm.reasoning.datasets import recode_problems
 from adlm.reasoning.items import MARKERS, Item
 from tests.reasoning.probes import probe_accuracy
 
 EXCERPT = Path(__file__).parent / "excerpts/text_prosqa.json"
+recode = partial(recode_problems, "prosqa", recode=graphs.recode_prosqa)
 VOCABULARY = (*MARKERS, *graphs.WORDS)
 ZERO = VOCABULARY.index("0")
 SYMBOLS = len(graphs.SYMBOLS)
@@ -153,7 +156,7 @@ def test_no_count_tells_the_target() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hops", range(1, 9))
+@pytest.mark.parametrize("hops", [1, 4, 8])
 def test_no_count_tells_the_target_at_any_distance(hops: int) -> None:
     check_balance(draw(30_000, hops, hops, seed=hops), train_count=20_000)
 
@@ -201,10 +204,10 @@ def test_the_vocabulary_is_small_and_hops_are_checked() -> None:
 
 
 def test_prosqa_keeps_its_edges_and_its_path(tmp_path: Path) -> None:
-    items, records = graphs.recode_prosqa(EXCERPT), json.loads(EXCERPT.read_text("utf-8"))
+    items, records = recode(EXCERPT), json.loads(EXCERPT.read_text("utf-8"))
     compressed = tmp_path / "prosqa_test.json.gz"
     compressed.write_bytes(gzip.compress(EXCERPT.read_bytes()))
-    assert items == graphs.recode_prosqa(compressed) != graphs.recode_prosqa(EXCERPT, seed=1)
+    assert items == recode(compressed) != recode(EXCERPT, seed=1)
     for item, record in zip(items, records, strict=True):
         edges, target, distractor = check_item(item)
         _, root, options = parse(item)
@@ -228,7 +231,7 @@ def test_graphs_are_written_as_prosqa(tmp_path: Path) -> None:
     assert problems == graphs.draw_problems(np.random.default_rng(0), 100, 1, 6)
     path = tmp_path / "prosqa_train.json"
     path.write_text(json.dumps([problem._asdict() for problem in problems]), "utf-8")
-    for problem, item in zip(problems, graphs.recode_prosqa(path), strict=True):  # it checks sentences and steps
+    for problem, item in zip(problems, recode(path), strict=True):  # it checks sentences and steps
         edges, target, _ = check_item(item)
         assert count_shortest_paths(edges, parse(item)[1])[target][1] == 1
         *facts, query = problem.question.replace("Every ", "").replace("?", ".").split(". ")
@@ -261,5 +264,5 @@ def test_errors_name_the_file_the_problem_and_the_sentence(
     path = tmp_path / "prosqa_test.json"
     path.write_text(json.dumps([record]), "utf-8")
     with pytest.raises(ValueError, match=r"prosqa_test\.json") as error:
-        graphs.recode_prosqa(path)
+        recode(path)
     assert message in str(error.value) and "\n" not in str(error.value)

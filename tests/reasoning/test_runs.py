@@ -60,7 +60,6 @@ def run(folder: Path, arm: str, *changes: str, task: str = "arithmetic") -> Run:
 
 
 CAUSAL = [name for name, arm in ARMS.items() if arm.holes is None]
-ALWAYS = ("cot", "icot", "acot_feedback", "acot_shuffled", "a2r_random", "simcot", "codi")
 
 
 @pytest.mark.parametrize("arm", CAUSAL)
@@ -70,9 +69,7 @@ def test_every_arm_trains(tmp_path: Path, arm: str) -> None:
     assert math.isfinite(curve(tmp_path)[-1].get("train/loss", 0.0))
 
 
-@pytest.mark.parametrize(
-    "arm", [pytest.param(arm, marks=() if arm in ALWAYS else (pytest.mark.slow,)) for arm in CAUSAL]
-)
+@pytest.mark.parametrize("arm", ["cot", "icot", "acot_feedback", "acot_shuffled", "a2r_random", "simcot", "codi"])
 def test_ten_steps_are_five_and_five(tmp_path: Path, arm: str) -> None:
     straight, torn = tmp_path / "straight", tmp_path / "torn"
     changes = ("model.dropout=0.1",) if arm in ("cot", "simcot", "codi") else ()

@@ -8,9 +8,11 @@ import pytest
 
 from adlm.reasoning import sudoku
 from adlm.reasoning.items import MARKERS
-from adlm.reasoning.sudoku import is_complete, is_for_testing, load_sudoku, make_items, score_cells
+from adlm.reasoning.sudoku import is_for_testing, load_sudoku, make_items, score_cells
 
 VOCABULARY = MARKERS + sudoku.WORDS
+CELLS = np.arange(81).reshape(9, 9)
+UNITS = np.concatenate([CELLS, CELLS.T, CELLS.reshape(3, 3, 3, 3).swapaxes(1, 2).reshape(9, 9)])  # rows, columns, boxes
 
 
 def make_boards(count: int, seed: int = 0) -> tuple[sudoku.Boards, sudoku.Boards]:
@@ -25,6 +27,11 @@ def make_boards(count: int, seed: int = 0) -> tuple[sudoku.Boards, sudoku.Boards
     boards = [(rng.permutation(9) + 1)[canonical[draw_order()][:, draw_order()] - 1] for _ in range(count)]
     solutions = np.array(boards, dtype=np.uint8).reshape(count, 81)
     return np.where(rng.random(solutions.shape) < 0.5, solutions, 0).astype(np.uint8), solutions
+
+
+def is_complete(boards: sudoku.Boards) -> np.ndarray:
+    """Whether each row, column and box of a board has the digits 1 to 9."""
+    return (np.sort(boards[:, UNITS], axis=-1) == np.arange(1, 10)).all(axis=(1, 2))
 
 
 def write(folder: Path, level: str, puzzles: sudoku.Boards, solutions: sudoku.Boards) -> None:
@@ -49,20 +56,6 @@ def test_files_are_read_as_they_were_written(folder: Path) -> None:
     (folder / "easy_puzzles.txt").write_bytes(gzip.decompress((folder / "easy_puzzles.txt.gz").read_bytes()) + b"\r\n")
     (folder / "easy_puzzles.txt.gz").unlink()
     assert (load_sudoku(folder, ["easy"], split=None)[0] == make_boards(20, 0)[0]).all()
-
-
-def test_units_are_the_rows_columns_and_boxes() -> None:
-    units = {frozenset(unit.tolist()) for unit in sudoku.UNITS}
-    assert len(units) == 27 and frozenset({60, 61, 62, 69, 70, 71, 78, 79, 80}) in units
-    for cell in range(81):
-        assert sum(cell in unit for unit in units) == 3
-    _, solutions = make_boards(50)
-    assert is_complete(solutions).all()
-    swapped = solutions.copy()
-    swapped[:, [0, 1]] = swapped[:, [1, 0]]  # the row and the box stay sound, two columns do not
-    assert not is_complete(swapped).any()
-    shifted = np.array([np.roll(np.arange(1, 10), row) for row in range(9)], dtype=np.uint8).reshape(1, 81)
-    assert not is_complete(shifted).any()  # rows and columns are sound, boxes are not
 
 
 def test_the_split_depends_on_the_puzzle_alone(folder: Path) -> None:
@@ -99,7 +92,7 @@ def test_only_empty_cells_are_scored_and_missing_ones_are_wrong() -> None:
     assert score_cells([answers[0], None, answers[2][:40]], items) == pytest.approx((n_empty[0] + left) / n_empty.sum())
 
 
-ZEROS, NINES = b"0" * 81, b"9" * 81
+ZEROS = b"0" * 81
 SOLUTION = "".join(map(str, make_boards(1)[1][0])).encode()
 
 
@@ -111,8 +104,7 @@ SOLUTION = "".join(map(str, make_boards(1)[1][0])).encode()
         (b"\xff" * 81, SOLUTION, r"easy_puzzles.txt, line 1 .*expected 81 digits"),
         (b"", SOLUTION, r"easy_puzzles.txt holds no board"),
         (ZEROS + b"\n" + ZEROS, SOLUTION, r"easy_puzzles.txt has 2 boards and easy_solutions.txt 1: expected as many"),
-        (ZEROS, NINES, r"easy_solutions.txt, line 1 does not have 1 to 9 in each row, column and box"),
-        (ZEROS, ZEROS, r"easy_solutions.txt, line 1 does not have 1 to 9 in each row, column and box"),
+        (ZEROS, ZEROS, r"easy_solutions.txt, line 1 does not complete its puzzle"),
         (SOLUTION[::-1], SOLUTION, r"easy_solutions.txt, line 1 does not complete its puzzle"),
     ],
 )
