@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import reprlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
@@ -31,7 +32,6 @@ from adlm.text.lm import LM
 
 log = logging.getLogger("adlm.serve")
 MAX_BODY_BYTES = 1 << 20
-MAX_SCORED_TEXTS = 64
 DOCS_PATHS = {"/docs": "docs.html", "/docs.js": "docs.js"}
 OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json", *DOCS_PATHS, *PAGE_PATHS)  # without an API key
 HEADERS = {
@@ -69,20 +69,24 @@ def answer_error(status: int, message: str, headers: dict[str, str] | None = Non
 async def answer_exception(request: Request, error: Exception) -> Response:
     """Return the answer to an exception: 400 for a wrong value, 429 for a full queue."""
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
+        first = min(error.errors(), key=lambda each: each["type"].endswith("_type"))  # if a form fits, what it lacks
+        place = [str(part) for part in first["loc"][1:]]
         if first["type"] == "extra_forbidden":
             return answer_error(400, f"unknown field {place[-1]!r}: leave it out", param=place[-1])
         if first["type"] == "json_invalid":
             return answer_error(400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}")
-        where = f"field {'.'.join(place)}" if place else "the body"
-        return answer_error(400, f"{where}: {first['msg']}", param=place[0] if place else None)
+        where, problem = (
+            f"field {place[0]}" if place else "the body",
+            first["msg"].replace("Input should be", "expected"),
+        )
+        message = f"{where} has {reprlib.repr(first['input'])}: {problem}"
+        return answer_error(400, message, param=place[0] if place else None)
     if isinstance(error, QueueFullError):
         headers = {"retry-after": str(error.retry_after)}
         return answer_error(429, str(error), headers, code="queue_full")
     if isinstance(error, HTTPException):
         return answer_error(error.status_code, str(error.detail), dict(error.headers or {}))
-    return answer_error(400, str(error))
+    return answer_error(400, str(error).replace("max_new_tokens", "max_tokens"))  # the API's name of it
 
 
 class EngineCollector:
@@ -304,8 +308,8 @@ def create_app(
         """Sample the texts; their request is built in the engine's thread where the model chooses lengths of holes."""
         name = find_model(body.model)
         engine, make = engines[name], partial(body.build_request, engines[name].lm)
+        engine.limits.check_count(len(body.texts) * (body.n or 1))
         request = await (asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make))
-        engine.limits.check_request(request)
         answer = Answer(body, request, name)
         mode, wants = ALL if body.has_drafts else SETTLED, {"guesses": body.guesses, "logprobs": body.logprobs}
         frames = stream_rows(engine, request, mode, answer.skipped, **wants)
@@ -328,8 +332,6 @@ def create_app(
         """Return nats per token of texts, an upper bound for masked models."""
         name = find_model(body.model)
         texts = [body.text] if isinstance(body.text, str) else body.text
-        if not 1 <= len(texts) <= MAX_SCORED_TEXTS:
-            raise ValueError(f"text has {len(texts)} texts: give 1 to {MAX_SCORED_TEXTS}")
 
         async def compute() -> dict[str, Any]:
             scores = []

@@ -48,11 +48,16 @@ class EngineLimits:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
+    def check_count(self, count: int) -> None:
+        """Raise if a request is for too many texts."""
+        allowed = min(self.max_texts, self.max_rows + self.max_waiting)  # more never fit
+        if count > allowed:
+            raise ValueError(f"the request is for {count} texts, at most {allowed} are allowed: ask for fewer")
+
     def check_request(self, request: GenerationRequest) -> None:
         """Raise if a request exceeds the limits of one."""
-        count, steps = len(request.layouts) * request.config.n, request.steps
-        if count > self.max_texts:
-            raise ValueError(f"the request is for {count} texts, at most {self.max_texts} are allowed: ask for fewer")
+        self.check_count(len(request.layouts) * request.config.n)
+        steps = request.steps
         if steps is None and "steps" in request.settings:  # every block takes all of them
             blocks = -(-max(len(layout) for layout in request.layouts) // (request.config.block or 1))
             steps = request.settings["steps"] * blocks
@@ -188,7 +193,8 @@ class Engine:
                 self.stats.rejected += 1
                 seconds = self.seconds_per_text * (len(self.waiting) + self.running) / self.limits.max_rows
                 raise QueueFullError(
-                    f"{len(self.waiting)} texts are waiting, at most {self.limits.max_waiting} may: retry later",
+                    f"{len(self.waiting)} texts are waiting, at most {self.limits.max_waiting} may, and the request is "
+                    f"for {len(rows)}: retry later",
                     max(1, min(60, round(seconds))),
                 )
             self.waiting.extend(rows)

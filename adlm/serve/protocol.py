@@ -31,6 +31,7 @@ MAX_ALL_LENGTHS = 128  # of all holes of a request: each is tried with the netwo
 MAX_LOGPROBS = 5  # OpenAI's
 MAX_GUESSES = 8
 MAX_STOPS = 16
+MAX_SCORED_TEXTS = 64
 
 
 class StrictBody(BaseModel):
@@ -119,9 +120,17 @@ class CompletionBody(SamplingBody):
         """Whether something follows the generated text."""
         return bool(self.suffix)
 
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [token for token in self.prompt if isinstance(token, int)]
+        return [ids] if ids else [each for each in self.prompt if not isinstance(each, int)]
+
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
-        settings, prompts = self.read_settings(), list_prompts(self.prompt)
+        settings, prompts = self.read_settings(), self.texts
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not self.is_filling:
             if self.min_tokens is not None:
@@ -152,10 +161,14 @@ class InfillBody(SamplingBody):
     template: str | list[str]
     is_filling: ClassVar[bool] = True
 
+    @property
+    def texts(self) -> list[str]:
+        """The templates."""
+        return [self.template] if isinstance(self.template, str) else self.template
+
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
-        templates = [self.template] if isinstance(self.template, str) else self.template
-        return lm.build_request(template=check_lengths(templates), **self.read_settings())
+        return lm.build_request(template=check_lengths(self.texts), **self.read_settings())
 
     def make_reader(self, layout: Layout) -> TextReader:
         """Return the reader of the whole text."""
@@ -166,29 +179,21 @@ class ScoreBody(StrictBody):
     """The body of /v1/score."""
 
     model: str | None = None
-    text: str | list[str]
+    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_SCORED_TEXTS)]
     draws: int = Field(64, ge=2, le=256)
     seed: int = Field(0, ge=0, lt=2**63)
-
-
-def list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Return the prompts of a request, each a text or token ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    ids = [token for token in prompt if isinstance(token, int)]
-    return [ids] if ids else [each for each in prompt if not isinstance(each, int)]
 
 
 def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     """Lay a prompt of token ids out with a hole after it, by default as long as the model allows."""
     special, room = classify_tokens(lm.tokenizer).special, lm.row_format.longest - len(ids)
-    if wrong := [token for token in ids if not 0 <= token < len(special) or bool(special[token])]:
-        raise ValueError(f"prompt has token {wrong[0]}: give ids of text tokens, from 0 to {len(special) - 1}")
     if not ids or (count := room if max_tokens is None else max_tokens) > room or room < 1:
         raise ValueError(
             f"a prompt has {len(ids)} tokens and max_tokens is {max_tokens}: give at least one token, and at most "
             f"{lm.row_format.longest} in all"
         )
+    if wrong := [token for token in ids if not 0 <= token < len(special) or bool(special[token])]:
+        raise ValueError(f"prompt has token {wrong[0]}: give ids of text tokens, from 0 to {len(special) - 1}")
     plain = lm.row_format.build_layout((Hole.of_length(count),))
     start, end = plain.spans[0].start, plain.spans[0].start + len(ids)
     spans = Span(start, end, tuple(decode_tokens(lm.tokenizer, (), ids))), Span(end, end + count)

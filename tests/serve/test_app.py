@@ -11,6 +11,7 @@ import torch
 
 from adlm import LM, Hole
 from adlm.text.templates import classify_tokens
+from tests.serve.test_engine import wait_for
 from tests.text.models import lm
 
 if os.environ.get("ADLM_ALL") != "1":
@@ -195,7 +196,8 @@ BAD_BODIES: list[tuple[Any, str | None]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"eta": 0.1, "sampler": "margin"}, None),
     ({"max_tokens": 10**9}, None), ({"min_tokens": 3}, None), ([], None), (None, None), ({"\ud800": 1}, None),
-    ({"prompt": "\ud800"}, None), ({"seed": 10**300}, "seed"), ({"suffix": "x", "max_tokens": 10**9}, None),
+    ({"prompt": "\ud800"}, None), ({"body": 1}, "body"), ({"seed": 10**300}, "seed"),
+    ({"suffix": "x", "max_tokens": 10**9}, None),
 ]  # fmt: skip
 
 
@@ -206,6 +208,17 @@ def test_bad_bodies_are_named(client: TestClient, body: Any, param: str | None) 
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert error["message"] and (param is None or error["param"] == param)
+
+
+def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
+    for body, message in (
+        ({"max_tokens": "3"}, "field max_tokens has '3': expected a valid integer"),
+        ({"stop": ["x"] * 17}, "List should have at most 16 items"),
+        ({"prompt": "the", "max_tokens": 999}, "max_tokens is 999"),
+        ({"prompt": ["the"] * 100_000}, "100000 texts, at most 128"),
+    ):
+        assert message in client.post("/v1/completions", json=body).json()["error"]["message"]
+    assert "at most 64 items" in client.post("/v1/score", json={"text": ["a"] * 65}).text
 
 
 def test_holes_that_leave_too_many_lengths_are_refused(client: TestClient) -> None:
@@ -265,11 +278,16 @@ def test_an_api_key_is_required_where_it_is_set() -> None:
 def test_overload_is_answered_with_429() -> None:
     limits = EngineLimits(max_rows=1, max_waiting=2)
     with TestClient(create_app(lm(), limits=limits)) as client:
-        response = client.post("/v1/completions", json={"n": 4, "steps": 500})
-        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
-        assert response.json()["error"]["code"] == "queue_full"
-        streamed = client.post("/v1/completions", json={"n": 4, "steps": 500, "stream": True})
-        assert streamed.status_code == 429
+        engine, slow = client.app.state.engine, lm().build_request("the", n=3, steps=4000, sampler="ancestral")
+        ticket = engine.submit(slow, lambda news: None)
+        for is_streamed in (False, True):
+            response = client.post("/v1/completions", json={"stream": is_streamed, **QUICK})
+            assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == "queue_full"
+        engine.cancel(ticket)
+        wait_for(lambda: engine.running == 0)
+        never = client.post("/v1/completions", json={"n": 4, **QUICK})
+        assert never.status_code == 400 and "at most 3 are allowed" in never.json()["error"]["message"]
         assert len(complete(client, n=3, **QUICK)["choices"]) == 3
 
 
