@@ -32,6 +32,8 @@ from adlm.text.lm import LM
 
 log = logging.getLogger("adlm.serve")
 MAX_BODY_BYTES = 1 << 20
+SCORE_BATCH = 8  # rows that are evaluated for a score between two steps
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)  # of the latency histogram
 DOCS_PATHS = {"/docs": "docs.html", "/docs.js": "docs.js"}
 OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json", *DOCS_PATHS, *PAGE_PATHS)  # without an API key
 HEADERS = {
@@ -111,7 +113,9 @@ class Guard:
         self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
         labels = ("path", "status")
         self.requests = Counter("adlm_requests", "HTTP requests", labels, registry=registry)
-        self.seconds = Histogram("adlm_request_seconds", "seconds of HTTP requests", labels[:1], registry=registry)
+        self.seconds = Histogram(
+            "adlm_request_seconds", "seconds of HTTP requests", labels[:1], registry=registry, buckets=SECONDS
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -330,14 +334,15 @@ def create_app(
     @app.post("/v1/score")
     async def score(body: ScoreBody, http: Request) -> Response:
         """Return nats per token of texts, an upper bound for masked models."""
-        name = find_model(body.model)
+        engine = engines[name := find_model(body.model)]
         texts = [body.text] if isinstance(body.text, str) else body.text
 
         async def compute() -> dict[str, Any]:
             scores = []
-            for text in texts:  # one by one: between two of them the batch takes steps
-                call = partial(engines[name].lm.score, text, draws=body.draws, seed=body.seed)
-                scores += await asyncio.wrap_future(engines[name].call(call))
+            for text in texts:
+                settings = {"draws": body.draws, "seed": body.seed, "batch": SCORE_BATCH}
+                call = partial(engine.lm.score, text, on_batch=engine.take_step, **settings)
+                scores += await asyncio.wrap_future(engine.call(call))
             return {"object": "list", "model": name, "data": [asdict(each) for each in scores]}
 
         return await run_while_connected(http, compute())

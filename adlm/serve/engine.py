@@ -72,8 +72,8 @@ class EngineStats:
     steps: int = 0  # of the batch
     row_steps: int = 0  # of all rows: divided by `steps`, the mean number of rows in the batch
     nfe: int = 0
-    texts: int = 0
-    tokens: int = 0  # generated, in finished texts
+    texts: int = 0  # finished, or ended by EOS or a stop sequence
+    tokens: int = 0  # generated, in these texts
     cancelled: int = 0
     rejected: int = 0  # requests that the queue had no room for
 
@@ -83,7 +83,19 @@ class EngineStats:
         for row, nfe, is_done in zip(rows, result.nfe.tolist(), result.is_done.tolist(), strict=True):
             self.nfe, row.nfe = self.nfe + nfe - row.nfe, nfe
             if is_done:
-                self.texts, self.tokens = self.texts + 1, self.tokens + len(row.layout) - sum(row.layout.is_fixed)
+                self.count_text(row, len(row.layout))
+
+    def count_skipped(self, rows: Sequence[Row]) -> None:
+        """Add rows that are cancelled, or whose text has ended before its length."""
+        for row in rows:
+            if row.owner.is_over:
+                self.cancelled += 1
+            else:
+                self.count_text(row, row.delivered)
+
+    def count_text(self, row: Row, end: int) -> None:
+        """Add a text with the tokens that were generated before a position."""
+        self.texts, self.tokens = self.texts + 1, self.tokens + row.layout.is_fixed[:end].count(False)
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,7 @@ class Engine:
         self.running = 0  # rows in the batch
         self.seconds_per_text = 1.0  # a moving average, for Retry-After
         self.thread: threading.Thread | None = None
+        self.batch = make_batch(lm)
 
     def start(self) -> Engine:
         """Start the thread."""
@@ -188,15 +201,12 @@ class Engine:
         with self.wake:
             if self.is_stopping:
                 raise QueueFullError("the server is shutting down: retry later", 5)
-            room = max(0, self.limits.max_rows - self.running)
-            if len(self.waiting) + len(rows) > self.limits.max_waiting + room:
+            count, most = len(self.waiting) + self.running, self.limits.max_rows + self.limits.max_waiting
+            if count + len(rows) > most:
                 self.stats.rejected += 1
-                seconds = self.seconds_per_text * (len(self.waiting) + self.running) / self.limits.max_rows
-                raise QueueFullError(
-                    f"{len(self.waiting)} texts are waiting, at most {self.limits.max_waiting} may, and the request is "
-                    f"for {len(rows)}: retry later",
-                    max(1, min(60, round(seconds))),
-                )
+                seconds = max(1, min(60, round(self.seconds_per_text * count / self.limits.max_rows)))
+                message = f"{count} texts are running or waiting, at most {most} may, {len(rows)} are requested"
+                raise QueueFullError(f"{message}: retry later", seconds)
             self.waiting.extend(rows)
             self.wake.notify_all()
         return ticket
@@ -221,53 +231,54 @@ class Engine:
 
     def _run(self) -> None:
         """The thread: calls, then rows that leave and join, then a step; until it is stopped."""
-        batch = self._new_batch()
         while True:
             with self.wake:
-                while not (has_work := bool(batch.rows or self.waiting or self.calls)) and not self.is_stopping:
+                while not (has_work := bool(self.batch.rows or self.waiting or self.calls)) and not self.is_stopping:
                     self.wake.wait()
                 if self.is_stopping and not (self.is_draining and has_work):
                     break
                 calls, self.calls = self.calls, deque()
             run_calls(calls)
-            joining = list[Row]()
-            try:
-                joining = self._exchange_rows(batch)
-                if joining:
-                    batch.join(joining)
-                if batch.rows:
-                    self._step(batch)
-            except Exception as error:
-                log.exception("a step failed; its requests are answered with an error")
-                fail([*batch.rows, *joining], error)
-                batch, self.running = self._new_batch(), 0
+            self.take_step()
         stopped = QueueFullError("the server has stopped: retry later", 5)
         with self.wake:
-            rows, calls = [*batch.rows, *self.waiting], self.calls
+            rows, calls = [*self.batch.rows, *self.waiting], self.calls
             self.waiting, self.calls, self.running = deque(), deque(), 0
         fail(rows, stopped)
         for future, _ in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(stopped)
 
-    def _new_batch(self) -> MaskedBatch | CausalBatch:
-        return (CausalBatch if self.lm.row_format.is_causal else MaskedBatch)(self.lm.predictor)
+    def take_step(self) -> None:
+        """Remove and add rows, then take a step; long calls do so between their parts, in the engine's thread."""
+        joining = list[Row]()
+        try:
+            joining = self._exchange_rows()
+            if joining:
+                self.batch.join(joining)
+            if self.batch.rows:
+                self._step()
+        except Exception as error:
+            log.exception("a step failed; its requests are answered with an error")
+            fail([*self.batch.rows, *joining], error)
+            self.batch, self.running = make_batch(self.lm), 0
 
-    def _exchange_rows(self, batch: MaskedBatch | CausalBatch) -> list[Row]:
-        """Remove cancelled rows, and return waiting ones that there is room for."""
+    def _exchange_rows(self) -> list[Row]:
+        """Remove rows that are cancelled or stopped by their text, and return waiting ones that there is room for."""
         with self.wake:
-            is_kept = torch.tensor([not is_skipped(row) for row in batch.rows], dtype=torch.bool)
-            room = self.limits.max_rows - int(is_kept.sum())
+            rows = self.batch.rows
+            skipped = [row for row in rows if is_skipped(row)]
+            room = self.limits.max_rows - len(rows) + len(skipped)
             joining = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-            self.stats.cancelled += int((~is_kept).sum())
-            self.running = int(is_kept.sum()) + len(joining)
-        if not bool(is_kept.all()):
-            batch.keep(is_kept)
+            self.running = len(rows) - len(skipped) + len(joining)
+        if skipped:
+            self.stats.count_skipped(skipped)
+            self.batch.keep(torch.tensor([row not in skipped for row in rows]))
         return joining
 
-    def _step(self, batch: MaskedBatch | CausalBatch) -> None:
+    def _step(self) -> None:
         """Take a step, deliver its frames and remove the rows that are done."""
-        began, rows = time.perf_counter(), batch.rows
+        began, batch, rows = time.perf_counter(), self.batch, self.batch.rows
         result = batch.step()
         self.stats.count_step(rows, result)
         deliver(rows, result, predict_tokens(self.lm, rows, result))
@@ -315,7 +326,7 @@ async def _read_frames(
                 if frame.index not in ticket.skipped:
                     yield frame
     finally:
-        if left:
+        if left - ticket.skipped:
             engine.cancel(ticket)
 
 
@@ -323,6 +334,11 @@ async def generate_rows(engine: Engine, request: GenerationRequest) -> list[Gene
     """Return the rows of a request."""
     frames = [frame async for frame in stream_rows(engine, request, LAST)]
     return [frame.row for frame in sorted(frames, key=lambda frame: frame.index)]
+
+
+def make_batch(lm: LM) -> MaskedBatch | CausalBatch:
+    """Return an empty batch of a model."""
+    return (CausalBatch if lm.row_format.is_causal else MaskedBatch)(lm.predictor)
 
 
 def is_skipped(row: Row) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -368,10 +368,19 @@ class LM(LMEngine):
         frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
         return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)
 
-    def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
+    def score(
+        self,
+        texts: Prompts,
+        *,
+        draws: int = 64,
+        seed: int = 0,
+        batch: int = 64,
+        on_batch: Callable[[], None] | None = None,
+    ) -> list[Score]:
         """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte.
 
-        Up to 6 tokens the bound is computed without noise, except of a model with time conditioning.
+        Up to 6 tokens the bound is computed without noise, except of a model with time conditioning. `on_batch` is
+        called after every batch.
         """
         from adlm.likelihood import estimate_token_nats
 
@@ -385,7 +394,7 @@ class LM(LMEngine):
         is_scored = [[any(x.start <= i < x.end for x in row.spans) for i in range(len(row))] for row in layouts]
         settings: dict[str, Any] = {"score_entropy": METHODS[self.method].score_entropy, "draws": draws, "seed": seed}
         rows, model = [row.ids for row in layouts], self.model.to(self.device)
-        columns = estimate_token_nats(model, rows, is_scored, batch=batch, **settings)
+        columns = estimate_token_nats(model, rows, is_scored, batch=batch, on_batch=on_batch, **settings)
         scores = []
         for layout, nats, error, is_exact in zip(layouts, *(each.tolist() for each in columns), strict=True):
             tokens, size = len(layout.spans[0].texts or ()), len(layout.spans[0].text.encode("utf-8"))

@@ -121,6 +121,20 @@ def test_a_skipped_row_leaves_and_the_others_finish() -> None:
         done = [frame for frame in asyncio.run(run(engine)) if frame.is_done]
     texts = model.run_request(request).texts
     assert {frame.index: frame.row.text for frame in done} == {0: texts[0], 2: texts[2]}
+    assert engine.stats.texts == 3 and engine.stats.cancelled == 0
+    assert 18 <= engine.stats.tokens <= 27
+
+
+def test_steps_are_taken_while_a_text_is_scored() -> None:
+    model = lm()
+
+    def score() -> bool:
+        _, future = submit(engine, model.build_request("the", steps=4, max_new_tokens=5))
+        model.score("a text of some tokens", draws=8, batch=1, on_batch=engine.take_step)
+        return future.done()
+
+    with Engine(model) as engine:
+        assert engine.call(score).result(10)
 
 
 def test_the_queue_is_bounded_and_recovers() -> None:
@@ -128,7 +142,7 @@ def test_the_queue_is_bounded_and_recovers() -> None:
     slow = model.build_request("the", **SLOW)
     with Engine(model, EngineLimits(max_rows=2, max_waiting=3)) as engine:
         tickets = [submit(engine, slow)[0] for _ in range(5)]
-        with pytest.raises(QueueFullError, match="at most 3 may") as caught:
+        with pytest.raises(QueueFullError, match="at most 5 may") as caught:
             submit(engine, slow)
         assert 1 <= caught.value.retry_after <= 60
         for ticket in tickets:
