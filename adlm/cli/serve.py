@@ -1,5 +1,6 @@
 """`adlm serve`: the HTTP server."""
 
+import socket
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -39,23 +40,28 @@ def serve(
 
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         status_console().print(f"warning: {host} is open to the network without an API key: set ADLM_API_KEY")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ValueError(
+            f"{host} port {port} cannot be used ({error.strerror}): give another --host or --port"
+        ) from None
     lm, *others = [load(each, device=device, deterministic=deterministic) for each in models or [DEFAULT]]
     limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
     app = create_app(lm, limits=limits, api_key=api_key, others=others)
     for each in (lm, *others):
         each.generate(max_new_tokens=1, steps=None if each.row_format.is_causal else 1)  # warm-up
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_DRAIN, server_header=False
-    )
-    socket = config.bind_socket()
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_DRAIN, server_header=False)
 
     class Server(uvicorn.Server):
         """Prints the address when it accepts connections."""
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
-            address = socket.getsockname()
+            address = listener.getsockname()
             shown = f"[{address[0]}]" if ":" in address[0] else address[0]
             typer.echo(f"serving {', '.join(each.name for each in (lm, *others))} on http://{shown}:{address[1]}")
 
-    Server(config).run(sockets=[socket])
+    Server(config).run(sockets=[listener])
