@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from adlm import __version__
 from adlm.methods import SAMPLERS
 from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows
-from adlm.serve.page import PAGE_PATHS, POLICY, add_page, serve_file
+from adlm.serve.page import PAGE_FILES, POLICY, add_page
 from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, describe_draft
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
@@ -34,8 +34,7 @@ log = logging.getLogger("adlm.serve")
 MAX_BODY_BYTES = 1 << 20
 SCORE_BATCH = 8  # rows that are evaluated for a score between two steps
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)  # of the latency histogram
-DOCS_PATHS = {"/docs": "docs.html", "/docs.js": "docs.js"}
-OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json", *DOCS_PATHS, *PAGE_PATHS)  # without an API key
+OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json", *PAGE_FILES)  # without an API key
 HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
@@ -141,13 +140,11 @@ class Guard:
                 raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES:,} bytes: send less")
             return message
 
-        app, length = self.app, headers.get(b"content-length", b"0")
+        app = self.app
         key = self.key if scope["path"] not in OPEN_PATHS else None
         if key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), key):
             message = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
             app = answer_error(401, message, code="invalid_api_key")
-        if not length.isdigit() or int(length[:12]) > MAX_BODY_BYTES:
-            app = answer_error(413, f"the body has more than {MAX_BODY_BYTES:,} bytes: send less")
         try:
             await app(scope, receive_some, send_more)
         except Exception:
@@ -297,8 +294,6 @@ def create_app(
     app = FastAPI(title="adlm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
     app.state.engine = engine
     add_page(app)
-    for path, file in DOCS_PATHS.items():
-        app.add_route(path, serve_file(file), include_in_schema=False)
     app.add_middleware(Guard, api_key=api_key, registry=registry)
     for kind in (RequestValidationError, HTTPException, QueueFullError, ValueError):
         app.add_exception_handler(kind, answer_exception)

@@ -8,7 +8,8 @@ from fastapi.responses import Response
 
 from adlm.view.player import read_asset
 
-PAGE_PATHS = ("/", "/page.js", "/page.css", "/player.js", "/player.css")
+NAMES = ("docs.js", "page.js", "page.css", "player.js", "player.css")
+PAGE_FILES = {"/": "index.html", "/docs": "docs.html", **{f"/{name}": name for name in NAMES}}  # by path
 MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 # The content security policy of all answers: files of this server and requests to it, nothing else.
 POLICY = (
@@ -18,9 +19,9 @@ POLICY = (
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page and its files."""
-    for path in PAGE_PATHS:
-        app.add_route(path, serve_file(path[1:] or "index.html"), include_in_schema=False)
+    """Serve the page, the list of requests and their files."""
+    for path, name in PAGE_FILES.items():
+        app.add_route(path, serve_file(name), include_in_schema=False)
 
 
 def serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:

@@ -24,7 +24,7 @@ if os.environ.get("ADLM_ALL") != "1":
 from fastapi.testclient import TestClient
 
 from adlm.serve.app import create_app
-from adlm.serve.page import PAGE_PATHS
+from adlm.serve.page import PAGE_FILES
 from tests.serve.servers import run_server
 
 ALARM = "<img src=x onerror='window.broken=1'>"
@@ -81,7 +81,7 @@ def test_several_models_are_chosen_by_name() -> None:
 
 def test_the_files_are_served_without_a_key_and_load_nothing_from_elsewhere() -> None:
     with TestClient(create_app(lm(), api_key="secret")) as client:
-        pages = {path: client.get(path) for path in PAGE_PATHS}
+        pages = {path: client.get(path) for path in PAGE_FILES}
         assert client.get("/v1/models").status_code == 401
     for path, answer in pages.items():
         assert answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff", path
@@ -92,8 +92,7 @@ def test_the_files_are_served_without_a_key_and_load_nothing_from_elsewhere() ->
     index = pages["/"].text
     assert not re.search(r"<style|<script>|\son\w+=|\sstyle=", index)
     assert set(re.findall(r'(?:src|href)="([^"#:]+)"', index)) == {
-        "docs",
-        *(path[1:] for path in PAGE_PATHS if path != "/"),
+        path[1:] for path in PAGE_FILES if path not in ("/", "/docs.js")
     }
 
 
