@@ -76,8 +76,9 @@ def run_eval(
             settings |= {"context": context} if task in DISTRIBUTED else {}
             device = str(context.device)
             names = dict.fromkeys(parameters.get("models") or [DEFAULT])
-            # A generator: `anchors` takes the models one at a time.
             models = load_models(device) if load_models else (load(name, device=device) for name in names)
+            if task == "report":  # which writes files before it takes the models; `anchors` takes them one at a time
+                models = list(models)
             result: EvalResult = getattr(adlm.evaluate, task)(models, **settings, on_progress=on_progress)
     if context.is_main:
         with explain_full_disk(out):

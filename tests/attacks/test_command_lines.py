@@ -13,12 +13,13 @@ from adlm.cli.main import app
 from adlm.config import Config, _flatten
 from tests.attacks.commands import Outcome, attack, count_cases, draw_examples, run_command
 
-# A cheap call of each command, from which the wrong ones are made; those of convert, demo, reason
+# A cheap call of each command, from which the wrong ones are made; those of convert, demo, experiment, reason
 # and zeroshot fail early.
 CALLS = {
     "convert": "nowhere.ckpt --out new --raw",
     "demo": "--steps 0 --out text.txt/demo",
     "doctor": "",
+    "experiment": "recipe.yaml --dry-run",
     "export": "model --out new",
     "infill": "The|___{2}|sat. --model model --steps 2",
     "models": "adlm-prose",

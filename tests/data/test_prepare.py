@@ -134,7 +134,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bytes(tmp_path:
     rng, killed, shards = random.Random(f"{rows} {valid}"), 0, []
     for attempt in range(40):
         is_timed = attempt in (0, 2, 4)  # on a busy machine little is done by then, so not always
-        seconds, syncs = (rng.uniform(0.05, 0.4), None) if is_timed else (None, rng.randint(5, 35))
+        seconds, syncs = (rng.uniform(0.02, 0.15), None) if is_timed else (None, rng.randint(3, 32))
         status = prepare_in_child(seconds, syncs, source, tmp_path / "killed", **options)
         shards.append(len(list((tmp_path / "killed").glob("train-*.bin"))))
         if os.WIFSIGNALED(status):
