@@ -23,6 +23,7 @@ from adlm.view.trajectory import TokenState
 
 log = logging.getLogger("adlm.serve")
 T = TypeVar("T")
+MAX_UNREAD = 256  # steps whose frames are kept for a slow client
 LAST, SETTLED, ALL = "last", "settled", "all"  # the frames of a row that are delivered
 
 
@@ -304,6 +305,8 @@ def stream_rows(
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[RowFrame] | Exception]()
 
     def notify(news: list[RowFrame] | Exception) -> None:
+        if isinstance(news, list) and queue.qsize() >= MAX_UNREAD:  # the last frames have all text
+            news = [frame for frame in news if frame.is_done]
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
     return _read_frames(engine, engine.submit(request, notify, frames, skipped, **wants), queue)

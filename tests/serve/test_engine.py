@@ -69,6 +69,21 @@ def test_all_frames_are_those_of_a_stream() -> None:
         assert asyncio.run(run(engine)) == [step.frame.tokens[0].tolist() for step in model.stream_request(request)][1:]
 
 
+def test_a_slow_reader_gets_fewer_frames_and_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lm()
+    request = model.build_request("the", steps=200, max_new_tokens=9, seed=3, sampler="ancestral")
+    monkeypatch.setattr("adlm.serve.engine.MAX_UNREAD", 4)
+
+    async def run(engine: Engine) -> list[RowFrame]:
+        frames = stream_rows(engine, request, ALL)
+        await asyncio.to_thread(wait_for, lambda: engine.stats.texts == 1)
+        return [frame async for frame in frames]
+
+    with Engine(model) as engine:
+        frames = asyncio.run(run(engine))
+    assert len(frames) < 200 and frames[-1].row.text == model.run_request(request).texts[0]
+
+
 def test_cancellation_frees_the_slot_within_one_step_and_spares_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model, steps_at_removal = lm(), list[int]()
     slow, fast = model.build_request("the", **SLOW), model.build_request("a", steps=4, max_new_tokens=5)
