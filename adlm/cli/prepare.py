@@ -35,7 +35,7 @@ def prepare(
     documents: Annotated[str, typer.Option(help="In plain text: auto, file, line, blank or every-line.")] = "auto",
     detokenizer: Annotated[str | None, typer.Option(help="Detokenizer, or none. [default: the corpus's]")] = None,
     glob: Annotated[list[str] | None, typer.Option(help=GLOB_HELP)] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Tokenizing threads. [default: all cores]")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Tokenizing processes. [default: all cores]")] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 2**25,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace data prepared before in --out.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Verify the checksums of --out.")] = False,

@@ -285,7 +285,7 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
         parts = ((text, position, True) for text, position in source.read())
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
     chunks = chunk_documents(parts, skip=packer.documents)
-    for chunk, (consumed, is_whole) in tokenize_chunks(tokenizer, chunks, job.workers):
+    for chunk, (consumed, is_whole) in tokenize_chunks(tokenizer.json, job.dtype, chunks, job.workers):
         packed = packer.feed(*chunk, is_whole=is_whole)
         writer.add(packed)
         rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)

@@ -15,7 +15,7 @@ from adlm.data.batches import RowDataset, TensorRows
 from adlm.data.corpora import find_corpus
 from adlm.data.packing import PackedRows, Packer
 from adlm.data.prepare import ROW_LAYOUTS
-from adlm.data.shards import MANIFEST, PROGRESS, open_data
+from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.data.workers import TokenizedChunk, chunk_documents, tokenize_chunks
@@ -79,7 +79,8 @@ def load_eval_data(
     packing = EvalPacker(packer, tokenizer, limit)
     parts = ((text, consumed, True) for text, consumed in opened.read())
     chunks = ((texts, (texts, consumed)) for texts, (consumed, _) in chunk_documents(parts))
-    for chunk, (texts, consumed) in tokenize_chunks(tokenizer, chunks, workers):
+    dtype = choose_dtype(tokenizer.vocab_size)
+    for chunk, (texts, consumed) in tokenize_chunks(tokenizer.json, dtype, chunks, workers):
         packing.feed(chunk, texts)
         on_progress(consumed, opened.total_bytes or 0)
         if packing.is_full:

@@ -1,9 +1,10 @@
-"""Chunks that threads tokenize, and documents in parts, have the tokenizer's own ids."""
+"""Encoding word by word, in one process or several, gives the tokenizer's own ids."""
 
 import json
-import os
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,28 +13,84 @@ from tokenizers import AddedToken
 from adlm.data.formats import WORD_END
 from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
+from adlm.data.workers import CachedEncoder, TokenizerPool, can_cut_words, chunk_documents, tokenize_chunks
 
+TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
 FAST = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased")}
 FAST["trained"] = train_bpe([load_excerpt()[:50_000]], 700, end_token=END_OF_TEXT)
+ENCODERS = {name: CachedEncoder(tokenizer.json, "uint16") for name, tokenizer in FAST.items()}
+PIECES = st.sampled_from(
+    [*" \n\t.,;:!?'\"-_&0aZé世ß\u0301\u00a0\u200b½²٣", "'s", "'ll", "  ", "\r\n", "word", "The", "[MASK]"]
+)
+
+
+def assert_same_ids(encoder: CachedEncoder, text: str, name: str = "gpt2") -> None:
+    assert np.frombuffer(encoder.encode(text), encoder.dtype).tolist() == FAST[name].encode(text)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.lists(PIECES, max_size=30).map("".join), st.text(max_size=30)), st.sampled_from(sorted(FAST)))
+def test_cached_words_have_the_ids_of_the_whole_text(text: str, name: str) -> None:
+    assert_same_ids(ENCODERS[name], text, name)
+
+
+@pytest.mark.parametrize("name", sorted(FAST))
+def test_a_book_has_the_same_ids_word_by_word(name: str) -> None:
+    encoder, text = CachedEncoder(FAST[name].json, "uint32"), load_excerpt()[:150_000]
+    assert_same_ids(encoder, text, name)
+    assert encoder.can_cut and 1000 < len(encoder.cache) < 40_000
+
+
+def test_the_cache_is_bounded_and_never_iterated(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cache(dict[str, bytes]):
+        def keys(self) -> Any:
+            raise AssertionError("iterating over the cache for every short document would take minutes")
+
+        __iter__ = keys
+
+    monkeypatch.setattr("adlm.data.workers.MAX_CACHED_WORDS", 50)
+    encoder = CachedEncoder(FAST["gpt2"].json, "uint16")
+    encoder.cache = Cache()
+    for text in TEXTS[:30]:
+        assert_same_ids(encoder, text)
+    assert len(encoder.cache) < 400
+
+
+@pytest.mark.parametrize("name", sorted(FAST))
+def test_long_pieces_are_not_cached(name: str) -> None:
+    """Without Latin letters a piece may be a whole document, so the number of pieces does not bound the memory."""
+    encoder = CachedEncoder(FAST[name].json, "uint16")
+    for number in range(20):
+        text = "".join(chr(0x4E00 + (number * 997 + i * i) % 5000) for i in range(1000)) + " и слово за словом" * 50
+        assert_same_ids(encoder, text, name)
+    assert sum(map(len, encoder.cache)) < 1000
 
 
 def test_results_come_in_the_order_of_the_chunks() -> None:
-    texts, before = ["long " * 20_000, *(f"short {i}" for i in range(40)), ""], dict(os.environ)
-    results = list(tokenize_chunks(FAST["gpt2"], (([text], i) for i, text in enumerate(texts)), workers=2))
-    assert [tag for _, tag in results] == list(range(len(texts))) and before == os.environ
+    texts = ["long " * 20_000, *(f"short {i}" for i in range(40)), ""]
+    chunks = (([text], i) for i, text in enumerate(texts))
+    results = list(tokenize_chunks(FAST["gpt2"].json, "uint16", chunks, workers=2))
+    assert [tag for _, tag in results] == list(range(len(texts)))
     for text, (tokenized, _) in zip(texts, results):
         assert tokenized.ids.tolist() == FAST["gpt2"].encode(text)
         assert tokenized.lengths.tolist() == [len(tokenized.ids)] and tokenized.sizes.tolist() == [len(text.encode())]
 
 
-def test_an_error_of_the_source_is_raised() -> None:
+def test_a_dead_worker_is_an_error() -> None:
+    with TokenizerPool(FAST["gpt2"].json, "uint16", 1) as pool:
+        pool.processes[0].kill()
+        with pytest.raises(ChildProcessError, match=r"ended with code -9.*fewer --workers"):
+            list(pool.tokenize(([text], None) for text in TEXTS))
+
+
+def test_an_error_of_the_source_is_raised_and_ends_the_workers() -> None:
     def broken() -> Iterator[tuple[list[str], None]]:
         yield ["fine"], None
         raise ValueError("line 7 is not JSON")
 
-    with pytest.raises(ValueError, match="line 7"):
-        list(tokenize_chunks(FAST["gpt2"], broken(), workers=2))
+    with pytest.raises(ValueError, match="line 7"), TokenizerPool(FAST["gpt2"].json, "uint16", 2) as pool:
+        list(pool.tokenize(broken()))
+    assert all(process.returncode is not None for process in pool.processes)
 
 
 def test_which_tokenizers_allow_a_cut() -> None:
