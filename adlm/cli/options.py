@@ -27,4 +27,4 @@ TopK = Annotated[int | None, sampling_option(min=1, help="Number of likeliest to
 Block = Annotated[int | None, sampling_option(min=1, help="Tokens per block, left to right. [default: one block]")]
 SamplerOptions = Annotated[list[str] | None, sampling_option("--option", help="name=value of the sampler: eta=0.04.")]
 Batch = Annotated[int, sampling_option(min=1, help="Texts per batch; does not change the texts.")]
-Deterministic = Annotated[bool, sampling_option("--deterministic", help="Independent of --batch on a GPU, too.")]
+Deterministic = Annotated[bool, sampling_option("--deterministic", help="Independent of the batch on a GPU, too.")]
