@@ -146,8 +146,10 @@ def test_quick_tests_itself_and_shows_a_solution(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_quick_learns_arithmetic(tmp_path: Path) -> None:
-    answer = answer_json("reason", "train", "arithmetic", "acot", "--quick", "device=cpu", "--out", tmp_path)
-    assert answer["tests"]["2 hops"]["accuracy"] >= 0.2
+    """1,000 of its 1,800 steps, after which 25% are right; chance is 1%."""
+    short = "steps=1000", "reasoning.stage_steps=140", "valid.every=1000", "device=cpu"
+    answer = answer_json("reason", "train", "arithmetic", "acot", *short, "--quick", "--out", tmp_path)
+    assert answer["tests"]["2 hops"]["accuracy"] >= 0.1
 
 
 def test_a_stop_signal_has_the_exit_code_of_adlm_train(tmp_path: Path) -> None:

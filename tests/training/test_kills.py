@@ -35,7 +35,11 @@ def is_killed(folder: Path, changes: tuple[str, ...], rng: random.Random, moment
 
 @pytest.mark.parametrize(
     ("workers", "kills"),
-    [(0, 3), pytest.param(0, 20, marks=pytest.mark.slow), pytest.param(2, count_cases(3), marks=pytest.mark.slow)],
+    [
+        (0, 3),
+        pytest.param(0, count_cases(8), marks=pytest.mark.slow),
+        pytest.param(2, count_cases(3), marks=pytest.mark.slow),
+    ],
 )
 def test_kills_change_nothing(tmp_path: Path, workers: int, kills: int) -> None:
     straight, torn = tmp_path / "straight", tmp_path / "torn"
