@@ -1,7 +1,7 @@
-"""A pool of tokenizing processes. Run as a script, this file is one of the processes.
+"""Tokenizing processes. Run as a script, this file is one of them.
 
 It imports nothing from adlm, so that a process starts in a tenth of a second and holds no torch. It inherits no threads
-and ends when its input does, so a parent that is killed leaves no process behind.
+and ends when its connection does, so a parent that is killed leaves no process behind.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -38,93 +39,62 @@ class TokenizedChunk(NamedTuple):
     sizes: NDArray[np.int64]
 
 
-class TokenizerPool:
-    """Processes that share the tokenizing; results keep the order of the input."""
+class WorkerProcess:
+    """A tokenizing process, for a tokenizer by the content of its tokenizer.json, and the connection to it."""
 
-    def __init__(self, description: str, dtype: str, workers: int) -> None:
-        """Start the processes; the description of the tokenizer is the content of a tokenizer.json."""
-        self.dtype, content = np.dtype(dtype), description.encode("utf-8")
-        command = [sys.executable, "-P", __file__, dtype]
+    def __init__(self, description: str, dtype: str) -> None:
+        self.connection, theirs = Pipe()
         # One thread each: the processes are the parallel part.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            for _ in range(workers)
-        ]
-        self.free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        for process in self.processes:
-            assert process.stdin is not None
-            send(process.stdin, content, np.array([len(content)]))
-            self.free.put(process)
-        self.threads = ThreadPoolExecutor(workers)  # they wait on pipes
+        self.process = subprocess.Popen([sys.executable, "-P", __file__, dtype], stdin=theirs.fileno(), env=environment)
+        theirs.close()
+        self.connection.send(description)
 
-    def __enter__(self) -> TokenizerPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            for process in self.processes:
-                process.kill()  # their results are not needed
-        self.threads.shutdown(cancel_futures=True)
-        for process in self.processes:
-            assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # closing flushes, and the process may have ended
-                process.stdin.close()
-            process.stdout.close()
-            process.wait()
-
-    def tokenize(self, chunks: Iterable[tuple[Sequence[str], Any]]) -> Iterator[tuple[TokenizedChunk, Any]]:
-        """Yield each chunk's ids and the object that came with it; only a few chunks are read ahead."""
-        waiting: deque[tuple[Future[TokenizedChunk], Any]] = deque()
-        for texts, tag in chunks:
-            waiting.append((self.threads.submit(self._tokenize_chunk, texts), tag))
-            if len(waiting) >= CHUNKS_PER_PROCESS * len(self.processes):
-                future, first_tag = waiting.popleft()
-                yield future.result(), first_tag
-        for future, tag in waiting:
-            yield future.result(), tag
-
-    def _tokenize_chunk(self, texts: Sequence[str]) -> TokenizedChunk:
-        encoded = [text.encode("utf-8") for text in texts]
-        sizes = np.array([len(each) for each in encoded], dtype=np.int64)
-        process = self.free.get()
-        assert process.stdin is not None and process.stdout is not None
+    def tokenize(self, texts: Sequence[str]) -> TokenizedChunk:
+        """Wait for the ids of a chunk of documents."""
         try:
-            send(process.stdin, b"".join(encoded), sizes)
-            ids, lengths = receive(process.stdout)
-        except (BrokenPipeError, EOFError) as error:
+            self.connection.send(texts)
+            return TokenizedChunk(*self.connection.recv())
+        except (OSError, EOFError) as error:
             raise ChildProcessError(
-                f"a tokenizing process ended with code {process.wait()}; its messages are above. "
+                f"a tokenizing process ended with code {self.process.wait()}; its messages are above. "
                 "If it was killed, memory may be short: try fewer --workers"
             ) from error
-        finally:
-            self.free.put(process)  # a dead one, too: otherwise a waiting thread would block
-        return TokenizedChunk(np.frombuffer(ids, dtype=self.dtype), lengths, sizes)
 
 
 def tokenize_chunks(
     description: str, dtype: str, chunks: Iterable[tuple[Sequence[str], Any]], workers: int
 ) -> Iterator[tuple[TokenizedChunk, Any]]:
-    """Yield each chunk's ids and the object that came with it, in order, from a pool that ends with this."""
-    with TokenizerPool(description, dtype, workers) as pool:
-        yield from pool.tokenize(chunks)
+    """Yield each chunk's ids and the object that came with it, in order; only a few chunks are read ahead."""
+    processes = [WorkerProcess(description, dtype) for _ in range(workers)]
+    free: SimpleQueue[WorkerProcess] = SimpleQueue()
+    for process in processes:
+        free.put(process)
 
+    def tokenize(texts: Sequence[str]) -> TokenizedChunk:
+        process = free.get()
+        try:
+            return process.tokenize(texts)
+        finally:
+            free.put(process)  # a dead one, too: otherwise a waiting thread would block
 
-def send(pipe: IO[bytes], content: bytes, sizes: NDArray[np.int64]) -> None:
-    """Write two lengths in bytes, then the sizes of the parts and the content itself."""
-    pipe.write(np.array([sizes.nbytes, len(content)], dtype=np.int64).tobytes() + sizes.tobytes())
-    pipe.write(content)
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> tuple[bytes, NDArray[np.int64]]:
-    """Read what `send` wrote; EOFError where the pipe ends."""
-    header = pipe.read(16)
-    lengths = np.frombuffer(header if len(header) == 16 else bytes(16), dtype=np.int64).tolist()
-    sizes, content = (pipe.read(length) for length in lengths)
-    if [len(header), len(sizes), len(content)] != [16, *lengths]:
-        raise EOFError("the pipe ended")
-    return content, np.frombuffer(sizes, dtype=np.int64)
+    threads = ThreadPoolExecutor(workers)  # they wait for the processes
+    waiting: deque[tuple[Future[TokenizedChunk], Any]] = deque()
+    try:
+        for texts, tag in chunks:
+            waiting.append((threads.submit(tokenize, texts), tag))
+            if len(waiting) >= CHUNKS_PER_PROCESS * workers:
+                future, first_tag = waiting.popleft()
+                yield future.result(), first_tag
+        for future, tag in waiting:
+            yield future.result(), tag
+    finally:
+        for process in processes:
+            process.process.kill()  # it waits for the next chunk, or its result is not needed
+        threads.shutdown(cancel_futures=True)
+        for process in processes:
+            process.connection.close()
+            process.process.wait()
 
 
 def chunk_documents(
@@ -200,21 +170,17 @@ class CachedEncoder:
 
 
 def run_worker(dtype: str) -> None:
-    """Read a tokenizer and chunks from standard input, and write ids to standard output until the input ends."""
+    """Receive a tokenizer and then chunks on standard input, a socket, and send ids back until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
-    with suppress(EOFError):
-        encoder = CachedEncoder(receive(sys.stdin.buffer)[0].decode("utf-8"), dtype)
+    with suppress(EOFError, ConnectionError), Connection(sys.stdin.fileno()) as parent:
+        encoder = CachedEncoder(parent.recv(), dtype)
         while True:
-            content, sizes = receive(sys.stdin.buffer)
-            ends = np.cumsum(sizes).tolist()
-            texts = (content[end - size : end].decode("utf-8") for end, size in zip(ends, sizes.tolist()))
+            texts = parent.recv()
             parts = [encoder.encode(text) for text in texts]
             lengths = np.array([len(part) // encoder.dtype.itemsize for part in parts], dtype=np.int64)
-            send(sys.stdout.buffer, b"".join(parts), lengths)
+            sizes = np.array([len(text.encode("utf-8")) for text in texts], dtype=np.int64)
+            parent.send((np.frombuffer(b"".join(parts), encoder.dtype), lengths, sizes))
 
 
 if __name__ == "__main__":
-    try:
-        run_worker(*sys.argv[1:])
-    except BrokenPipeError:
-        os._exit(1)  # the parent is gone
+    run_worker(*sys.argv[1:])

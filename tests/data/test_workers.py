@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from adlm.data.formats import WORD_END
 from adlm.data.sources import load_excerpt
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.data.workers import CachedEncoder, TokenizerPool, can_cut_words, chunk_documents, tokenize_chunks
+from adlm.data.workers import CachedEncoder, WorkerProcess, can_cut_words, chunk_documents, tokenize_chunks
 
 TEXTS = [part for part in load_excerpt()[:60_000].split("\n\n") if part]
 FAST = {name: load_tokenizer(name) for name in ("gpt2", "bert-base-uncased")}
@@ -76,21 +76,35 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
         assert tokenized.lengths.tolist() == [len(tokenized.ids)] and tokenized.sizes.tolist() == [len(text.encode())]
 
 
-def test_a_dead_worker_is_an_error() -> None:
-    with TokenizerPool(FAST["gpt2"].json, "uint16", 1) as pool:
-        pool.processes[0].kill()
-        with pytest.raises(ChildProcessError, match=r"ended with code -9.*fewer --workers"):
-            list(pool.tokenize(([text], None) for text in TEXTS))
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[WorkerProcess]:
+    """The processes that a test starts."""
+    started: list[WorkerProcess] = []
+
+    def start(description: str, dtype: str) -> WorkerProcess:
+        started.append(WorkerProcess(description, dtype))
+        return started[-1]
+
+    monkeypatch.setattr("adlm.data.workers.WorkerProcess", start)
+    return started
 
 
-def test_an_error_of_the_source_is_raised_and_ends_the_workers() -> None:
+def test_a_dead_worker_is_an_error(processes: list[WorkerProcess]) -> None:
+    results = tokenize_chunks(FAST["gpt2"].json, "uint16", (([text], None) for text in TEXTS), workers=1)
+    next(results)
+    processes[0].process.kill()
+    with pytest.raises(ChildProcessError, match=r"ended with code -9.*fewer --workers"):
+        list(results)
+
+
+def test_an_error_of_the_source_is_raised_and_ends_the_workers(processes: list[WorkerProcess]) -> None:
     def broken() -> Iterator[tuple[list[str], None]]:
         yield ["fine"], None
         raise ValueError("line 7 is not JSON")
 
-    with pytest.raises(ValueError, match="line 7"), TokenizerPool(FAST["gpt2"].json, "uint16", 2) as pool:
-        list(pool.tokenize(broken()))
-    assert all(process.returncode is not None for process in pool.processes)
+    with pytest.raises(ValueError, match="line 7"):
+        list(tokenize_chunks(FAST["gpt2"].json, "uint16", broken(), workers=2))
+    assert len(processes) == 2 and all(each.process.returncode is not None for each in processes)
 
 
 def test_which_tokenizers_allow_a_cut() -> None:
