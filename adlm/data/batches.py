@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from adlm.data.packing import PackedRows, Packer
+from adlm.data.packing import PackedRows, Packer, iterate_blocks
 from adlm.data.sources import Source
 from adlm.data.tokenizers import Tokenizer
 
@@ -188,7 +188,7 @@ class StreamedRows(IterableDataset[Any]):
         state = dict(self.state)
         while True:
             is_empty = True
-            for packed, following in self._iterate_blocks(state["start"]):
+            for packed in iterate_blocks(self._pack_documents(state["start"]), self.block):
                 is_empty = False
                 key = np.random.SeedSequence([self.seed, state["epoch"], state["block"], self.rank])
                 order = np.random.Generator(np.random.Philox(key)).permutation(len(packed.rows))
@@ -196,7 +196,7 @@ class StreamedRows(IterableDataset[Any]):
                     place, number = order[taken], state["rows"] * self.size + self.rank
                     state |= {"taken": taken + 1, "rows": state["rows"] + 1}
                     if taken == len(order) - 1:
-                        state |= {"start": following, "block": state["block"] + 1, "taken": 0}
+                        state |= {"start": packed.ends[-1].tolist(), "block": state["block"] + 1, "taken": 0}
                     length = self.length if packed.lengths is None else packed.lengths[place]
                     yield packed.rows[place].astype(np.int64), np.int64(length), np.int64(number), dict(state)
             if is_empty and state["start"] == [0, 0, 0]:
@@ -206,21 +206,14 @@ class StreamedRows(IterableDataset[Any]):
                 )
             state |= {"epoch": state["epoch"] + 1, "start": [0, 0, 0], "block": 0, "taken": 0}
 
-    def _iterate_blocks(self, start: list[int]) -> Iterator[tuple[PackedRows, list[int]]]:
-        """Yield blocks of rows from a position in the source, each with the position after it."""
+    def _pack_documents(self, start: list[int]) -> Iterator[PackedRows]:
+        """Yield the rows of the documents from a position in the source on."""
         packer = Packer(self.tokenizer, self.length, is_wrapped=self.is_wrapped, start=start)
         texts = (text for text, _ in islice(self.source.read(), self.rank, None, self.size))
         documents = islice(texts, start[0], None)
-        waiting: list[PackedRows] = []
         while chunk := list(islice(documents, DOCUMENT_CHUNK)):
             ids, lengths = self.tokenizer.encode_batch(chunk)
-            waiting.append(packer.feed(ids, lengths, np.array([len(text.encode("utf-8")) for text in chunk])))
-            while sum(len(packed.rows) for packed in waiting) >= self.block:
-                block = PackedRows.concatenate(waiting)
-                yield block[: self.block], block.ends[self.block - 1].tolist()
-                waiting = [block[self.block :]]
-        if waiting and len((rest := PackedRows.concatenate(waiting)).rows):
-            yield rest, rest.ends[-1].tolist()
+            yield packer.feed(ids, lengths, np.array([len(text.encode("utf-8")) for text in chunk]))
 
 
 class StreamedBatches:

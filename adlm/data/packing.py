@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,19 @@ class PackedRows:
         lengths = [part.lengths for part in parts if part.lengths is not None]
         rows, ends = (np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "ends"))
         return cls(rows, np.concatenate(lengths) if lengths else None, ends)
+
+
+def iterate_blocks(parts: Iterable[PackedRows], size: int) -> Iterator[PackedRows]:
+    """Yield rows in blocks of `size` rows, of which the last may be smaller."""
+    waiting: list[PackedRows] = []
+    for part in parts:
+        waiting.append(part)
+        while sum(len(each.rows) for each in waiting) >= size:
+            block = PackedRows.concatenate(waiting)
+            yield block[:size]
+            waiting = [block[size:]]
+    if waiting and len((rest := PackedRows.concatenate(waiting)).rows):
+        yield rest
 
 
 class Packer:

@@ -19,8 +19,8 @@ import torch
 
 from adlm.data import shards
 from adlm.data.corpora import Corpus, find_corpus
-from adlm.data.packing import PackedRows, Packer
-from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, OnShard, ShardedRows, ShardWriter
+from adlm.data.packing import PackedRows, Packer, iterate_blocks
+from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
 from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, read_json, train_bpe
 from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
@@ -30,9 +30,7 @@ SHARD_TOKENS = 2**25
 ROW_LAYOUTS = ("wrapped", "documents")
 END = [shards.COUNT]  # form of a position in the source
 SPLIT_FORM = {"shards": [shards.SHARD_FORM], "end": END}
-PROGRESS_FORM = shards.STATE_FORM | {"splits": {"train": SPLIT_FORM}, "tokenizer": (None, dict)}
-PROGRESS_FORM |= {"cut": (None, {"rows": shards.COUNT, "end": END})}
-COPY_ROWS = 4096  # rows that are moved to the valid split at a time
+PROGRESS_FORM = shards.STATE_FORM | {"splits": {"*": SPLIT_FORM}, "tokenizer": (None, dict)}
 TEMPORARY = (".part", ".ends", PROGRESS)  # what only an unfinished preparation needs
 HASHES = "hashes.json"  # of the source's files, by what `describe_version` returns
 FILE_NAMES = re.compile(
@@ -152,7 +150,7 @@ def count_cores() -> int:
 
 def count_valid_rows(rows: int, share: float) -> int:
     """Return the size of the valid split: the share, but at least 64 or a tenth, and at least two rows."""
-    return max(int(share * rows), min(64, rows // 10), 2) if share else 0
+    return max(int(share * rows), min(64, rows // 10), 2)
 
 
 @dataclass(frozen=True)
@@ -181,14 +179,17 @@ class Preparation:
     def save_state(self) -> None:
         shards.write_atomically(self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8"))
 
+    @property
+    def is_padded(self) -> bool:
+        return bool(self.settings["rows"] == "documents")
+
+    @property
+    def shard_rows(self) -> int:
+        return int(self.settings["shard_tokens"] // self.settings["length"])
+
     def open_train_rows(self) -> ShardedRows:
         files = tuple((shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"])
-        is_padded = self.settings["rows"] == "documents"
-        return ShardedRows(self.folder, self.settings["length"], self.dtype, is_padded, files)
-
-    def open_writer(self, split: str, on_shard: OnShard, **options: Any) -> ShardWriter:
-        rows = self.settings["shard_tokens"] // self.settings["length"]
-        return ShardWriter(self.folder, split, dtype=self.dtype, shard_rows=rows, on_shard=on_shard, **options)
+        return ShardedRows(self.folder, self.settings["length"], self.dtype, self.is_padded, files)
 
 
 def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
@@ -213,13 +214,13 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if is_finished:
         remove_files(job.folder, TEMPORARY)
         return shards.open_data(job.folder).manifest
-    if old is not None and old["cut"] is None:  # while the valid split is cut off, shards are being shortened
+    if old is not None and not (job.is_cut and "valid" in old["splits"]):  # else shards are being shortened
         for split in old["splits"].values():
             for shard in split["shards"]:
                 shards.check_file(job.folder / shard["file"], shard["bytes"])
     names = ("train",) if job.is_cut else ("train", "valid")
     splits = {name: {"shards": [], "end": [0, 0, 0], "is_complete": False} for name in names}
-    fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits, "cut": None}
+    fresh = {"settings": job.settings, "settings_sha256": job.sha256, "tokenizer": None, "splits": splits}
     job.state.update(old or fresh)
     job.save_state()
     return None
@@ -232,8 +233,8 @@ def run_preparation(job: Preparation, sources: dict[str, Source], tokenizer: Tok
         for split, source in sources.items():
             if not job.state["splits"][split]["is_complete"]:
                 write_split(job, split, source, tokenizer)
-        if job.is_cut:
-            cut_valid(job)
+        if share := job.settings["valid"].get("share"):
+            cut_valid(job, share)
         return write_manifest(job)
     except OSError as error:
         remove_files(job.folder, (".part",))  # frees space
@@ -272,26 +273,26 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
     """Write documents to shards, from the end of the last complete shard."""
     state, began = job.state["splits"][split], time.perf_counter()
 
-    def on_shard(record: dict[str, Any], end: list[int]) -> None:
-        state["shards"].append(record)
-        state["end"] = end
-        job.save_state()
-
-    writer = job.open_writer(split, on_shard, first=len(state["shards"]))
-    is_wrapped = job.settings["rows"] == "wrapped"
-    packer = Packer(tokenizer, job.settings["length"], is_wrapped=is_wrapped, start=state["end"])
+    packer = Packer(tokenizer, job.settings["length"], is_wrapped=not job.is_padded, start=state["end"])
     parts = source.parts()
     if not can_cut_words(json.loads(tokenizer.json)):
         parts = ((text, position, True) for text, position in source.read())
     rows, text, tokens = sum(shard["rows"] for shard in state["shards"]), 0, 0
-    chunks = chunk_documents(parts, skip=packer.documents)
-    for chunk, (consumed, is_whole) in tokenize_chunks(tokenizer.json, job.dtype, chunks, job.workers):
-        packed = packer.feed(*chunk, is_whole=is_whole)
-        writer.add(packed)
-        rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
-        seconds = time.perf_counter() - began
-        job.on_progress(PrepareProgress(split, consumed, source.total_bytes, text, tokens, rows, seconds))
-    writer.close()
+
+    def pack() -> Iterator[PackedRows]:
+        nonlocal rows, text, tokens
+        chunks = chunk_documents(parts, skip=packer.documents)
+        for chunk, (consumed, is_whole) in tokenize_chunks(tokenizer.json, job.dtype, chunks, job.workers):
+            packed = packer.feed(*chunk, is_whole=is_whole)
+            yield packed
+            rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
+            seconds = time.perf_counter() - began
+            job.on_progress(PrepareProgress(split, consumed, source.total_bytes, text, tokens, rows, seconds))
+
+    for packed in iterate_blocks(pack(), job.shard_rows):
+        state["shards"].append(shards.write_shard(job.folder, split, len(state["shards"]), packed, job.dtype))
+        state["end"] = packed.ends[-1].tolist()
+        job.save_state()
     if rows == 0:
         remove_files(job.folder)
         counted = f"{tokens:,} tokens in {packer.documents:,} documents"
@@ -301,44 +302,39 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
     job.save_state()
 
 
-def cut_valid(job: Preparation) -> None:
+def cut_valid(job: Preparation, share: float) -> None:
     """Move the last rows to the valid split: first copy, then truncate, so that a kill in between loses nothing."""
-    state = job.state["splits"]["train"]
-    if job.state["cut"] is None:
-        rows = job.open_train_rows()
-        cut = len(rows) - count_valid_rows(len(rows), job.settings["valid"]["share"])
-        if cut < 1:
+    splits, row_bytes = job.state["splits"], job.settings["length"] * np.dtype(job.dtype).itemsize
+    if "valid" not in splits:
+        rows, (documents, inside, text) = job.open_train_rows(), splits["train"]["end"]
+        kept = len(rows) - count_valid_rows(len(rows), share)
+        if kept < 1:
             remove_files(job.folder)
             raise ValueError(
                 f"{len(rows)} rows of length {job.settings['length']} are too few for a train and a valid split: "
                 "choose a smaller --length, more text, or --valid-share 0"
             )
-        end = find_row_end(job.folder, state["shards"], cut)
         moved: list[dict[str, Any]] = []
-        writer = job.open_writer("valid", lambda record, _: moved.append(record))
-        for start in range(cut, len(rows), COPY_ROWS):
-            tokens, lengths = rows.fetch(torch.arange(start, min(start + COPY_ROWS, len(rows))))
-            no_ends = np.zeros((len(tokens), 3), dtype=np.int64)
-            writer.add(PackedRows(tokens.numpy(), None if lengths is None else lengths.numpy(), no_ends))
-        writer.close()
-        if moved:
-            (documents, inside, text), (before, _, text_before) = state["end"], end
-            valid_end = [documents - before, inside, text - text_before]
-            job.state["splits"]["valid"] = {"shards": moved, "end": valid_end, "is_complete": True}
-        job.state["cut"] = {"rows": cut, "end": end}
+        for part in torch.arange(kept, len(rows)).split(job.shard_rows):
+            tokens, lengths = rows.fetch(part)
+            no_ends = np.zeros((len(part), 3), dtype=np.int64)
+            packed = PackedRows(tokens.numpy(), None if lengths is None else lengths.numpy(), no_ends)
+            moved.append(shards.write_shard(job.folder, "valid", len(moved), packed, job.dtype))
+        number, row = divmod(kept - 1, job.shard_rows)  # the shard and its row with which the train split ends
+        path = job.folder / splits["train"]["shards"][number]["file"]
+        end = np.fromfile(path.with_suffix(".ends"), shards.END_DTYPE).reshape(-1, 3)[row].tolist()
+        last = shards.describe_shard(path, row + 1, row_bytes, is_padded=job.is_padded)
+        splits["train"] |= {"shards": [*splits["train"]["shards"][:number], last], "end": end}
+        splits["valid"] = {"shards": moved, "end": [documents - end[0], inside, text - end[2]], "is_complete": True}
         job.save_state()
-    row_bytes = job.settings["length"] * np.dtype(job.dtype).itemsize
-    state["shards"] = shards.shorten_shards(job.folder, state["shards"], job.state["cut"]["rows"], row_bytes)
-    state["end"] = job.state["cut"]["end"]
-
-
-def find_row_end(folder: Path, shard_records: list[dict[str, Any]], rows: int) -> list[int]:
-    """Return the position in the source where the first `rows` rows end."""
-    records = iter(shard_records)
-    while rows > (shard := next(records))["rows"]:
-        rows -= shard["rows"]
-    ends = np.fromfile((folder / shard["file"]).with_suffix(".ends"), shards.END_DTYPE)
-    return list(map(int, ends.reshape(-1, 3)[rows - 1]))
+    sizes, counts = {".bin": row_bytes, ".len": 4}, dict(job.open_train_rows().shards)
+    for path in list_files(job.folder):
+        if path.name.startswith("train-") and path.suffix in sizes:
+            size = counts.get(path.with_suffix(".bin").name, 0) * sizes[path.suffix]
+            if not size:
+                path.unlink()
+            elif path.stat().st_size > size:
+                os.truncate(path, size)
 
 
 def write_manifest(job: Preparation) -> dict[str, Any]:
@@ -346,8 +342,11 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
     splits = {}
     for name, state in job.state["splits"].items():
         documents, inside, text = state["end"]
-        tokens = sum(shard.pop("tokens", shard["rows"] * job.settings["length"]) for shard in state["shards"])
-        totals = {"rows": sum(shard["rows"] for shard in state["shards"]), "tokens": tokens}
+        rows = sum(shard["rows"] for shard in state["shards"])
+        totals = {"rows": rows, "tokens": rows * job.settings["length"]}
+        if job.is_padded:
+            paths = [(job.folder / shard["file"]).with_suffix(".len") for shard in state["shards"]]
+            totals["tokens"] = sum(int(np.fromfile(path, shards.LENGTH_DTYPE).sum()) for path in paths)
         totals |= {"documents": documents + (inside > 0), "bytes": text}
         splits[name] = totals | {"shards": state["shards"]}
     try:

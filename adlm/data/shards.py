@@ -1,9 +1,10 @@
 """The folder of prepared text (docs/prepare.md): rows in memory-mapped shards, and a manifest that describes them."""
 
 import hashlib
+import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,6 @@ MANIFEST_FORM = STATE_FORM | {
 }
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
-OnShard = Callable[[dict[str, Any], list[int]], None]  # gets a shard's record and where it ends in the source
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
 OPEN_LOCKS: set[IO[bytes]] = set()  # of this process
 
@@ -204,94 +204,23 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     return {key: getattr(tokenizer, key) for key in keys}
 
 
-class ShardWriter:
-    """Writes the rows of one split, a file for every `shard_rows` of them; a file gets its name when it is complete."""
-
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        *,
-        dtype: str,
-        shard_rows: int,
-        first: int = 0,
-        on_shard: OnShard,
-    ) -> None:
-        self.folder, self.split, self.shard_rows = folder, split, shard_rows
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.number, self.on_shard = first, on_shard
-        self._begin_shard()
-
-    def _begin_shard(self) -> None:
-        self.path = self.folder / f"{self.split}-{self.number:05d}.bin"
-        self.file: IO[bytes] | None = None
-        self.rows = 0
-        self.digest = hashlib.sha256()
-        self.lengths: list[NDArray[Any]] = []
-        self.ends: list[NDArray[np.int64]] = []
-
-    def add(self, packed: PackedRows) -> None:
-        """Write rows; a full shard is closed and reported to `on_shard`."""
-        while len(packed.rows):
-            room = self.shard_rows - self.rows
-            part, packed = packed[:room], packed[room:]
-            if self.file is None:
-                self.file = self.path.with_suffix(".bin.part").open("wb")
-            content = np.ascontiguousarray(part.rows, dtype=self.dtype).data.cast("B")
-            self.file.write(content)
-            self.digest.update(content)
-            self.rows += len(part.rows)
-            self.ends.append(part.ends)
-            if part.lengths is not None:
-                self.lengths.append(part.lengths)
-            if self.rows == self.shard_rows:
-                self.close()
-
-    def close(self) -> None:
-        """Finish the open shard, if there is one."""
-        if self.file is None:
-            return
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        size = self.file.tell()
-        self.file.close()
-        record: dict[str, Any] = {"file": self.path.name, "rows": self.rows, "bytes": size}
-        record["sha256"] = self.digest.hexdigest()
-        if self.lengths:
-            lengths = np.concatenate(self.lengths).astype(LENGTH_DTYPE)
-            content = lengths.tobytes()
-            write_atomically(self.path.with_suffix(".len"), content)
-            record |= {"lengths_sha256": hashlib.sha256(content).hexdigest(), "tokens": int(lengths.sum())}
-        ends = np.concatenate(self.ends)
-        write_atomically(self.path.with_suffix(".ends"), ends.astype(END_DTYPE).tobytes())
-        self.path.with_suffix(".bin.part").replace(self.path)
-        fsync_path(self.folder)
-        self.on_shard(record, ends[-1].tolist())
-        self.number += 1
-        self._begin_shard()
+def write_shard(folder: Path, split: str, number: int, packed: PackedRows, dtype: str) -> dict[str, Any]:
+    """Write rows to a file, which gets its name when it is complete, and return its record."""
+    path = folder / f"{split}-{number:05d}.bin"
+    if packed.lengths is not None:
+        write_atomically(path.with_suffix(".len"), packed.lengths.astype(LENGTH_DTYPE).tobytes())
+    write_atomically(path.with_suffix(".ends"), packed.ends.astype(END_DTYPE).tobytes())
+    content = np.ascontiguousarray(packed.rows, dtype=np.dtype(dtype).newbyteorder("<"))
+    write_atomically(path, content.data.cast("B"))
+    return describe_shard(path, len(content), content.itemsize * content.shape[1], is_padded=packed.lengths is not None)
 
 
-def shorten_shards(folder: Path, shards: list[dict[str, Any]], rows: int, row_bytes: int) -> list[dict[str, Any]]:
-    """Truncate the shards on disk to their first `rows` rows; a second call changes nothing."""
-    kept = []
-    for shard in shards:
-        here = min(rows, shard["rows"])
-        rows -= here
-        path = folder / shard["file"]
-        lengths = path.with_suffix(".len")
-        if here == 0:
-            path.unlink(missing_ok=True)
-            lengths.unlink(missing_ok=True)
-            continue
-        if here < shard["rows"]:
-            os.truncate(path, here * row_bytes)
-            shard = shard | {"rows": here, "bytes": here * row_bytes, "sha256": hash_file(path)}
-            if "lengths_sha256" in shard:
-                os.truncate(lengths, here * 4)
-                tokens = int(np.fromfile(lengths, LENGTH_DTYPE).sum())
-                shard |= {"lengths_sha256": hash_file(lengths), "tokens": tokens}
-        kept.append(shard)
-    return kept
+def describe_shard(path: Path, rows: int, row_bytes: int, *, is_padded: bool) -> dict[str, Any]:
+    """Return the record of a shard's first rows."""
+    record = {"file": path.name, "rows": rows, "bytes": rows * row_bytes, "sha256": hash_file(path, rows * row_bytes)}
+    if is_padded:
+        record["lengths_sha256"] = hash_file(path.with_suffix(".len"), 4 * rows)
+    return record
 
 
 def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
@@ -307,13 +236,13 @@ def check_file(path: Path, size: int | None, sha256: str | None = None) -> None:
     raise ValueError(f"{path} {problem}: copy it again or {PREPARE_AGAIN}")
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+def hash_file(path: Path, size: int | None = None) -> str:
+    """Return the SHA-256 of a file, or of its first bytes."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file if size is None else io.BytesIO(file.read(size)), "sha256").hexdigest()
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a whole file; if the machine stops, the file is either the old or the new one."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:

@@ -376,7 +376,7 @@ def test_damage_to_an_unfinished_preparation_is_an_error(tmp_path: Path) -> None
         return lambda: progress.write_text(json.dumps(state | values), "utf-8")
 
     damages: list[tuple[Callable[[], object], str]] = [
-        (change(cut=[[]]), r"progress.json has cut \[\[\]\]"),
+        (change(splits=state["splits"] | {"valid": [[]]}), "progress.json has splits"),
         (change(tokenizer="7"), "progress.json has tokenizer '7'"),
         (change(splits={"train": state["splits"]["train"] | {"end": [0, "1", 2]}}), "progress.json has splits"),
         (
