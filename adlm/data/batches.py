@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, Protocol, Self
@@ -74,13 +74,13 @@ class Batch:
 
 
 def _build_loader(rows: Any, **options: Any) -> Any:
-    """Build a loader that passes the batches of `rows`, which are tuples, on as they are."""
+    """Build a loader that makes four batches ahead in each of its workers."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         prefetch = 4 if options["num_workers"] else None
-        return StatefulDataLoader(rows, collate_fn=tuple, prefetch_factor=prefetch, **options)
+        return StatefulDataLoader(rows, prefetch_factor=prefetch, **options)
 
 
 class _NumberedRows(Dataset[Any]):
@@ -118,6 +118,7 @@ class ShuffledBatches:
         self.sampler = StatefulDistributedSampler(numbered, size, rank, shuffle=True, seed=seed, drop_last=True)
         self.loader = _build_loader(
             numbered,
+            collate_fn=tuple,  # a batch is one already
             batch_size=batch // size,
             sampler=self.sampler,
             drop_last=True,
@@ -149,42 +150,64 @@ class ShuffledBatches:
             self.epoch, self.taken = self.epoch + 1, 0
 
 
-class StreamedRows(IterableDataset[Any]):
-    """This process's share of a source's documents, endlessly: tokenized, packed and shuffled within blocks of rows.
+class _StreamedRows(IterableDataset[Any]):
+    """The rows of a stream as a dataset."""
 
-    The state is the start of the block in the source and the number of rows taken from the block.
+    def __init__(self, iterate: Callable[[], Iterator[Any]]) -> None:
+        self.iterate = iterate
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+
+@dataclass
+class StreamedBatches:
+    """Batches of this process's share of a source's documents, endlessly: packed and shuffled within blocks of rows.
+
+    They are made ahead in a process of their own if there may be workers. The state is the start of the block in the
+    source and the number of rows taken from the block. The batches depend on the number of processes: a run must resume
+    on as many as it began with.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        tokenizer: Tokenizer,
-        length: int,
-        rows: int,
-        *,
-        is_wrapped: bool = True,
-        block: int = 1024,
-        seed: int = 0,
-        rank: int = 0,
-        size: int = 1,
-        state: Mapping[str, Any] = STREAM_START,
-    ) -> None:
-        Packer(tokenizer, length, is_wrapped=is_wrapped)  # raises here, not in a worker
-        self.source, self.tokenizer, self.length, self.rows = source, tokenizer, length, rows
-        self.is_wrapped = is_wrapped
-        self.block, self.seed, self.rank, self.size, self.state = block, seed, rank, size, dict(state)
+    source: Source
+    tokenizer: Tokenizer
+    length: int
+    batch: int
+    is_wrapped: bool = True
+    block: int = 1024
+    seed: int = 0
+    rank: int = 0
+    size: int = 1
+    workers: int = 0
 
-    def __iter__(self) -> Iterator[tuple[Any, Any, Any, dict[str, Any]]]:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this is a process or a thread of its own
-        rows = self._iterate_rows()
-        while True:
-            picked = list(islice(rows, self.rows))
-            columns = list(zip(*picked, strict=True))[:3]
-            tokens, lengths, number = (torch.from_numpy(np.stack(column)) for column in columns)
-            yield tokens, None if self.is_wrapped else lengths, number, picked[-1][3]
+    def __post_init__(self) -> None:
+        self.state = STREAM_START
+        Packer(self.tokenizer, self.length, is_wrapped=self.is_wrapped)  # raises here, not in a worker
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batch that had this state."""
+        self.state = dict(state)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(
+            _build_loader(
+                _StreamedRows(self._iterate_rows),
+                collate_fn=self._collect_batch,
+                batch_size=self.batch // self.size,
+                num_workers=min(self.workers, 1),  # one: the order is the stream's
+                multiprocessing_context="fork" if self.workers else None,
+            )
+        )
+
+    def _collect_batch(self, rows: list[tuple[Any, Any, Any, dict[str, Any]]]) -> Batch:
+        *columns, states = zip(*rows, strict=True)
+        tokens, lengths, number = (torch.from_numpy(np.stack(column)) for column in columns)
+        place = torch.arange(len(rows)) * self.size + self.rank
+        return Batch(tokens, None if self.is_wrapped else lengths, number, place, self.batch, states[-1])
 
     def _iterate_rows(self) -> Iterator[tuple[Any, Any, Any, dict[str, Any]]]:
         """Yield rows with their length, their number and the state after them."""
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this is a process or a thread of its own
         state = dict(self.state)
         while True:
             is_empty = True
@@ -214,29 +237,3 @@ class StreamedRows(IterableDataset[Any]):
         while chunk := list(islice(documents, DOCUMENT_CHUNK)):
             ids, lengths = self.tokenizer.encode_batch(chunk)
             yield packer.feed(ids, lengths, np.array([len(text.encode("utf-8")) for text in chunk]))
-
-
-class StreamedBatches:
-    """Batches of a stream, made ahead in a process of their own if there may be workers.
-
-    Every process reads its share of the documents, so the batches depend on the number of processes: a run must resume
-    on as many as it began with.
-    """
-
-    def __init__(self, rows: StreamedRows, batch: int, *, workers: int = 0) -> None:
-        self.rows, self.batch, self.workers = rows, batch, workers
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batch that had this state."""
-        self.rows.state = dict(state)
-
-    def __iter__(self) -> Iterator[Batch]:
-        loader = _build_loader(
-            self.rows,
-            batch_size=None,
-            num_workers=min(self.workers, 1),  # one: the order is the stream's
-            multiprocessing_context="fork" if self.workers else None,
-        )
-        place = torch.arange(self.rows.rows) * self.rows.size + self.rows.rank
-        for tokens, lengths, number, state in loader:
-            yield Batch(tokens, lengths, number, place, self.batch, state)

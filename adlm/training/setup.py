@@ -20,7 +20,7 @@ from torch import Tensor
 from adlm import checkpoint, methods
 from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, compare_configs, load_config
-from adlm.data.batches import ShuffledBatches, StreamedBatches, StreamedRows, is_valid
+from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
 from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
@@ -182,11 +182,11 @@ def build_dataloader(
 ) -> ShuffledBatches | StreamedBatches:
     """Build the iterator over this rank's part of every batch."""
     options: dict[str, Any] = {"seed": config.seed, "rank": context.rank, "size": context.world_size}
+    options["workers"] = config.data.workers
     if stream is None:
-        return ShuffledBatches(data.rows("train"), config.batch, workers=config.data.workers, **options)
+        return ShuffledBatches(data.rows("train"), config.batch, **options)
     options |= {"is_wrapped": not data.is_padded, "block": config.data.shuffle}
-    rows = StreamedRows(stream, data.tokenizer, data.length, config.batch // context.world_size, **options)
-    return StreamedBatches(rows, config.batch, workers=config.data.workers)
+    return StreamedBatches(stream, data.tokenizer, data.length, config.batch, **options)
 
 
 def restore_data_state(states: list[dict[str, Any]], context: DistributedContext, *, is_stream: bool) -> dict[str, Any]:

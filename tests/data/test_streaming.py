@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adlm.data.batches import STREAM_START, StreamedBatches, StreamedRows
+from adlm.data.batches import STREAM_START, StreamedBatches
 from adlm.data.sources import Source, load_excerpt
 from adlm.data.tokenizers import Tokenizer, train_bpe
 from tests.training.runs import assert_same, run
@@ -18,8 +18,10 @@ ROWS, LENGTH = 4, 32
 
 def stream(state=STREAM_START, *, workers=0, size=1, documents=DOCUMENTS, tokenizer=TOKENIZER, **options):
     source = Source("texts", {"documents": len(documents)}, None, lambda: ((text, 0, True) for text in documents))
-    rows = StreamedRows(source, tokenizer, LENGTH, ROWS, block=50, seed=3, size=size, state=state, **options)
-    return StreamedBatches(rows, ROWS * size, workers=workers)
+    options |= {"block": 50, "seed": 3, "size": size, "workers": workers}
+    batches = StreamedBatches(source, tokenizer, LENGTH, ROWS * size, **options)
+    batches.load_state_dict(state)
+    return batches
 
 
 def expected_rows(documents) -> set[tuple[int, ...]]:
