@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from adlm.remedies import install_command
+from adlm.remedies import import_extra
 
 Documents = Iterator[tuple[str, int]]
 Parts = Iterator[tuple[str, int, bool]]  # a long document in several parts: the flag is set on its last one
@@ -260,17 +260,15 @@ def _read_csv(path: Path, names: tuple[str, ...] | None, delimiter: str = ",") -
 
 def open_parquet(path: Path) -> Any:
     """Open a Parquet file, compressed or not."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"{path} is Parquet, which needs pyarrow: {install_command('data')}") from error
+    pyarrow = import_extra("pyarrow", f"{path} is Parquet, which needs pyarrow", "data")
+    from pyarrow import parquet
+
     # Parquet is read from its end, so a compressed file is decompressed as a whole.
     file: Any = path
     if path.suffix == ".gz":
         file = pyarrow.py_buffer(read_whole(path, MAX_WHOLE_BYTES, "decompress it with gunzip"))
     try:
-        return pyarrow.parquet.ParquetFile(file)
+        return parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a sound Parquet file ({error}): make or fetch it again") from error
 

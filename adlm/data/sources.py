@@ -8,11 +8,11 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adlm.data import formats
 from adlm.data.corpora import CONVERTED, CORPORA, Corpus, find_corpus
@@ -20,7 +20,7 @@ from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
 from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
-from adlm.remedies import install_command, suggest_names
+from adlm.remedies import import_extra, suggest_names
 
 READER = 1  # goes up when the same files would give other documents
 MAX_LISTED_FILES = 1000  # in the identity of a source
@@ -29,7 +29,7 @@ SETTLED_NS = 2 * 10**9  # a file that changed so recently may change again witho
 READABLE = (*formats.TEXT_SUFFIXES, *TABLES)
 MARKUP = (".md", ".rst", ".py", ".html")  # read as plain text where a folder holds no other text
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?")
-SLICE = re.compile(r"([\w.-]+)(?:\[(-?\d+)?:(-?\d+)?\])?")
+SLICE = re.compile(r"([\w.-]+)(\[(?:-?\d+)?:(?:-?\d+)?\])?")
 SPLIT_WORDS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "heldout": "test"}
 SPLIT_WORDS |= {split: split for split in ("train", "validation", "test")}
 KNOWN_HASHES: dict[str, str] = {}  # SHA-256 of files by what `describe_version` returns
@@ -51,39 +51,30 @@ class Source:
         return join_parts(self.parts(), self.name)
 
 
-@dataclass(frozen=True)
-class Split:
-    """A split's name and a slice of its documents."""
+class Split(NamedTuple):
+    """A split's name and a slice of its documents, such as [:-1000]; without one it is whole."""
 
     base: str
-    start: int | None = None
-    stop: int | None = None
+    part: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        match = SLICE.fullmatch(text)
-        if not match:
+        if not (match := SLICE.fullmatch(text)):
             raise ValueError(f"split {text!r} is invalid: give a name, optionally with a slice (train[:-1000])")
-        return cls(match[1], *(int(bound) if bound else None for bound in match.groups()[1:]))
-
-    @property
-    def is_whole(self) -> bool:
-        return self.start is None and self.stop is None
+        return cls(match[1], "" if match[2] in (None, "[:]") else match[2])
 
     def resolve_bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
         """Return the first document and the one after the last (None: all); `count` is called only if needed."""
-        start, stop = self.start or 0, self.stop
-        least = -min(0, start, stop or 0)
-        if least == 0:
+        first, _, last = self.part.strip("[]").partition(":")
+        start, stop = int(first or 0), int(last) if last else None
+        if (least := -min(0, start, stop or 0)) == 0:
             return start, stop
-        n = count()
-        if n < least:
+        if (n := count()) < least:
             raise ValueError(f"{self} needs at least {least:,} documents, and there are {n:,}: give a smaller slice")
         return start + n * (start < 0), stop if stop is None else stop + n * (stop < 0)
 
     def __str__(self) -> str:
-        start, stop = ("" if bound is None else str(bound) for bound in (self.start, self.stop))
-        return self.base if self.is_whole else f"{self.base}[{start}:{stop}]"
+        return self.base + self.part
 
 
 def load_excerpt() -> str:
@@ -105,28 +96,27 @@ def open_source(
     The arguments override the settings of a named dataset; `detokenizer="none"` switches its detokenizer off. `glob`
     selects files of a folder by patterns of their names, or of their paths where a pattern has a slash.
     """
-    corpus = find_corpus(spec)
+    corpus, (name, colon, place) = find_corpus(spec), str(spec).partition(":")
     settings = corpus or Corpus()
-    detokenizer = detokenizer or settings.detokenizer or "none"
+    if detokenizer is not None:
+        settings = replace(settings, detokenizer=None if detokenizer == "none" else detokenizer)
     if documents not in RULES:
         raise ValueError(f"unknown documents {documents!r}: expected one of {', '.join(RULES)}")
-    if detokenizer not in ("none", *DETOKENIZERS):
+    if settings.detokenizer not in (None, *DETOKENIZERS):
         raise ValueError(f"unknown detokenizer {detokenizer!r}: expected one of {', '.join(DETOKENIZERS)}, none")
-    name, colon, place = str(spec).partition(":")
-    detokenizer = None if detokenizer == "none" else detokenizer
     patterns = (glob,) if isinstance(glob, str) else tuple(glob)
-    request = SourceRequest(str(spec), split, column, documents, detokenizer, settings, patterns)
-    if corpus is not None and corpus.bundled:
+    request = SourceRequest(str(spec), split, column, documents, settings, patterns)
+    if settings.bundled:
         if colon:
             raise ValueError(f"{spec!r}: {name} comes with the package; give {name} without a path")
-        return _open_files(Path(str(resources.files("adlm.data"))) / "bundled" / corpus.bundled, request)
-    if corpus is not None and not colon:
-        return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
-    if corpus is not None:
+        return _open_files(Path(str(resources.files("adlm.data"))) / "bundled" / settings.bundled, request)
+    if corpus is not None and colon:
         if not place:
             raise ValueError(f"{spec!r} has no path after the colon: give {name} (from the Hub) or {name}:PATH")
         return _open_files(Path(place), request)
-    if Path(spec).expanduser().exists() or isinstance(spec, Path) or _looks_like_path(spec):
+    if corpus is not None:
+        return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
+    if isinstance(spec, Path) or Path(spec).expanduser().exists() or _looks_like_path(spec):
         return _open_files(Path(spec), request)
     if hub := HUB_NAME.fullmatch(spec):
         return _open_hub(hub[1], hub[2], hub[3], request)
@@ -137,13 +127,12 @@ def open_source(
 
 @dataclass(frozen=True)
 class SourceRequest:
-    """The arguments of `open_source`, with names resolved."""
+    """The arguments of `open_source`, with the settings of a named dataset."""
 
     name: str
     split: str
     column: str | None
     documents: str
-    detokenizer: str | None
     corpus: Corpus
     glob: tuple[str, ...]
 
@@ -156,23 +145,19 @@ class SourceRequest:
         if name not in splits:
             raise ValueError(f"{self.name} has no split {split.base!r}: choose {' or '.join(splits)} (--split)")
         hub_split = Split.parse(splits[name])
-        if split.is_whole:
-            return hub_split
-        if not hub_split.is_whole:
+        if split.part and hub_split.part:
             raise ValueError(f"{name} of {self.name} is a slice already ({hub_split}): give {name!r} without a slice")
-        return Split(hub_split.base, split.start, split.stop)
+        return Split(hub_split.base, split.part or hub_split.part)
 
     def clean_documents(self, parts: Parts, split: Split) -> Parts:
         """Apply the detokenizer, to whole documents; no document at all is an error."""
-        if self.detokenizer:
-            clean = DETOKENIZERS[self.detokenizer]
+        if self.corpus.detokenizer:
+            clean = DETOKENIZERS[self.corpus.detokenizer]
             parts = ((clean(text), position, True) for text, position in join_parts(parts, self.name))
-        is_empty = True
-        for part in parts:
-            is_empty = False
-            yield part
-        if is_empty:
+        if (first := next(parts, None)) is None:
             raise ValueError(f"{self.name} holds no document in {split}: give a source or a split with text in it")
+        yield first
+        yield from parts
 
 
 def _looks_like_path(spec: str) -> bool:
@@ -249,8 +234,8 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
         "files": fingerprints,
         "column": "+".join(columns) if tables else None,
         "documents": rule if len(tables) < len(files) else None,
-        "detokenizer": request.detokenizer,
-        "slice": None if split.is_whole else str(split).removeprefix(split.base),
+        "detokenizer": corpus.detokenizer,
+        "slice": split.part or None,
         "characters": list(characters) if characters else None,
     }
     if label := corpus.stand_ins.get("+".join(columns)):
@@ -382,12 +367,7 @@ def choose_columns(
 
 def _open_hub(repo: str, config: str | None, revision: str | None, request: SourceRequest) -> Source:
     check_hub()
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{request.name} is read from the Hugging Face Hub, which needs datasets: {install_command('data')}"
-        ) from error
+    datasets = import_extra("datasets", f"{request.name} is on the Hugging Face Hub, which needs datasets", "data")
     if request.documents != "auto":
         raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
     split = request.resolve_split()
@@ -405,7 +385,7 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
     except RuntimeError as error:  # a repository that is a script
         raise ValueError(f"{repo} cannot be read ({error}): try {request.name}@{CONVERTED}") from error
     if split.base == "valid" and "valid" not in splits:
-        split = Split("validation", split.start, split.stop)
+        split = Split("validation", split.part)
     if split.base not in splits:
         raise ValueError(f"{request.name} has no split {split.base!r}: choose one of {', '.join(splits)}")
     rows = splits[split.base]
@@ -437,6 +417,6 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         "slice": [start, stop],
         "revision": builder.hash,
         "column": "+".join(names),
-        "detokenizer": request.detokenizer,
+        "detokenizer": request.corpus.detokenizer,
     }
     return Source(request.name, identity, None, lambda: request.clean_documents(read_rows(), split))

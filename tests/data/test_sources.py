@@ -417,5 +417,5 @@ def test_a_missing_extra_is_named(tmp_path: Path, module: str, spec: str, monkey
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ImportError, match=rf"{module}: .*pip install .*\[data\]"):
+    with pytest.raises(ImportError, match=rf"needs {module} \(.*\): .*pip install .*\[data\]"):
         open_source(spec)
