@@ -7,9 +7,8 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,7 @@ class PrepareProgress:
     consumed: int  # bytes of the source on disk
     total: int | None
     bytes: int  # of text, tokenized by this run
-    tokens: int
     rows: int
-    seconds: float
 
 
 def prepare(
@@ -153,24 +150,18 @@ def count_valid_rows(rows: int, share: float) -> int:
     return max(int(share * rows), min(64, rows // 10), 2)
 
 
-@dataclass(frozen=True)
 class Preparation:
     """One preparation: its folder, its settings, and the state in progress.json from which it resumes."""
 
-    folder: Path
-    settings: dict[str, Any]
-    workers: int
-    on_progress: Callable[[PrepareProgress], None]
-    state: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the valid split is the end of the train stream."""
-        return "share" in self.settings["valid"]
+    def __init__(
+        self, folder: Path, settings: dict[str, Any], workers: int, on_progress: Callable[[PrepareProgress], None]
+    ) -> None:
+        self.folder, self.settings, self.workers, self.on_progress = folder, settings, workers, on_progress
+        self.sha256 = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        self.length, self.shard_rows = int(settings["length"]), int(settings["shard_tokens"] // settings["length"])
+        self.is_padded = settings["rows"] == "documents"
+        self.is_cut = "share" in settings["valid"]  # whether the valid split is the end of the train stream
+        self.state: dict[str, Any] = {}
 
     @property
     def dtype(self) -> str:
@@ -179,17 +170,9 @@ class Preparation:
     def save_state(self) -> None:
         shards.write_atomically(self.folder / PROGRESS, json.dumps(self.state, indent=1).encode("utf-8"))
 
-    @property
-    def is_padded(self) -> bool:
-        return bool(self.settings["rows"] == "documents")
-
-    @property
-    def shard_rows(self) -> int:
-        return int(self.settings["shard_tokens"] // self.settings["length"])
-
     def open_train_rows(self) -> ShardedRows:
         files = tuple((shard["file"], shard["rows"]) for shard in self.state["splits"]["train"]["shards"])
-        return ShardedRows(self.folder, self.settings["length"], self.dtype, self.is_padded, files)
+        return ShardedRows(self.folder, self.length, self.dtype, self.is_padded, files)
 
 
 def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
@@ -206,11 +189,9 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if old is not None and old["settings_sha256"] != job.sha256:
         changes = [(key, old["settings"].get(key), value) for key, value in job.settings.items()]
         lines = [f"  {key}: {then!s:.200} there, {now!s:.200} now" for key, then, now in changes if then != now]
-        listed = "\n".join(lines)
         content = "prepared data" if is_finished else "an unfinished preparation"
-        raise ValueError(
-            f"{job.folder} holds {content} with other settings:\n{listed}\nChoose another --out, or --overwrite it."
-        )
+        lines = [f"{job.folder} holds {content} with other settings:", *lines]
+        raise ValueError("\n".join([*lines, "Choose another --out, or --overwrite it."]))
     if is_finished:
         remove_files(job.folder, TEMPORARY)
         return shards.open_data(job.folder).manifest
@@ -271,9 +252,8 @@ def read_first_documents(source: Source, max_bytes: int) -> Iterator[str]:
 
 def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokenizer) -> None:
     """Write documents to shards, from the end of the last complete shard."""
-    state, began = job.state["splits"][split], time.perf_counter()
-
-    packer = Packer(tokenizer, job.settings["length"], is_wrapped=not job.is_padded, start=state["end"])
+    state = job.state["splits"][split]
+    packer = Packer(tokenizer, job.length, is_wrapped=not job.is_padded, start=state["end"])
     parts = source.parts()
     if not can_cut_words(json.loads(tokenizer.json)):
         parts = ((text, position, True) for text, position in source.read())
@@ -286,8 +266,7 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
             packed = packer.feed(*chunk, is_whole=is_whole)
             yield packed
             rows, text, tokens = rows + len(packed.rows), text + int(chunk.sizes.sum()), tokens + len(chunk.ids)
-            seconds = time.perf_counter() - began
-            job.on_progress(PrepareProgress(split, consumed, source.total_bytes, text, tokens, rows, seconds))
+            job.on_progress(PrepareProgress(split, consumed, source.total_bytes, text, rows))
 
     for packed in iterate_blocks(pack(), job.shard_rows):
         state["shards"].append(shards.write_shard(job.folder, split, len(state["shards"]), packed, job.dtype))
@@ -296,7 +275,7 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
     if rows == 0:
         remove_files(job.folder)
         counted = f"{tokens:,} tokens in {packer.documents:,} documents"
-        problem = f"{source.name} ({split}) fills no row of length {packer.length} with {counted}"
+        problem = f"{source.name} ({split}) fills no row of length {job.length} with {counted}"
         raise ValueError(f"{problem}: choose a smaller --length or more text")
     state["is_complete"] = True
     job.save_state()
@@ -304,14 +283,14 @@ def write_split(job: Preparation, split: str, source: Source, tokenizer: Tokeniz
 
 def cut_valid(job: Preparation, share: float) -> None:
     """Move the last rows to the valid split: first copy, then truncate, so that a kill in between loses nothing."""
-    splits, row_bytes = job.state["splits"], job.settings["length"] * np.dtype(job.dtype).itemsize
+    splits, row_bytes = job.state["splits"], job.length * np.dtype(job.dtype).itemsize
     if "valid" not in splits:
         rows, (documents, inside, text) = job.open_train_rows(), splits["train"]["end"]
         kept = len(rows) - count_valid_rows(len(rows), share)
         if kept < 1:
             remove_files(job.folder)
             raise ValueError(
-                f"{len(rows)} rows of length {job.settings['length']} are too few for a train and a valid split: "
+                f"{len(rows)} rows of length {job.length} are too few for a train and a valid split: "
                 "choose a smaller --length, more text, or --valid-share 0"
             )
         moved: list[dict[str, Any]] = []
@@ -343,7 +322,7 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
     for name, state in job.state["splits"].items():
         documents, inside, text = state["end"]
         rows = sum(shard["rows"] for shard in state["shards"])
-        totals = {"rows": rows, "tokens": rows * job.settings["length"]}
+        totals = {"rows": rows, "tokens": rows * job.length}
         if job.is_padded:
             paths = [(job.folder / shard["file"]).with_suffix(".len") for shard in state["shards"]]
             totals["tokens"] = sum(int(np.fromfile(path, shards.LENGTH_DTYPE).sum()) for path in paths)
@@ -364,7 +343,7 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "vocab_size": tokenizer["vocab_size"],
         "mask_id": tokenizer["mask_id"],
-        "length": job.settings["length"],
+        "length": job.length,
         "dtype": job.dtype,
         "rows": job.settings["rows"],
         "splits": splits,
