@@ -32,10 +32,12 @@ data.path data.workers data.verify reasoning.tests reasoning.samplers
 POSITIVE_KEYS = """
 steps batch micro_batch log.every valid.every valid.batch valid.draws samples.every samples.rows samples.steps
 checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr optimizer.clip
-objective.discrete_steps guard.spike guard.window parallel.shard
+objective.discrete_steps objective.max_weight guard.spike guard.window parallel.shard
 reasoning.hops reasoning.stages reasoning.stage_steps reasoning.slots_per_stage reasoning.tests
 """
-NON_NEGATIVE_KEYS = "objective.anchor_weight data.workers optimizer.warmup reasoning.label_weight"
+NON_NEGATIVE_KEYS = (
+    "objective.anchor_weight data.workers optimizer.warmup optimizer.momentum_warmup reasoning.label_weight"
+)
 CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.decay": ("constant", "cosine", "wsd"),
@@ -86,6 +88,13 @@ class ModelSettings:
     norm_bias: bool | None = None
     attention_bias: bool | None = None
     tied: bool | None = None
+    embed_norm: bool | None = None
+    qk_norm: bool | None = None
+    activation: str | None = None  # gelu, relu2
+    zero_init: bool | None = None
+    skips: str | None = None  # none, unet, input
+    value_embeddings: int | None = None
+    project_after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ class ObjectiveSettings:
     anchor_ramp: bool = True  # gamma is min(anchor_weight, step / steps)
     attend_padding: bool = False  # as the lineage on LM1B: padding is masked and attended like text
     discrete_steps: int | None = None
+    max_weight: float | None = None  # cap of the loss weight 1/t in training; 1: every hidden token counts alike
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     muon_lr: float = 0.02  # muon: of the layers' matrices
     muon_momentum: float = 0.95
+    momentum_warmup: int = 0  # muon: steps in which the momentum rises from 0.85
     clip: float = 1.0  # maximal gradient norm
     warmup: int = 2500  # steps of linear warm-up
     decay: str = "constant"  # or cosine, wsd (warm-up, stable, decay)

@@ -14,7 +14,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from adlm.checkpoint import DOCUMENTS, WRAPPED, LoadedModel
 from adlm.data.tokenizers import Tokenizer, load_tokenizer, read_json
-from adlm.models.language_model import LanguageModel, ModelConfig, build_on_meta, is_whole
+from adlm.models.language_model import EXTENSIONS, LanguageModel, ModelConfig, build_on_meta, is_whole
 
 EMBEDDING, CONDITION = "backbone.vocab_embed.embedding", "backbone.sigma_map.mlp.2.weight"
 FREQUENCIES = "rotary_emb.inv_freq"  # a buffer of every stage, computed from its sizes
@@ -280,6 +280,7 @@ def write_lightning(loaded: LoadedModel, path: Path) -> Path:
     required: dict[str, Any] = {"positions": "rotary", "norm_bias": False, "attention_bias": False, "tied": False}
     required |= {"anchor_layers": 0, "cond_dim": None} if is_causal else {}
     required |= {"bridge": "factored"} if config.anchor_layers else {}
+    required |= {name: getattr(ModelConfig, name) for name in EXTENSIONS}
     wrong = [name for name, value in required.items() if getattr(config, name) != value]
     wrong += [name for name in ("mask_id", "cond_dim")[: 2 - is_causal] if getattr(config, name) is None]
     if wrong:

@@ -23,7 +23,10 @@ class FeatureModel(Protocol):
 
 
 class Loss(NamedTuple):
-    """The optimized total = nll + anchor_weight · anchor, apart from the reported nll; nats per token."""
+    """The optimized total = nll + anchor_weight · anchor, apart from the reported nll; nats per token.
+
+    With a `max_weight` the total has smaller weights than the others, which stay the NELBO's.
+    """
 
     total: Tensor
     nll: Tensor
@@ -49,20 +52,25 @@ def training_loss(
     *,
     anchor_weight: float | Tensor | None = None,
     score_entropy: bool = False,
+    max_weight: float | None = None,
     check: bool = True,
 ) -> Loss:
-    """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones)."""
+    """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones).
+
+    `max_weight` caps the weight w(t) in the total, and not in what is reported.
+    """
     mask_id = model.config.mask_id
     if batch.is_causal != model.config.is_causal:
         raise ValueError("a masked model learns from batches of `corrupt`, a causal one from batches of `shift_tokens`")
     if score_entropy and anchor_weight is not None:
         raise ValueError("score entropy has no anchor term: leave anchor_weight out")
     features = model(batch.xt, batch.noise_level, valid=batch.valid)
+    options: dict[str, Any] = {"max_weight": max_weight, "check": check}
     if score_entropy:
         assert mask_id is not None
-        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
+        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, **options)
     anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
-    return diffusion_loss(features.final, model.head, batch, mask_id=mask_id, check=check, **anchors)
+    return diffusion_loss(features.final, model.head, batch, mask_id=mask_id, **options, **anchors)
 
 
 def diffusion_loss(
@@ -75,6 +83,7 @@ def diffusion_loss(
     anchor_head: nn.Linear | None = None,
     anchor_weight: float | Tensor | None = None,
     offset: float | None = None,
+    max_weight: float | None = None,
     check: bool = True,
 ) -> Loss:
     """Compute the NELBO or, with an `anchor_weight` (gamma), the ANELBO: the mean over tokens of
@@ -85,27 +94,27 @@ def diffusion_loss(
     batch of `shift_tokens` gives the losses of AR and A2R. `check` raises if the loss is not finite, which waits for
     the device.
     """
-    nll, row_nll = _mean_loss(final, head, batch, batch.hidden, without=mask_id, offset=offset)
-    total, mean_anchor, row_anchor = nll, torch.zeros_like(nll), torch.zeros_like(row_nll)
+    total, nll, row_nll = _mean_loss(final, head, batch, batch.hidden, max_weight, without=mask_id, offset=offset)
+    mean_anchor, row_anchor = torch.zeros_like(nll), torch.zeros_like(row_nll)
     if anchor_weight is not None:
         if anchor is None or anchor_head is None or batch.anchors is None:
             raise ValueError(
                 "anchor_weight needs a two-stage model (anchor features and head) and a batch made with an anchor_rule"
             )
-        mean_anchor, row_anchor = _mean_loss(anchor, anchor_head, batch, batch.anchors)
-        total = nll + anchor_weight * mean_anchor  # at weight 0 too: every parameter stays in the graph
+        total_anchor, mean_anchor, row_anchor = _mean_loss(anchor, anchor_head, batch, batch.anchors, max_weight)
+        total = total + anchor_weight * total_anchor  # at weight 0 too: every parameter stays in the graph
     loss = Loss(total, nll, mean_anchor, row_nll, row_anchor)
     return loss.check() if check else loss
 
 
-def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, check: bool = True) -> Loss:
+def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, **options: Any) -> Loss:
     """Compute SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score · (e^noise_level - 1).
 
     Its weighted form collapses to w(t) [ exp(lse - c) - z_x + c - 1 ] with c = log(V - 1): the NELBO's
     cross-entropy plus a penalty that holds the logits' mass at V - 1, where the two are equal.
     """
     offset = math.log(head.weight.shape[0] - 1)
-    return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, check=check)
+    return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, **options)
 
 
 def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -> Tensor:
@@ -116,9 +125,12 @@ def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -
 
 
 def _mean_loss(
-    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, **options: int | float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the mean over the batch's tokens of a head's loss at a selection, and its sum over each row (detached)."""
-    share = Selection(where.index, where.weight / batch.tokens)
-    loss = selected_loss(features, head, batch.x0, share, **options)  # type: ignore[arg-type]
-    return loss.total, token_nll(loss, where, batch.x0.shape).sum(-1).detach()
+    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, max_weight: float | None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean over the batch's tokens of a head's loss at a selection, with capped and with true weights, and
+    its sum over each row (detached)."""
+    weight = where.weight if max_weight is None else where.weight.clamp(max=max_weight)
+    share = Selection(where.index, weight / batch.tokens)
+    loss = selected_loss(features, head, batch.x0, share, **options)
+    rows = token_nll(loss, where, batch.x0.shape).sum(-1).detach()
+    return loss.total, loss.total if max_weight is None else rows.sum() / batch.tokens, rows

@@ -45,7 +45,9 @@ def flops_per_token(config: ModelConfig, *, length: int, anchor_share: float = 0
     forward += (1.0 if config.is_causal else HIDDEN_SHARE) * 2 * vocab * dim
     if config.anchor_layers:
         forward += anchor_share * 2 * vocab * dim
-        forward += 4 * vocab * dim if config.bridge == "softmax" else 2 * dim * dim
+        forward += {"softmax": 4 * vocab * dim, "none": 0}.get(config.bridge, 2 * dim * dim)
+    if config.project_after:
+        forward += 2 * dim * dim
     return 3 * forward
 
 

@@ -14,6 +14,7 @@ one dim × dim map, so the logits between the stages never exist.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -21,17 +22,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from adlm.models.transformer import KVCache, Layer, Norm, Rotary, Stack, causal_mask, rotary_table
+from adlm.models.transformer import (
+    ACTIVATIONS,
+    KVCache,
+    Layer,
+    Norm,
+    Rotary,
+    Stack,
+    causal_mask,
+    rms_norm,
+    rotary_table,
+)
 
-BRIDGES = ("factored", "direct", "softmax")
-POSITIONS = ("rotary", "learned")
+CHOICES = {"bridge": ("factored", "direct", "softmax", "none"), "positions": ("rotary", "learned")}
+CHOICES |= {"activation": tuple(ACTIVATIONS), "skips": ("none", "unet", "input")}
 # Inductor's fusion of row sums with column sums gives wrong gradients of the modulations at training sizes (torch 2.11,
 # relative errors of 0.4 to 7); without it a step takes as long.
 INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
-# The largest value of each size; the least is 1, of anchor_layers 0.
+# Settings that the paper's models do not have.
+EXTENSIONS = ("embed_norm", "qk_norm", "zero_init", "activation", "skips", "value_embeddings", "project_after")
+# The largest value of each size; the least is 1, of OPTIONAL ones 0.
 MAX_SIZES = {"vocab_size": 2**24, "dim": 2**16, "heads": 2**16, "anchor_layers": 1024, "denoiser_layers": 1024}
-MAX_SIZES |= {"length": 2**17, "cond_dim": 2**16}
-FLAGS = ("is_causal", "time_conditioning", "norm_bias", "attention_bias", "tied")
+MAX_SIZES |= {"length": 2**17, "cond_dim": 2**16, "value_embeddings": 512, "project_after": 1024}
+OPTIONAL = ("anchor_layers", "value_embeddings", "project_after")
+FLAGS = ("is_causal", "time_conditioning", "norm_bias", "attention_bias", "tied", "embed_norm", "qk_norm", "zero_init")
 NEG_INF = -1e6  # log-probability of the impossible; finite, so that 0 · log 0 stays 0
 
 
@@ -55,17 +69,25 @@ class ModelConfig:
     norm_bias: bool = False
     attention_bias: bool = False
     tied: bool = False
+    embed_norm: bool = False  # divide embeddings by their root mean square
+    qk_norm: bool = False  # likewise queries and keys
+    activation: str = "gelu"  # of the MLP; relu2 is the squared ReLU
+    zero_init: bool = False  # the layers' output projections start at zero; with modulation their gates do anyway
+    skips: str = "none"  # learned connections to later layers of a stage: unet, or from its input
+    value_embeddings: int = 0  # tables whose rows are added to the values of the first and the last layers
+    project_after: int = 0  # a dim × dim matrix after this layer of the denoiser, at first the identity; 0: none
 
     def __post_init__(self) -> None:
-        for name, known in (("bridge", BRIDGES), ("positions", POSITIONS)):
+        for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"unknown {name} {value!r:.80}: expected one of {', '.join(known)}")
         for name, largest in MAX_SIZES.items():
-            value, least = getattr(self, name), 0 if name == "anchor_layers" else 1
+            value, least = getattr(self, name), 0 if name in OPTIONAL else 1
             if not (value is None and name == "cond_dim") and not (is_whole(value) and least <= value <= largest):
                 expected = f"a whole number between {least} and {largest:,}"
                 raise ValueError(f"model config: {name} must be {expected}, got {value!r:.80}")
         is_outside = self.mask_id is not None and not (is_whole(self.mask_id) and 0 <= self.mask_id < self.vocab_size)
+        reading_layers = self.anchor_layers or self.denoiser_layers
         is_rate = isinstance(self.dropout, int | float) and 0 <= self.dropout < 1
         problems = {
             f"{name} must be true or false, got {getattr(self, name)!r:.80}": not isinstance(getattr(self, name), bool)
@@ -77,6 +99,11 @@ class ModelConfig:
             f"mask_id {self.mask_id!r:.80} is outside the vocabulary of {self.vocab_size}": is_outside,
             "a masked (not causal) model needs a mask_id": not self.is_causal and self.mask_id is None,
             "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
+            "zero_init needs cond_dim null (model.cond_dim=0)": self.zero_init and self.cond_dim is not None,
+            f"project_after {self.project_after} is above denoiser_layers": self.project_after > self.denoiser_layers,
+            f"value_embeddings {self.value_embeddings} is above half of the {reading_layers} layers that read tokens": (
+                self.value_embeddings > (reading_layers + 1) // 2
+            ),
         }
         for problem, is_present in problems.items():
             if is_present:
@@ -126,9 +153,12 @@ class LanguageModel(nn.Module):
         self.positions = empty_embedding(config.length, dim) if config.positions == "learned" else None
         self.anchor = build_stack(config, config.anchor_layers) if config.anchor_layers else None
         self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
-        self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if config.anchor_layers else None
-        self.denoiser = build_stack(config, config.denoiser_layers)
+        has_bridge = config.anchor_layers > 0 and config.bridge != "none"
+        self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if has_bridge else None
+        self.denoiser = build_stack(config, config.denoiser_layers, project_after=config.project_after)
         self.head = nn.Linear(dim, vocab, bias=not config.tied)
+        count = config.value_embeddings
+        self.values = nn.Parameter(torch.zeros(vocab, count * dim)) if count else None
 
     def forward(
         self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
@@ -138,8 +168,7 @@ class LanguageModel(nn.Module):
         `valid` (B, L) is False at padding, which then changes nothing elsewhere (with learned positions: on the right).
         """
         if self.anchor is None:
-            context = self._stage_context(tokens, noise_level, valid, cache)
-            return Features(None, self.denoiser(self._embed_tokens(tokens, cache), *context, cache))
+            return Features(None, self._run_stage(self.denoiser, tokens, noise_level, valid, cache, is_first=True))
         anchor = self.anchor_features(tokens, noise_level, valid=valid, cache=cache)
         return Features(anchor, self.denoise_features(anchor, noise_level, valid=valid, cache=cache))
 
@@ -149,47 +178,62 @@ class LanguageModel(nn.Module):
         """Run the anchor network: tokens (B, L) to features (B, L, dim), which `anchor_head` maps to logits."""
         if self.anchor is None:
             raise ValueError("this model has one stage and no anchor network: use a two-stage model (adlm, a2r)")
-        context = self._stage_context(tokens, noise_level, valid, cache)
         caches = None if cache is None else cache[: self.config.anchor_layers]
-        return self.anchor(self._embed_tokens(tokens, cache), *context, caches)
+        return self._run_stage(self.anchor, tokens, noise_level, valid, caches, is_first=True)
 
     def denoise_features(
         self, anchor: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
     ) -> Tensor:
         """Run bridge and denoiser: anchor features (B, L, dim) to features (B, L, dim), which `head` maps to logits."""
         caches = None if cache is None else cache[self.config.anchor_layers :]
-        context = self._stage_context(anchor, noise_level, valid, caches)
-        return self.denoiser(self.apply_bridge(anchor), *context, caches)
+        return self._run_stage(self.denoiser, self.apply_bridge(anchor), noise_level, valid, caches)
 
-    def _embed_tokens(self, tokens: Tensor, cache: Caches) -> Tensor:
-        """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
-        x = tokens if tokens.is_floating_point() else self.embed(tokens)
-        if self.positions is not None:
-            start = cache[0].used if cache else 0
-            x = x + self.positions.weight[start : start + tokens.shape[1]]
-        is_half = torch.is_autocast_enabled(x.device.type)
-        return x.to(torch.get_autocast_dtype(x.device.type)) if is_half else x
-
-    def _stage_context(
-        self, x: Tensor, noise_level: Tensor | None, valid: Tensor | None, cache: Caches
-    ) -> tuple[Tensor | None, Rotary | None, Tensor | None]:
-        """Collect what a stage takes besides its input (B, L, …): noise level, rotary angles, attention mask."""
-        config = self.config
+    def _run_stage(
+        self,
+        stack: Stack,
+        x: Tensor,
+        noise_level: Tensor | None,
+        valid: Tensor | None,
+        cache: Caches,
+        is_first: bool = False,
+    ) -> Tensor:
+        """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
+        config, values = self.config, None
         start = cache[0].used if cache else 0
         length = start + x.shape[1]
         if length > config.length:
             raise ValueError(f"{length} tokens are longer than this model's length of {config.length}: shorten them")
-        rotary = None
-        if self.positions is None:
-            cos, sin = self.rotary(x.device)
-            rotary = cos[start:length], sin[start:length]
         if config.time_conditioning and (noise_level is None or noise_level.shape != x.shape[:1]):
             got = "none" if noise_level is None else f"shape {tuple(noise_level.shape)}"
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
         level = noise_level if config.time_conditioning else None
+        rotary = None
+        if self.positions is None:
+            cos, sin = self.rotary(x.device)
+            rotary = cos[start:length], sin[start:length]
         mask = None if valid is None else attention_mask(valid, config.is_causal, cache is not None)
-        return level, rotary, mask
+        if is_first:
+            values, x = self._look_up_values(x), self._embed_tokens(x, start)
+        return stack(x, level, rotary, mask, cache, values)
+
+    def _embed_tokens(self, tokens: Tensor, start: int) -> Tensor:
+        """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
+        x = tokens if tokens.is_floating_point() else self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[start : start + tokens.shape[1]]
+        if self.config.embed_norm:
+            x = rms_norm(x)
+        is_half = torch.is_autocast_enabled(x.device.type)
+        return x.to(torch.get_autocast_dtype(x.device.type)) if is_half else x
+
+    def _look_up_values(self, tokens: Tensor) -> Sequence[Tensor] | None:
+        """Look up the value embeddings (B, L, dim) of tokens, one for each table."""
+        if self.values is None:
+            return None
+        if tokens.is_floating_point():
+            raise ValueError("a model with value_embeddings takes tokens, not embeddings: train one without them")
+        return F.embedding(tokens, self.values).chunk(self.config.value_embeddings, -1)
 
     def rotary(self, device: torch.device) -> Rotary:
         """Return the rotary angles, made once and no buffer, because a cast of the model must not round them."""
@@ -200,6 +244,8 @@ class LanguageModel(nn.Module):
 
     def apply_bridge(self, anchor: Tensor) -> Tensor:
         """Map the anchor network's features (B, L, dim) to the denoiser's input, its only view of the text."""
+        if self.config.bridge == "none":
+            return anchor
         assert self.bridge is not None and self.anchor_head is not None
         if self.config.bridge == "direct":
             return self.bridge(anchor)
@@ -252,10 +298,11 @@ class LanguageModel(nn.Module):
         return fold_model(self)
 
 
-def build_stack(config: ModelConfig, layers: int) -> Stack:
+def build_stack(config: ModelConfig, layers: int, project_after: int = 0) -> Stack:
     """Build one stage of a model."""
-    names = ("dim", "heads", "cond_dim", "is_causal", "dropout", "norm_bias", "attention_bias")
-    return Stack(layers, **{name: getattr(config, name) for name in names})
+    names = ["dim", "heads", "cond_dim", "is_causal", "dropout", "norm_bias", "attention_bias"]
+    names += ["qk_norm", "activation", "skips"]
+    return Stack(layers, project_after=project_after, **{name: getattr(config, name) for name in names})
 
 
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:
@@ -321,3 +368,10 @@ def initialize(model: LanguageModel, rng: torch.Generator) -> None:
     if model.bridge is not None and model.config.bridge == "direct":
         nn.init.eye_(model.bridge.weight)
         model.bridge.bias.zero_()
+    for module in model.modules():
+        if isinstance(module, LanguageModel | Stack):  # skip weights, projection, value embeddings
+            for parameter in module.parameters(recurse=False):
+                parameter.zero_()
+        if isinstance(module, Layer) and model.config.zero_init:
+            for parameter in (*module.out.parameters(), *module.down.parameters()):
+                parameter.zero_()

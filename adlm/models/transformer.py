@@ -1,7 +1,7 @@
 """Transformer layers: pre-norm attention and MLP, rotary positions, adaLN modulation by the noise level."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,19 @@ def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
     if x.is_cuda and x.dtype == linear.weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
         return gelu_in_product(x, linear.weight, linear.bias)
     return F.gelu(linear(x), approximate="tanh")
+
+
+def linear_relu2(x: Tensor, linear: nn.Linear) -> Tensor:
+    """Compute the squared ReLU of a linear map."""
+    return F.relu(linear(x)).square()
+
+
+ACTIVATIONS = {"gelu": linear_gelu, "relu2": linear_relu2}
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Divide by the root mean square over the last dimension, in float32; no parameters."""
+    return F.rms_norm(x.float(), x.shape[-1:]).to(x.dtype)
 
 
 class Norm(nn.Module):
@@ -138,9 +151,12 @@ class Layer(nn.Module):
         dropout: float = 0.0,
         norm_bias: bool = False,
         attention_bias: bool = False,
+        qk_norm: bool = False,
+        activation: str = "gelu",
     ) -> None:
         super().__init__()
         self.heads, self.is_causal, self.dropout = heads, is_causal, dropout
+        self.qk_norm, self.activate = qk_norm, ACTIVATIONS[activation]
         self.norm1 = Norm(dim, norm_bias)
         self.qkv = nn.Linear(dim, 3 * dim, bias=attention_bias)
         self.out = nn.Linear(dim, dim, bias=attention_bias)
@@ -156,6 +172,7 @@ class Layer(nn.Module):
         cond: Tensor | None = None,
         attend: Tensor | None = None,
         cache: KVCache | None = None,
+        value: Tensor | None = None,
     ) -> Tensor:
         batch, length, dim = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(self.modulation, cond, 6)
@@ -163,6 +180,10 @@ class Layer(nn.Module):
         q, k, v = qkv.unbind(2)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.qk_norm:
+            q, k = rms_norm(q), rms_norm(k)
+        if value is not None:
+            v = v + value.view_as(v).to(v.dtype)
         # Transposed views, not copies: the kernel's output has the layout of q, ready for the output projection.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         is_causal = self.is_causal and attend is None
@@ -174,7 +195,7 @@ class Layer(nn.Module):
         y = attention(q, k, v, is_causal=is_causal, attend=attend)
         y = y.transpose(1, 2).reshape(batch, length, dim)
         x = x + F.dropout(apply_gate(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
-        y = linear_gelu(self.norm2(x, shift2, scale2), self.up)
+        y = self.activate(self.norm2(x, shift2, scale2), self.up)
         return x + F.dropout(apply_gate(self.down, y, gate2), self.dropout, self.training).to(x.dtype)
 
 
@@ -204,15 +225,32 @@ class NoiseEmbedding(nn.Module):
 
 
 class Stack(nn.Module):
-    """One stage: layers and the final norm, conditioned on the noise level or on the constant zero."""
+    """One stage: layers and the final norm, conditioned on the noise level or on the constant zero.
 
-    def __init__(self, layers: int, dim: int, *, cond_dim: int | None, norm_bias: bool, **layer: Any) -> None:
+    `skips` add to each layer's input that of the first layer ("input") or of its mirror image ("unet"), times a learned
+    scalar; after `project_after` layers there is a matrix. At first they change nothing.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        dim: int,
+        *,
+        cond_dim: int | None,
+        norm_bias: bool,
+        skips: str = "none",
+        project_after: int = 0,
+        **layer: Any,
+    ) -> None:
         super().__init__()
+        self.skips, self.project_after = skips, project_after
         self.condition = None if cond_dim is None else NoiseEmbedding(cond_dim)
         self.layers = nn.ModuleList(Layer(dim, cond_dim=cond_dim, norm_bias=norm_bias, **layer) for _ in range(layers))
         self.norm = Norm(dim, norm_bias)
         self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 2 * dim)
         self.states: list[Tensor] | None = None
+        self.skip_weights = None if skips == "none" else nn.Parameter(torch.zeros(layers))
+        self.projection = nn.Parameter(torch.zeros(dim, dim)) if project_after else None  # minus the identity
 
     @contextmanager
     def collect_states(self) -> Iterator[list[Tensor]]:
@@ -236,10 +274,20 @@ class Stack(nn.Module):
         rotary: Rotary | None = None,
         attend: Tensor | None = None,
         caches: list[KVCache] | None = None,
+        values: Sequence[Tensor] | None = None,
     ) -> Tensor:
+        """Run the layers; the first of `values` (B, L, dim) is added to the values of the first and the last one, …"""
         cond = self.condition_on(noise_level, x.device)
+        count, inputs = len(self.layers), list[Tensor]()
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotary, cond, attend, None if caches is None else caches[i])
+            if self.skip_weights is not None:
+                inputs.append(x)
+                x = x + self.skip_weights[i] * inputs[0 if self.skips == "input" else min(i, count - i)]
+            table = min(i, count - 1 - i)
+            value = values[table] if values is not None and table < len(values) else None
+            x = layer(x, rotary, cond, attend, None if caches is None else caches[i], value)
+            if self.projection is not None and i + 1 == self.project_after:
+                x = x + F.linear(x, self.projection)
             if self.states is not None:
                 self.states.append(x)
         return self.norm(x, *compute_modulations(self.modulation, cond, 2))

@@ -76,7 +76,7 @@ def train_steps(
         batch, rows, noisy, stall = upcoming
         multiplier, anchor_weight = lr_multiplier(step), objective.anchor_weight(step, steps)
         gamma = None if anchor_weight is None else torch.tensor(anchor_weight, device=device)
-        set_lr(optimizers, multiplier)
+        set_lr(optimizers, multiplier, step)
         values = torch.zeros(4, device=device)
         for number, micro in enumerate(noisy):
             sync = nullcontext() if number == len(noisy) - 1 else parallel.no_sync()

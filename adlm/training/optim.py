@@ -13,6 +13,7 @@ from adlm.models.transformer import Layer
 from adlm.training.ema import EMA
 
 PAPER = OptimizerSettings()
+FIRST_MOMENTUM = 0.85  # of Muon, where it warms up
 
 
 def get_lr_multiplier(step: int, steps: int, settings: OptimizerSettings = PAPER) -> float:
@@ -48,6 +49,8 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
                 "optimizer.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp or adamw"
             )
         muon = Muon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
+        muon.param_groups[0]["peak_momentum"] = settings.muon_momentum
+        muon.param_groups[0]["momentum_warmup"] = settings.momentum_warmup
         optimizers.append(muon)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -55,11 +58,14 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
     return optimizers
 
 
-def set_lr(optimizers: Sequence[Optimizer], multiplier: float) -> None:
-    """Set the learning rate of every group to a multiple of its peak."""
+def set_lr(optimizers: Sequence[Optimizer], multiplier: float, step: int) -> None:
+    """Set the learning rate of every group to a multiple of its peak, and Muon's momentum by its warm-up."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * multiplier
+            if step <= group.get("momentum_warmup", 0):
+                share = step / group["momentum_warmup"]
+                group["momentum"] = FIRST_MOMENTUM + share * (group["peak_momentum"] - FIRST_MOMENTUM)
 
 
 def step_optimizers(

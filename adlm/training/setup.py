@@ -117,7 +117,11 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         init,
         objective,
         build_dataloader(config, data, stream, context),
-        build_loss=partial(LossModule, score_entropy=methods.METHODS[str(config.method)].score_entropy),
+        build_loss=partial(
+            LossModule,
+            score_entropy=methods.METHODS[str(config.method)].score_entropy,
+            max_weight=config.objective.max_weight,
+        ),
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
         write_samples=write_samples,

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: list[dict[str, object]] = [{}, {"bridge": "direct"}, {"bridge": "softmax"}, {"cond_dim": None}]
 OPTIONS += [{"cond_dim": 32, "time_conditioning": True}, {"positions": "learned", "length": 77}]
 OPTIONS += [{"norm_bias": True}, {"attention_bias": True}, {"tied": True}]
+OPTIONS += [{"bridge": "none"}, {"skips": "unet"}, {"value_embeddings": 2}, {"project_after": 1}]
 OPTIONS += [{"positions": "learned", "norm_bias": True, "attention_bias": True, "tied": True}]
 
 
@@ -38,13 +39,17 @@ def test_the_count_is_the_models(method: str, options: dict[str, object]) -> Non
     assert count_parameters(config) == count_weights(shapes_only(config))
 
 
-@pytest.mark.parametrize("bridge", ["factored", "direct", "softmax"])
+EXTENDED = {"embed_norm": True, "qk_norm": True, "activation": "relu2", "skips": "unet", "value_embeddings": 2}
+
+
+@pytest.mark.parametrize("changes", [{}, EXTENDED | {"project_after": 1}], ids=["paper", "extended"])
+@pytest.mark.parametrize("bridge", ["factored", "direct", "softmax", "none"])
 @pytest.mark.parametrize("method", ["adlm", "mdlm", "a2r", "ar"])
-def test_flops_are_what_torch_counts(method: str, bridge: str) -> None:
+def test_flops_are_what_torch_counts(method: str, bridge: str, changes: dict[str, object]) -> None:
     """Of a real step, forward and backward, with attention written out: all of it, and the bridge's product, if any."""
     rows, length, vocab, dim, share = 4, 32, 96, 64, 0.25
     shape = {"vocab_size": vocab, "mask_id": vocab - 1, "length": length, "dim": dim, "heads": 4, "bridge": bridge}
-    config = build_config(method, "nano", **shape, dropout=0.0, cond_dim=None)  # modulations are not counted
+    config = build_config(method, "nano", **shape, **changes, dropout=0.0, cond_dim=None)  # modulations are not counted
     model, tokens = LanguageModel(config), rows * length
 
     def some(part: float) -> Selection:

@@ -176,7 +176,7 @@ def test_half_precision_is_near_full():
     [
         ({"dim": 10, "heads": 3}, "dim 10 must be a multiple of heads 3"),
         ({"dim": 9, "heads": 3}, "must be even"),
-        ({"bridge": "none"}, "factored, direct, softmax"),
+        ({"bridge": "cubic"}, "factored, direct, softmax, none"),
         ({"positions": "sinus"}, "rotary, learned"),
         ({"denoiser_layers": 0}, "denoiser_layers must be a whole number between 1 and 1,024, got 0"),
         ({"anchor_layers": -1}, "anchor_layers must be a whole number between 0 and 1,024, got -1"),

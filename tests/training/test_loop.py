@@ -19,7 +19,7 @@ from adlm.training.guard import Diverged, LossGuard, suggest_remedy
 from adlm.training.logging import MetricWindow, StepMetrics
 from adlm.training.loop import train_steps
 from adlm.training.objective import Objective
-from adlm.training.optim import build_optimizers, get_lr_multiplier
+from adlm.training.optim import build_optimizers, get_lr_multiplier, set_lr
 from tests.training.runs import curve, data, run, tiny_config
 
 FAST = OptimizerSettings(lr=3e-3, betas=(0.9, 0.95))
@@ -177,6 +177,14 @@ def test_muon_moves_the_layers_matrices_and_adamw_the_rest() -> None:
         take_steps(model, steps=2, optimizers=build_optimizers(model, settings))
         moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
         assert moved == matrices if lr == 0 else moved.isdisjoint(matrices) and {"embed.weight", "head.weight"} <= moved
+
+
+def test_muons_momentum_warms_up() -> None:
+    for warmup, expected in ((0, [0.95] * 4), (4, [0.875, 0.9, 0.925, 0.95])):
+        _, muon = build_optimizers(perturbed(), OptimizerSettings("muon", momentum_warmup=warmup))
+        for step, momentum in enumerate(expected, 1):
+            set_lr([muon], 1.0, step)
+            assert muon.param_groups[0]["momentum"] == pytest.approx(momentum)
 
 
 def test_logged_metrics_are_means_since_the_last_log(tmp_path: Path) -> None:

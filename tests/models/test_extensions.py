@@ -1,0 +1,161 @@
+"""Settings beyond the paper's models: each is off by default, changes the model, trains, and survives every change."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adlm.checkpoint import LoadedModel, export_model, load_model
+from adlm.convert import write_lightning
+from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
+from adlm.diffusion.objectives import training_loss
+from adlm.diffusion.rng import CounterRng
+from adlm.models.costs import count_parameters
+from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.transformer import Layer
+from adlm.training.distributed import DistributedContext, LossModule, ParallelSettings, parallelize
+from tests.world import MASK, VOCAB, count_weights, random_tokens, small_model
+
+CHANGES: list[dict[str, Any]] = [{"embed_norm": True}, {"qk_norm": True}, {"activation": "relu2"}, {"skips": "unet"}]
+CHANGES += [{"skips": "input"}, {"value_embeddings": 2}, {"project_after": 2}, {"project_after": 4}]
+CHANGES += [{"zero_init": True, "cond_dim": None}]
+BRIDGE = {"bridge": "none"}
+# From the first step the model is the same function: what is added starts at zero.
+NEUTRAL = [each for each in CHANGES if {"skips", "value_embeddings", "project_after"} & set(each)]
+
+
+def make(method: str, change: dict[str, Any]) -> LanguageModel:
+    """A model of four layers in each stage, without zeros."""
+    depth = {"denoiser_layers": 4} | ({"anchor_layers": 3} if method in ("adlm", "a2r") else {})
+    return small_model(method, scale=0.3, **depth, **change)
+
+
+def compute_loss(model: LanguageModel) -> Tensor:
+    tokens, config = random_tokens(4), model.config
+    if config.is_causal:
+        return training_loss(model, shift_tokens(tokens)).total
+    return training_loss(model, corrupt(tokens, ForwardProcess(MASK), CounterRng.from_seed(0, 4), 0)).total
+
+
+def name_change(change: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in change.items())
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=name_change)
+@pytest.mark.parametrize("method", ["mdlm", "adlm"])
+def test_a_setting_adds_to_the_same_start(method: str, change: dict[str, Any]) -> None:
+    """Seeds are paired: what both models have starts equal; what is added starts neutral, where it can."""
+    config = make(method, {key: value for key, value in change.items() if key == "cond_dim"}).config
+    plain, changed = LanguageModel(config, seed=1), LanguageModel(replace(config, **change), seed=1)
+    before, after = plain.state_dict(), changed.state_dict()
+    zeroed = (".out.weight", ".down.weight", ".down.bias") if "zero_init" in change else ("-",)
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) != name.endswith(zeroed), name
+        assert not name.endswith(zeroed) or not after[name].any(), name
+    assert not any(after[name].any() for name in after.keys() - before.keys())
+    if change in NEUTRAL:
+        assert torch.equal(plain(random_tokens(2)).final, changed(random_tokens(2)).final)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=name_change)
+@pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
+def test_a_setting_changes_the_model_and_all_of_it_learns(method: str, change: dict[str, Any]) -> None:
+    model, plain = make(method, change), make(method, {"cond_dim": model_cond(method, change)})
+    if "zero_init" not in change:  # which changes the start alone
+        assert (model(random_tokens(2)).final - plain(random_tokens(2)).final).abs().max() > 1e-3
+    compute_loss(model).backward()
+    for name, parameter in model.named_parameters():
+        is_idle = name.startswith("anchor_head") and model.config.bridge == "direct"
+        assert parameter.grad is not None and (parameter.grad.any() or is_idle or ".condition." in name), name
+    assert count_parameters(model.config) == count_weights(model)
+
+
+def model_cond(method: str, change: dict[str, Any]) -> int | None:
+    return change.get("cond_dim", 8 if method in ("mdlm", "adlm") else None)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, BRIDGE], ids=name_change)
+@pytest.mark.parametrize("method", ["adlm", "a2r"])
+def test_a_setting_survives_folding_saving_and_lightning_refuses_it(
+    method: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    model, tokens = make(method, change), random_tokens(3)
+    with torch.no_grad():
+        expected = model.head(model(tokens).final)
+        torch.testing.assert_close(model.fold().head(model.fold()(tokens).final), expected, atol=1e-4, rtol=1e-5)
+    for is_quantized in (False, True):
+        folder = tmp_path / str(is_quantized)
+        export_model(LoadedModel(model, None, method, 0), folder, is_quantized=is_quantized)
+        loaded = load_model(folder).model
+        assert {key: getattr(loaded.config, key) for key in change if key != "cond_dim"}.items() <= change.items()
+        with torch.no_grad():
+            difference = (loaded.head(loaded(tokens).final) - expected).abs().mean()
+        assert difference <= (0.05 if is_quantized else 0) * expected.abs().mean()
+    with pytest.raises(ValueError, match="lineage's code has no model with"):
+        write_lightning(LoadedModel(model, None, method, 0), tmp_path / "model.ckpt")
+
+
+@pytest.mark.parametrize("change", [*CHANGES, BRIDGE], ids=name_change)
+def test_a_cache_gives_the_same_features(change: dict[str, Any]) -> None:
+    model, tokens = make("a2r", change), random_tokens(2)
+    with torch.no_grad():
+        full, cache = model(tokens).final, model.new_cache(2)
+        parts = [model(part, cache=cache).final for part in tokens.split([5, 1, 1, 9], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-4, rtol=1e-4)
+
+
+def test_all_at_once_compile_in_one_graph_and_recompute_their_activations() -> None:
+    change = {"embed_norm": True, "qk_norm": True, "activation": "relu2", "skips": "unet"}
+    change |= {"value_embeddings": 1, "project_after": 1, "bridge": "none"}
+    gradients = []
+    for kind in ("plain", "compiled", "checkpointed"):
+        model = make("adlm", change)
+        if kind == "compiled":
+            for layer in model.modules():
+                if isinstance(layer, Layer):
+                    layer.compile(fullgraph=True, backend="aot_eager")
+        settings = ParallelSettings(checkpoint_activations=kind == "checkpointed")
+        parallelize(LossModule(model), DistributedContext(torch.device("cpu")), settings)
+        compute_loss(model).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_capped_weight_changes_the_gradient_and_not_what_is_reported() -> None:
+    model = make("adlm", {})
+    process = ForwardProcess(MASK, anchor_rule=lambda tokens, valid: tokens >= 0)
+    batch = corrupt(random_tokens(8), process, CounterRng.from_seed(0, 8), 0)
+    true, high, low = (training_loss(model, batch, anchor_weight=0.1, max_weight=cap) for cap in (None, 1e9, 1.0))
+    torch.testing.assert_close(torch.stack(high[:3]), torch.stack(true[:3]))
+    torch.testing.assert_close(torch.stack(low[1:3]), torch.stack(true[1:3]))
+    ones = replace(batch, hidden=replace(batch.hidden, weight=torch.ones_like(batch.hidden.weight)))
+    assert batch.anchors is not None
+    ones = replace(ones, anchors=replace(batch.anchors, weight=torch.ones_like(batch.anchors.weight)))
+    torch.testing.assert_close(low.total, training_loss(model, ones, anchor_weight=0.1).total)
+    assert low.total < true.total
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"activation": "swish"}, "unknown activation 'swish': expected one of gelu, relu2"),
+        ({"skips": True}, "unknown skips True: expected one of none, unet, input"),
+        ({"zero_init": True}, r"zero_init needs cond_dim null \(model.cond_dim=0\)"),
+        ({"project_after": 5}, "project_after 5 is above denoiser_layers"),
+        ({"project_after": -1}, "project_after must be a whole number between 0"),
+        ({"value_embeddings": 3}, "value_embeddings 3 is above half of the 4 layers that read tokens"),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**({"vocab_size": VOCAB, "mask_id": MASK, "denoiser_layers": 4} | wrong))
+
+
+def test_value_embeddings_need_tokens() -> None:
+    model = make("mdlm", {"value_embeddings": 1})
+    with pytest.raises(ValueError, match="takes tokens, not embeddings"):
+        model(model.embed(random_tokens(2)))
