@@ -24,7 +24,7 @@ from adlm.methods import METHODS
 from adlm.remedies import install_command
 from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
 from adlm.text.lm import LM, load
-from adlm.text.templates import TEXT, Hole, Layout, parse_template, tokenize_piece
+from adlm.text.templates import TEXT, Layout, tokenize_piece
 
 try:
     from lm_eval.api.model import LM as HarnessModel
@@ -212,33 +212,27 @@ class AdlmLM(HarnessModel):
             sampler = sampler or ("confidence" if temperature == 0 else None)
             if sampler in ("confidence", "margin") and steps is None:
                 steps = tokens
-        settings: dict[str, Any] = {"length": count_context_tokens(self.lm, context) + tokens, "sampler": sampler}
-        settings |= {"steps": steps, "temperature": temperature, "top_p": float(kwargs.get("top_p") or 1.0)}
+        settings: dict[str, Any] = {"max_new_tokens": tokens, "sampler": sampler, "steps": steps}
+        settings |= {"temperature": temperature, "top_p": float(kwargs.get("top_p") or 1.0)}
         settings |= {"top_k": kwargs.get("top_k"), **self.options}
         return context, until, tuple(settings.items())
 
 
 def fit_context(lm: LM, context: str, tokens: int) -> tuple[str, int]:
     """The end of the context and the tokens to generate, as many as fit into a row; at most half is context."""
-    longest, taken = lm.row_format.longest, count_context_tokens(lm, context)
-    if taken + tokens <= longest:
+    longest, count_tokens = lm.row_format.longest, lm.row_format.count_prompt_tokens
+    if (taken := count_tokens(context)) + tokens <= longest:
         return context, tokens
     generated = min(tokens, max(longest - taken, longest // 2))
     pieces = tokenize_piece(lm.tokenizer, context)[1]
     kept, keep = context, min(len(pieces), longest - generated)
-    while count_context_tokens(lm, kept) + generated > longest:  # the end of a text may have more tokens by itself
+    while count_tokens(kept) + generated > longest:  # the end of a text may have more tokens by itself
         kept, keep = "".join(pieces[len(pieces) - keep :]) if keep else "", keep - 1
     log.warning(
         "a context of %d tokens and %d to generate do not fit into a row of %d: truncated to its last %d and %d",
-        taken, tokens, longest, count_context_tokens(lm, kept), generated,
+        taken, tokens, longest, count_tokens(kept), generated,
     )  # fmt: skip
     return kept, generated
-
-
-def count_context_tokens(lm: LM, context: str) -> int:
-    """Tokens of a context that is continued; a blank at its end belongs to the next word."""
-    layout = lm.row_format.build_layout(parse_template((context, Hole.of_length(1))))
-    return sum(span.end - span.start for span in layout.spans) - 1
 
 
 def truncate_at(text: str, until: Sequence[str]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, TypedDict
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
@@ -43,24 +44,8 @@ MAX_ROWS = 64  # evaluated at a time
 LENGTH_PENALTY = 2.0
 
 
-class SamplerOptions(TypedDict, total=False):
-    """Options that only some samplers take, then other libraries' names of arguments."""
-
-    eta: float  # remask_cap, remask_rescale, remask_loop: the remasking probability or its scale
-    t_on: float  # remask_loop: the time at which the loop starts
-    t_off: float  # remask_loop: the time at which it ends
-    alpha_on: float  # remask_loop: the share of visible tokens in it
-    bound: float  # entropy_bounded: nats
-    compat: bool  # plans: the lineage's time grid and last step
-    num_return_sequences: int  # n
-    num_inference_steps: int  # steps
-    gen_length: int  # max_new_tokens
-    block_length: int  # block
-    do_sample: bool  # False: temperature 0
-
-
-class GenerationSettings(SamplerOptions, total=False):
-    """The settings that `generate`, `infill`, `stream` and `record` share; `GenerationConfig` has their defaults."""
+class GenerationSettings(TypedDict, total=False):
+    """The settings of `generate`, `infill`, `stream` and `record`; `GenerationConfig` has the defaults."""
 
     max_new_tokens: int | None
     length: int | None
@@ -73,6 +58,19 @@ class GenerationSettings(SamplerOptions, total=False):
     seed: int
     block: int | None
     batch: int
+    # Options that only some samplers take.
+    eta: float  # remask_cap, remask_rescale, remask_loop: the remasking probability or its scale
+    t_on: float  # remask_loop: the time at which the loop starts
+    t_off: float  # remask_loop: the time at which it ends
+    alpha_on: float  # remask_loop: the share of visible tokens in it
+    bound: float  # entropy_bounded: nats
+    compat: bool  # plans: the lineage's time grid and last step
+    # Other libraries' names.
+    num_return_sequences: int  # n
+    num_inference_steps: int  # steps
+    gen_length: int  # max_new_tokens
+    block_length: int  # block
+    do_sample: bool  # False: temperature 0
 
 
 @dataclass(frozen=True)
@@ -92,17 +90,19 @@ class GenerationConfig:
     batch: int = DEFAULT_BATCH
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def resolve(self) -> GenerationConfig:
-        """Replace other libraries' names in the options by ours, and check the numbers."""
-        options, changes, defaults = dict(self.options), dict[str, Any](), GenerationConfig()
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> GenerationConfig:
+        """Make a config of settings, in which other libraries' names may be, and check the numbers."""
+        options = dict(settings)
         for alias, name in ALIASES.items():
             if alias in options:
-                if (value := getattr(self, name)) != getattr(defaults, name):
+                if (value := options.get(name)) is not None:
                     raise ValueError(f"{name}={value} and {alias}={options[alias]} are one setting: give {name} alone")
-                changes[name] = options.pop(alias)
-        if (do_sample := options.pop("do_sample", None)) is not None:
-            changes["temperature"] = self.temperature if do_sample else 0.0
-        config = replace(self, options=options, **changes)
+                options[name] = options.pop(alias)
+        if (do_sample := options.pop("do_sample", None)) is not None and not do_sample:
+            options["temperature"] = 0.0
+        known = {name: options.pop(name) for name in (*SHARED_SETTINGS, "steps") if name in options}
+        config = cls(**known, options=options)
         counts = ("max_new_tokens", "n", "batch", "steps", "block")
         check_whole_numbers(1, **{name: getattr(config, name) for name in counts})
         check_whole_numbers(0, seed=config.seed)
@@ -176,8 +176,7 @@ class RowFormat:
                 f"length must be a whole number between 1 and {self.longest}, got {length}: this model's rows have "
                 f"{self.row} tokens, {self.row - self.longest} of which begin or end a text"
             )
-        pieces = parse_template((prompt, Hole.of_length(1)))
-        taken = sum(span.end - span.start for span in self.build_layout(pieces).spans) - 1
+        taken = self.count_prompt_tokens(prompt)
         length = self.longest if length is None else length
         if taken >= length:
             larger = f"make length larger (at most {self.longest}) or " if taken < self.longest else ""
@@ -191,6 +190,11 @@ class RowFormat:
                 f"texts have at most {length}; use max_new_tokens up to {length - taken}, or a shorter prompt"
             )
         return self.build_layout(parse_template((prompt, Hole.of_length(max_new_tokens or length - taken))))
+
+    def count_prompt_tokens(self, prompt: str) -> int:
+        """Count the tokens of a text that is continued; a blank at its end belongs to the next word."""
+        layout = self.build_layout(parse_template((prompt, Hole.of_length(1))))
+        return sum(span.end - span.start for span in layout.spans) - 1
 
     def layout_template(self, template: Template, predictor: Callable[[], Predictor]) -> Layout:
         """Lay a template out, with a length chosen for every hole."""
@@ -253,9 +257,8 @@ def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number:
     scores = {length: -LENGTH_PENALTY * math.log(length) for length in layouts}
     for start in range(0, len(rows), MAX_ROWS):
         part, expected = rows[start : start + MAX_ROWS], targets[start : start + MAX_ROWS]
-        longest = max(len(row) for row in part)
-        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in part])
-        valid = torch.arange(longest) < torch.tensor([len(row) for row in part])[:, None]
+        tokens = pad_sequence([torch.tensor(row) for row in part], batch_first=True)
+        valid = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in part])[:, None]
         hidden = ((tokens == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
         level, tokens = mean_noise_level(hidden), tokens.to(predictor.device)
         features = predictor.predict(tokens, level, valid.to(predictor.device))
@@ -269,9 +272,10 @@ def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number:
 def find_neighbors(layout: Layout, number: int) -> list[int]:
     """Return the positions of given text next to hole `number`, on both sides up to the next hole."""
     at = [i for i, span in enumerate(layout.spans) if span.texts is None][number]
-    before, after = layout.spans[max(0, at - 1) : at], layout.spans[at + 1 : at + 2]
-    left = [i for span in before if span.texts is not None for i in range(span.start, span.end)]
-    right = [i for span in after if span.texts is not None for i in range(span.start, span.end)]
+    left, right = (
+        [i for span in spans if span.texts is not None for i in range(span.start, span.end)]
+        for spans in (layout.spans[max(0, at - 1) : at], layout.spans[at + 1 : at + 2])
+    )
     return left[-MAX_NEIGHBORS:] + right[:MAX_NEIGHBORS]
 
 

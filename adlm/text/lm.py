@@ -34,12 +34,10 @@ from adlm.methods import METHODS, look_up
 from adlm.remedies import suggest_names
 from adlm.text.generation import (
     DEFAULT_BATCH,
-    SHARED_SETTINGS,
     GenerationConfig,
     GenerationRequest,
     GenerationSettings,
     RowFormat,
-    SamplerOptions,
     Templates,
     as_list,
     check_whole_numbers,
@@ -224,14 +222,7 @@ class LMEngine:
         self, prompt: Prompts = "", *, template: Templates | None = None, **settings: Unpack[GenerationSettings]
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
-        options: dict[str, Any] = dict(settings)
-        shared = {name: options.pop(name) for name in (*SHARED_SETTINGS, "steps") if name in options}
-        return self._make_request(GenerationConfig(**shared, options=options), prompt, template)
-
-    def _make_request(
-        self, config: GenerationConfig, prompt: Prompts = "", template: Templates | None = None
-    ) -> GenerationRequest:
-        config, is_causal = config.resolve(), self.row_format.is_causal
+        config, is_causal = GenerationConfig.from_settings(settings), self.row_format.is_causal
         sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
         if is_causal and config.block is not None:
             raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
@@ -249,11 +240,11 @@ class LMEngine:
         if not layouts:
             raise ValueError("there is nothing to generate: give a prompt (it may be empty) or a template, or a list")
         sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
-        settings = {"model": self.name, "method": self.method, **sampler_settings}
-        settings |= {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "seed", "n", "block")}
-        settings |= {"device": str(self.device)}
-        settings |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
-        return GenerationRequest(layouts, config, sampler, sampling, settings)
+        described = {"model": self.name, "method": self.method, **sampler_settings}
+        described |= {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "seed", "n", "block")}
+        described |= {"device": str(self.device)}
+        described |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
+        return GenerationRequest(layouts, config, sampler, sampling, described)
 
     def run_request(self, request: GenerationRequest, start: int = 0) -> GenerationOutput:
         """Generate a request's texts from number `start` on, a batch at a time."""
@@ -272,20 +263,19 @@ class LMEngine:
         known = int((~classify_tokens(self.tokenizer).special).sum())
         if not 0 <= guesses <= known:
             raise ValueError(f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}")
-        rows = request.rows[:count]
-        return self._iterate_steps(request, rows, 0 if self.row_format.is_causal else guesses)
+        rows, guesses = request.rows[:count], 0 if self.row_format.is_causal else guesses
 
-    def _iterate_steps(
-        self, request: GenerationRequest, rows: list[tuple[Layout, int]], guesses: int
-    ) -> Iterator[StreamStep]:
-        step, layouts = None, tuple(layout for layout, _ in rows)
-        for frame in denoise_rows(self.predictor, request, rows, with_start=True):
-            if step is not None and frame.changed is step.frame.changed:  # nothing changed, nor in the step before
-                step = replace(step, step=frame.step, frame=frame)
-            else:
-                guessed = predict_guesses(self.predictor, frame, layouts, guesses)
-                step = StreamStep(frame.step, frame, layouts, guessed)
-            yield step
+        def iterate() -> Iterator[StreamStep]:
+            step, layouts = None, tuple(layout for layout, _ in rows)
+            for frame in denoise_rows(self.predictor, request, rows, with_start=True):
+                if step is not None and frame.changed is step.frame.changed:  # nothing changed, nor in the step before
+                    step = replace(step, step=frame.step, frame=frame)
+                else:
+                    guessed = predict_guesses(self.predictor, frame, layouts, guesses)
+                    step = StreamStep(frame.step, frame, layouts, guessed)
+                yield step
+
+        return iterate()
 
     def build_trajectory(
         self, frames: Sequence[TrajectoryFrame], request: GenerationRequest, *, title: str = "", seconds: float = 0.0
@@ -300,7 +290,7 @@ class LM(LMEngine):
     """A trained model with its tokenizer, as `adlm.load` returns it.
 
     `max_new_tokens` counts the tokens after the prompt, `length` the prompt's too; by default a text is as long as the
-    model allows. The other names of transformers, diffusers and LLaDA are accepted as well (`SamplerOptions`).
+    model allows. `GenerationSettings` lists all settings, also in the names of transformers, diffusers and LLaDA.
     """
 
     def __repr__(self) -> str:
@@ -309,28 +299,9 @@ class LM(LMEngine):
         size = count_parameters(self.model.config)
         return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
-    def generate(
-        self,
-        prompt: Prompts = "",
-        *,
-        max_new_tokens: int | None = None,
-        length: int | None = None,
-        n: int = 1,
-        steps: int | None = None,
-        sampler: str | None = None,
-        temperature: float = 1.0,
-        top_p: float = 0.9,
-        top_k: int | None = None,
-        seed: int = 0,
-        block: int | None = None,
-        batch: int = DEFAULT_BATCH,
-        **options: Unpack[SamplerOptions],
-    ) -> GenerationOutput:
+    def generate(self, prompt: Prompts = "", **settings: Unpack[GenerationSettings]) -> GenerationOutput:
         """Generate `n` texts that begin with the prompt, or with each of several prompts."""
-        config = GenerationConfig(
-            max_new_tokens, length, n, steps, sampler, temperature, top_p, top_k, seed, block, batch, options
-        )
-        return self.run_request(self._make_request(config, prompt))
+        return self.run_request(self.build_request(prompt, **settings))
 
     def infill(self, template: Templates, **settings: Unpack[GenerationSettings]) -> GenerationOutput:
         """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates.
@@ -397,6 +368,15 @@ class LM(LMEngine):
         columns = estimate_token_nats(model, rows, is_scored, batch=batch, on_batch=on_batch, **settings)
         scores = []
         for layout, nats, error, is_exact in zip(layouts, *(each.tolist() for each in columns), strict=True):
+def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens (B, L) of rows on a device and, on the host, which are fixed (padding is) and their kinds."""
+    stack = partial(pad_sequence, batch_first=True)
+    pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
+    xt = stack([torch.tensor(layout.ids) for layout in layouts], padding_value=pad_id).to(device)
+    is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
+    return xt, is_fixed, stack([torch.tensor(layout.kinds) for layout in layouts])
+
+
             tokens, size = len(layout.spans[0].texts or ()), len(layout.spans[0].text.encode("utf-8"))
             scores.append(Score(nats / tokens, error / tokens, tokens, nats / math.log(2) / size, is_exact))
         return scores
@@ -410,11 +390,8 @@ def denoise_rows(
     predictor: Predictor, request: GenerationRequest, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
 ) -> Iterator[Frame]:
     """Sample rows of a request together; with the start, the first frame is what they begin as."""
-    layouts, stack = [layout for layout, _ in rows], partial(pad_sequence, batch_first=True)
-    pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
-    xt = stack([torch.tensor(layout.ids) for layout in layouts], padding_value=pad_id).to(predictor.device)
-    is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
-    kinds = stack([torch.tensor(layout.kinds) for layout in layouts])
+    layouts = [layout for layout, _ in rows]
+    xt, is_fixed, kinds = stack_layouts(layouts, predictor.device)
     valid = torch.arange(xt.shape[1]) < torch.tensor([len(layout) for layout in layouts])[:, None]
     frames = stream_tokens(
         predictor,
