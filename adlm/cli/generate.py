@@ -122,8 +122,10 @@ class GenerationRun:
 
     def finish(self) -> None:
         """Sample the texts that are left, in batches."""
+        from adlm.text.lm import GenerationOutput
+
         rest = self.lm.run_request(self.request, start=len(self.rows))
-        self.output = rest.from_rows(self.rows + rest.rows, self.seconds + rest.seconds, rest.settings)
+        self.output = GenerationOutput(self.rows + rest.rows, self.seconds + rest.seconds, rest.settings)
 
     def __str__(self) -> str:
         steps = "" if self.request.steps is None else f", {self.request.steps} steps"

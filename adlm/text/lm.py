@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -69,41 +69,25 @@ class GeneratedRow:
         return self.layout.pieces(self.ids)
 
 
-@dataclass(frozen=True)
-class GenerationOutput(Sequence[str]):
-    """A sequence of texts, `n` for every prompt or template one after the other, and what they took."""
+class GenerationOutput(list[str]):
+    """A list of texts, `n` for every prompt or template one after the other, and what they took."""
 
-    texts: list[str]
-    nfe: int  # network evaluations of the text that took most
-    seconds: float
-    settings: dict[str, Any]
-    nfe_each: list[int]
-    rows: list[GeneratedRow] = field(repr=False)
+    def __init__(self, rows: Sequence[GeneratedRow], seconds: float, settings: dict[str, Any]) -> None:
+        super().__init__(row.text for row in rows)
+        self.rows, self.seconds, self.settings = list(rows), seconds, settings
+        self.nfe_each = [row.nfe for row in rows]
+        self.nfe = max(self.nfe_each, default=0)  # network evaluations of the text that took most
 
-    @classmethod
-    def from_rows(cls, rows: list[GeneratedRow], seconds: float, settings: dict[str, Any]) -> GenerationOutput:
-        """Collect the texts of generated rows."""
-        nfe = [row.nfe for row in rows]
-        return cls([row.text for row in rows], max(nfe, default=0), seconds, settings, nfe, rows)
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        return self.texts[index]
+    @property
+    def texts(self) -> list[str]:
+        return list(self)
 
     def __str__(self) -> str:
-        return "\n\n".join(self.texts)
+        return "\n\n".join(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "rows"}
+        return {name: getattr(self, name) for name in ("texts", "nfe", "seconds", "settings", "nfe_each")}
 
 
 @dataclass(frozen=True)
@@ -192,21 +176,19 @@ class LMEngine:
                 "prepared with (`adlm prepare` writes it into the data's folder) into the checkpoint's folder"
             )
         self.model, self.tokenizer, config = loaded.model.eval(), loaded.tokenizer, loaded.model.config
-        if not config.is_causal and config.mask_id != self.tokenizer.mask_id:
-            raise ValueError(
-                f"{name}: the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
-                "the tokenizer.json that the model was trained with"
-            )
+        method, largest, problem = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id, ""
         if config.is_causal and self.tokenizer.bos_id is None:
-            raise ValueError(
-                f"{name}: its tokenizer has no BOS token, which a causal model reads first: name bos_token"
+            problem = "its tokenizer has no BOS token, which a causal model reads first: name bos_token"
+        elif not config.is_causal and config.mask_id != self.tokenizer.mask_id:
+            problem = f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
+            problem += "the tokenizer.json that the model was trained with"
+        elif method.is_causal != config.is_causal or largest >= config.vocab_size:
+            problem = (
+                f"its files do not belong together (method {loaded.method!r}, is_causal {config.is_causal}; tokens "
             )
-        method, largest = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id
-        if method.is_causal != config.is_causal or largest >= config.vocab_size:
-            problem = f"tokens up to {largest}, the model {config.vocab_size}"
-            if method.is_causal != config.is_causal:
-                problem = f"method {loaded.method!r}, the model is_causal {config.is_causal}"
-            raise ValueError(f"{name}: its files do not belong together ({problem}): copy or download them again")
+            problem += f"up to {largest}, the model {config.vocab_size}): copy or download them again"
+        if problem:
+            raise ValueError(f"{name}: {problem}")
         self.loaded, self.method, self.step, self.name = loaded, loaded.method, loaded.step, name
         self.device, self.deterministic = pick_device(device), deterministic
         is_framed = loaded.rows == "documents" and not config.is_causal
@@ -254,7 +236,7 @@ class LMEngine:
             (frame,) = deque(denoise_rows(self.predictor, request, part), maxlen=1)  # keeps no other
             for (layout, _), ids, nfe in zip(part, frame.tokens.tolist(), frame.nfe.tolist(), strict=True):
                 rows.append(GeneratedRow(layout, ids[: len(layout)], nfe))
-        return GenerationOutput.from_rows(rows, time.perf_counter() - started, request.settings)
+        return GenerationOutput(rows, time.perf_counter() - started, request.settings)
 
     def stream_request(
         self, request: GenerationRequest, guesses: int = 0, *, count: int | None = None
