@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -183,10 +183,8 @@ class LMEngine:
             problem = f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
             problem += "the tokenizer.json that the model was trained with"
         elif method.is_causal != config.is_causal or largest >= config.vocab_size:
-            problem = (
-                f"its files do not belong together (method {loaded.method!r}, is_causal {config.is_causal}; tokens "
-            )
-            problem += f"up to {largest}, the model {config.vocab_size}): copy or download them again"
+            problem = f"its files do not belong together (method {loaded.method!r}, is_causal {config.is_causal}; "
+            problem += f"tokens up to {largest}, the model {config.vocab_size}): copy or download them again"
         if problem:
             raise ValueError(f"{name}: {problem}")
         self.loaded, self.method, self.step, self.name = loaded, loaded.method, loaded.step, name
@@ -321,19 +319,10 @@ class LM(LMEngine):
         frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
         return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)
 
-    def score(
-        self,
-        texts: Prompts,
-        *,
-        draws: int = 64,
-        seed: int = 0,
-        batch: int = 64,
-        on_batch: Callable[[], None] | None = None,
-    ) -> list[Score]:
+    def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
         """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte.
 
-        Up to 6 tokens the bound is computed without noise, except of a model with time conditioning. `on_batch` is
-        called after every batch.
+        Up to 6 tokens the bound is computed without noise, except of a model with time conditioning.
         """
         from adlm.likelihood import estimate_token_nats
 
@@ -347,18 +336,9 @@ class LM(LMEngine):
         is_scored = [[any(x.start <= i < x.end for x in row.spans) for i in range(len(row))] for row in layouts]
         settings: dict[str, Any] = {"score_entropy": METHODS[self.method].score_entropy, "draws": draws, "seed": seed}
         rows, model = [row.ids for row in layouts], self.model.to(self.device)
-        columns = estimate_token_nats(model, rows, is_scored, batch=batch, on_batch=on_batch, **settings)
+        columns = estimate_token_nats(model, rows, is_scored, batch=batch, **settings)
         scores = []
         for layout, nats, error, is_exact in zip(layouts, *(each.tolist() for each in columns), strict=True):
-def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens (B, L) of rows on a device and, on the host, which are fixed (padding is) and their kinds."""
-    stack = partial(pad_sequence, batch_first=True)
-    pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
-    xt = stack([torch.tensor(layout.ids) for layout in layouts], padding_value=pad_id).to(device)
-    is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
-    return xt, is_fixed, stack([torch.tensor(layout.kinds) for layout in layouts])
-
-
             tokens, size = len(layout.spans[0].texts or ()), len(layout.spans[0].text.encode("utf-8"))
             scores.append(Score(nats / tokens, error / tokens, tokens, nats / math.log(2) / size, is_exact))
         return scores
@@ -366,6 +346,15 @@ def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tens
     def save(self, folder: str | Path) -> Path:
         """Write config.json, model.safetensors and tokenizer.json, from which `adlm.load` makes an equal model."""
         return checkpoint.export_model(self.loaded, Path(folder), is_quantized=False)
+
+
+def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens (B, L) of rows on a device and, on the host, which are fixed (padding is) and their kinds."""
+    stack = partial(pad_sequence, batch_first=True)
+    pad_id = int(layouts[0].tokenizer.mask_id == 0)  # nothing reads padding, but it must not look hidden
+    xt = stack([torch.tensor(layout.ids) for layout in layouts], padding_value=pad_id).to(device)
+    is_fixed = stack([torch.tensor(layout.is_fixed) for layout in layouts], padding_value=True)
+    return xt, is_fixed, stack([torch.tensor(layout.kinds) for layout in layouts])
 
 
 def denoise_rows(
