@@ -32,7 +32,7 @@ data.path data.workers data.verify reasoning.tests reasoning.samplers
 POSITIVE_KEYS = """
 steps batch micro_batch log.every valid.every valid.batch valid.draws samples.every samples.rows samples.steps
 checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr optimizer.clip
-objective.discrete_steps objective.max_weight guard.spike guard.window parallel.shard
+objective.discrete_steps objective.max_weight objective.time_std guard.spike guard.window parallel.shard
 reasoning.hops reasoning.stages reasoning.stage_steps reasoning.slots_per_stage reasoning.tests
 """
 NON_NEGATIVE_KEYS = (
@@ -114,6 +114,7 @@ class ObjectiveSettings:
     anchor_ramp: bool = True  # gamma is min(anchor_weight, step / steps)
     attend_padding: bool = False  # as the lineage on LM1B: padding is masked and attended like text
     discrete_steps: int | None = None
+    time_std: float | None = None  # of training times around 1/2; null: uniform times
     max_weight: float | None = None  # cap of the loss weight 1/t in training; 1: every hidden token counts alike
 
 

@@ -27,6 +27,14 @@ def stratify_times(u: Tensor, index: Tensor | None = None, total: int | None = N
     return (1 - eps) * ((u / n + i / n) % 1) + eps
 
 
+def draw_bell_times(t: Tensor, std: float, eps: float) -> tuple[Tensor, Tensor]:
+    """Map uniform times in [eps, 1) to those of a normal around 1/2, cut to [eps, 1): the times and their density."""
+    normal = torch.distributions.Normal(torch.tensor(0.5, dtype=torch.float64), std)
+    low, high = normal.cdf(torch.tensor([eps, 1.0], dtype=torch.float64))
+    times = normal.icdf(low + (t.double() - eps) / (1 - eps) * (high - low)).clamp(eps, 1.0)
+    return times, normal.log_prob(times).exp() * (1 - eps) / (high - low)
+
+
 def mask_tokens(x0: Tensor, hidden_prob: Tensor, u: Tensor, mask_id: int, is_fixed: Tensor | None = None) -> Tensor:
     """Hide each token with its row's probability (B,), except at `is_fixed` positions (prompts, padding)."""
     is_hidden = u < hidden_prob[:, None]
@@ -64,6 +72,7 @@ class NoisyBatch:
     tokens: Tensor  # (), float: how many tokens the mean is over; a loss of several means has as many counts
     valid: Tensor | None = None  # (B, L): what attention may read; None is everything
     is_causal: bool = False  # for a causal model: xt is what comes before x0
+    density: Tensor | None = None  # (B,): of t, relative to uniform times; the weights are divided by it
 
     def to(self, device: torch.device | str) -> NoisyBatch:
         """Copy the batch to another device without waiting: to a GPU through page-locked memory."""
@@ -91,6 +100,7 @@ class ForwardProcess:
     anchor_scope: str = "all"
     attend_padding: bool = False  # the lineage's LM1B: padding is read, masked and counted for anchors like text
     steps: int | None = None  # of discrete time (alpha must be 1 at time 0, or a reconstruction term is missing)
+    time_std: float | None = None  # of times around 1/2; None: uniform times
     multiple: int = 1  # what the sizes of selections are rounded up to: GPUs like round sizes
 
 
@@ -116,19 +126,25 @@ def corrupt(
     if x0.is_cuda:
         raise ValueError("x0 is on a GPU: corrupt takes tokens on the CPU; move its result with .to(device)")
     u = rng.uniform(step, 1, Purpose.TIME)[:, 0]
+    density, eps = None, MIN_TIME if process.steps is None else 0.0
+    times = stratify_times(u, index, total, eps)
+    if process.time_std is not None:
+        times, density = draw_bell_times(times, process.time_std, eps)
     if process.steps is None:
-        t = stratify_times(u, index, total).float()
+        t = times.float()
         weight = schedules.loss_weight(schedule, t)
     else:
-        t = schedules.discrete_time(stratify_times(u, index, total, eps=0.0), process.steps).float()
+        t = schedules.discrete_time(times, process.steps).float()
         weight = schedules.discrete_loss_weight(schedule, t, process.steps)
+    weight = weight if density is None else (weight / density).float()
     u = rng.uniform(step, x0.shape[1], Purpose.MASK)
     unmaskable = is_fixed
     if valid is not None and not process.attend_padding:
         unmaskable = ~valid if is_fixed is None else is_fixed | ~valid
     xt = mask_tokens(x0, 1 - schedule.alpha(t.double()), u, mask_id, unmaskable)
     level = schedules.noise_level(schedule, t)
-    return collect_batch(x0, xt, t, weight, level, process, valid=valid, is_fixed=is_fixed)
+    batch = collect_batch(x0, xt, t, weight, level, process, valid=valid, is_fixed=is_fixed)
+    return batch if density is None else replace(batch, density=density.float())
 
 
 def collect_batch(

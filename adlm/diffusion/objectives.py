@@ -25,7 +25,7 @@ class FeatureModel(Protocol):
 class Loss(NamedTuple):
     """The optimized total = nll + anchor_weight · anchor, apart from the reported nll; nats per token.
 
-    With a `max_weight` the total has smaller weights than the others, which stay the NELBO's.
+    With a `max_weight`, or with times that are not uniform, the total has other weights; the rest stays the NELBO.
     """
 
     total: Tensor
@@ -127,10 +127,14 @@ def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -
 def _mean_loss(
     features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, max_weight: float | None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean over the batch's tokens of a head's loss at a selection, with capped and with true weights, and
-    its sum over each row (detached)."""
-    weight = where.weight if max_weight is None else where.weight.clamp(max=max_weight)
+    """Return the mean over the batch's tokens of a head's loss at a selection, as it is optimized (weights capped, and
+    not divided by the density of t) and as the NELBO has it, and the latter's sum over each row (detached)."""
+    weight = where.weight
+    if batch.density is not None:
+        weight = weight * batch.density[where.index // batch.x0.shape[1]]
+    if max_weight is not None:
+        weight = weight.clamp(max=max_weight)
     share = Selection(where.index, weight / batch.tokens)
     loss = selected_loss(features, head, batch.x0, share, **options)
     rows = token_nll(loss, where, batch.x0.shape).sum(-1).detach()
-    return loss.total, loss.total if max_weight is None else rows.sum() / batch.tokens, rows
+    return loss.total, loss.total if weight is where.weight else rows.sum() / batch.tokens, rows

@@ -288,6 +288,7 @@ def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, o
         anchor_scope=settings.anchor_scope,
         attend_padding=settings.attend_padding,
         steps=settings.discrete_steps,
+        time_std=settings.time_std,
         multiple=64 if on_gpu else 1,
     )
     return Objective(process, model.is_causal, settings.anchor_weight, settings.anchor_ramp)

@@ -139,6 +139,24 @@ def test_a_capped_weight_changes_the_gradient_and_not_what_is_reported() -> None
     assert low.total < true.total
 
 
+def test_times_around_one_half_change_the_gradient_and_not_what_is_reported() -> None:
+    """The times are a normal's, and importance weights keep the reported NELBO unbiased."""
+    model, tokens, reported = make("adlm", {}), random_tokens(4096), []
+    for std in (None, 0.2):
+        process = ForwardProcess(MASK, anchor_rule=lambda tokens, valid: tokens >= 0, time_std=std)
+        batch = corrupt(tokens, process, CounterRng.from_seed(0, 4096), 0)
+        with torch.no_grad():
+            reported.append(training_loss(model, batch, anchor_weight=0.1))
+    assert float(batch.t.mean()) == pytest.approx(0.5, abs=0.01)
+    assert float(batch.t.std()) == pytest.approx(0.19, abs=0.01)  # the tails are cut
+    uniform, bell = reported
+    assert float(bell.nll) == pytest.approx(float(uniform.nll), rel=0.03)
+    assert float(bell.anchor) == pytest.approx(float(uniform.anchor), rel=0.1)
+    assert batch.density is not None
+    expected = bell.row_nll @ batch.density + 0.1 * bell.row_anchor @ batch.density
+    assert float(bell.total) == pytest.approx(float(expected / batch.tokens), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
