@@ -63,30 +63,24 @@ class Snapshot:
 
 
 def copy_to_host(
-    tensors: Mapping[str, Tensor], *, is_main: bool, host_mesh: DeviceMesh | None = None
+    tensors: Mapping[str, Tensor], *, is_main: bool = True, host_mesh: DeviceMesh | None = None
 ) -> dict[str, Tensor]:
-    """Copy tensors to host memory: every rank its shards, and rank 0 what is not sharded."""
+    """Copy tensors to the host memory of rank 0, sharded ones unsharded or, with a mesh, every rank its shards.
+
+    All ranks must call this.
+    """
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            assert host_mesh is not None
+        if isinstance(tensor, DTensor) and host_mesh is not None:
             shard = tensor.to_local().detach().to("cpu", copy=True)
             copies[name] = DTensor.from_local(
                 shard, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
-        elif is_main:
-            copies[name] = tensor.detach().to("cpu", copy=True)
-    return copies
-
-
-def gather_weights(weights: Mapping[str, Tensor], *, is_main: bool = True) -> dict[str, Tensor]:
-    """Copy weights, unsharded, to host memory of rank 0; all ranks must call this."""
-    gathered = {}
-    for name, tensor in weights.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            continue
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_main:
-            gathered[name] = full.detach().to("cpu", copy=True)
-    return gathered
+            copies[name] = whole.detach().to("cpu", copy=True)
+    return copies
 
 
 @dataclass
@@ -351,11 +345,7 @@ def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
     model.to_empty(device="cpu")
     if config.tied:
         model.head.weight = model.embed.weight
-    try:
-        model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())[:300]
-        raise ValueError(f"{find_weights_file(folder)} does not fit config.json ({problem}): {COPY_AGAIN}") from error
+    model.load_state_dict(restore_tied_head(dequantize(read_weights(folder)), model))
     tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
     return LoadedModel(model.eval(), tokenizer, content["method"], content["step"], content["rows"])
 
@@ -385,11 +375,10 @@ def check_stored_tensors(folder: Path, model: LanguageModel) -> None:
         del expected["head.weight"]
     quantized = {name for name, shape in expected.items() if len(shape) == 2 and dtypes.get(name) == "I8"}
     expected |= {name + SCALE: expected[name][:1] for name in sorted(quantized)}
-    for name in [*expected, *(name for name in stored if name not in expected)]:
-        is_stored, is_expected = name in stored, name in expected
+    for name in expected | stored:
         if stored.get(name) != expected.get(name) or (name not in quantized and dtypes[name] not in FLOAT_DTYPES):
-            actual = f"{dtypes[name]} {stored[name]}" if is_stored else "missing"
-            expectation = f"float {expected[name]}" if is_expected else "no such tensor"
+            actual = f"{dtypes[name]} {stored[name]}" if name in stored else "missing"
+            expectation = f"float {expected[name]}" if name in expected else "no such tensor"
             problem = f"config.json does not fit model.safetensors: {name:.80} is {actual}, expected {expectation}"
             raise ValueError(f"{folder}/{problem}: {COPY_AGAIN}, or update adlm")
 

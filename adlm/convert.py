@@ -4,7 +4,7 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -57,15 +57,6 @@ class StoredObject:
         content = self.state.get("_content") if isinstance(self.state, dict) else None
         node: Any = content.get(key) if isinstance(content, dict) else None
         return node.state.get("_val", node) if isinstance(getattr(node, "state", None), dict) else node
-
-
-class LineageCheckpoint(NamedTuple):
-    """What a file or folder of the lineage holds; settings have our names."""
-
-    state: dict[str, Tensor]
-    shadow: list[Tensor] | None  # the EMA, without names, in the order of the parameters
-    settings: dict[str, Any]
-    step: int
 
 
 def map_names(config: ModelConfig) -> dict[str, str]:
@@ -187,8 +178,11 @@ def is_lineage(path: Path) -> bool:
     return isinstance(content, dict) and "model_type" in content and "format" not in content
 
 
-def read_lineage(path: Path) -> LineageCheckpoint:
-    """Read a Lightning checkpoint, or a folder in MDLM's layout on the Hub."""
+def read_lineage(path: Path) -> tuple[dict[str, Tensor], list[Tensor] | None, dict[str, Any], int]:
+    """Read the state dict, the EMA, the settings in our names and the step of a Lightning checkpoint or MDLM's folder.
+
+    The EMA has no names; it is in the order of the parameters.
+    """
     if path.is_file():
         content = found if isinstance(found := read_pickle(path), dict) else {}
         state = content.get("state_dict", content)
@@ -207,7 +201,7 @@ def read_lineage(path: Path) -> LineageCheckpoint:
     is_state = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
     if not is_state or not state:
         raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
-    return LineageCheckpoint(state, shadow, settings, step if is_whole(step) and step >= 0 else 0)
+    return state, shadow, settings, step if is_whole(step) and step >= 0 else 0
 
 
 def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -229,35 +223,32 @@ def load_lineage(path: Path, *, weights: str | None = None, tokenizer: str | Non
     is that of the folder, or a bundled one by its name or the size of the vocabulary.
     """
     try:
-        stored = read_lineage(path)
-        if stored.shadow is None and weights == "ema":
-            raise ValueError("there is no EMA: convert with --raw")
-        weights = weights or ("raw" if stored.shadow is None else "ema")
-        return build_loaded_model(stored, path, tokenizer, is_ema=weights == "ema"), weights
+        return _load_lineage(path, weights, tokenizer)
     except (ValueError, RuntimeError) as error:  # RuntimeError: torch's for sizes that no memory holds
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def build_loaded_model(
-    stored: LineageCheckpoint, path: Path, tokenizer_name: str | None, *, is_ema: bool
-) -> LoadedModel:
-    """Build the model of a checkpoint; settings that contradict the weights are errors."""
-    settings = stored.settings
-    vocab_size, _ = read_embedding_shape(stored.state)
+def _load_lineage(path: Path, weights: str | None, tokenizer_name: str | None) -> tuple[LoadedModel, str]:
+    state, shadow, settings, step = read_lineage(path)
+    if shadow is None and weights == "ema":
+        raise ValueError("there is no EMA: convert with --raw")
+    weights = weights or ("raw" if shadow is None else "ema")
+    vocab_size, _ = read_embedding_shape(state)
     tokenizer = choose_tokenizer(path, settings.get("tokenizer"), vocab_size, tokenizer_name)
     names = ("heads", "time_conditioning", "length", "dropout")
     options: dict[str, Any] = {name: settings[name] for name in names if name in settings}
     options |= {"mask_id": vocab_size - 1 if tokenizer is None else tokenizer.mask_id}
-    model = from_state_dict(stored.state, shadow=stored.shadow if is_ema else None, **options)
+    model = from_state_dict(state, shadow=shadow if weights == "ema" else None, **options)
     config = model.config
     actual: dict[str, Any] = {"dim": config.dim, "layers": config.anchor_layers or config.denoiser_layers}
     actual |= {"vocab_size": vocab_size, "parameterization": "ar" if config.is_causal else "subs"}
     actual |= {} if config.is_causal else {"cond_dim": config.cond_dim}  # a setting without weights in causal models
-    for name, value in actual.items():
+    for name, value in actual.items():  # settings that contradict the weights
         if settings.get(name, value) != value:
             raise ValueError(f"{name} is {settings[name]!r:.80}, but the weights are of {value!r}: {FETCH_AGAIN}")
     method = "ar" if config.is_causal else "adlm" if config.anchor_layers else "mdlm"
-    return LoadedModel(model, tokenizer, method, stored.step, WRAPPED if settings.get("wrap", True) else DOCUMENTS)
+    rows = WRAPPED if settings.get("wrap", True) else DOCUMENTS
+    return LoadedModel(model, tokenizer, method, step, rows), weights
 
 
 def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | None) -> Tokenizer | None:

@@ -210,7 +210,7 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             logger.print(f"step {step:,}: {task.format_metrics(valid)}")
 
         def write_samples(step: int) -> None:
-            gathered = checkpoint.gather_weights(weights, is_main=context.is_main)
+            gathered = checkpoint.copy_to_host(weights, is_main=context.is_main)
             logger.print(context.run_on_rank0(lambda: task.write_samples(gathered, step, device)))
 
         def save(metrics: StepMetrics) -> None:
@@ -225,7 +225,7 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             state.update(window=list(window.values), recent=list(window.guard.recent))
             logger.sync()
             writer.wait()  # at most one snapshot in host memory
-            inference = checkpoint.gather_weights(weights, is_main=context.is_main)
+            inference = checkpoint.copy_to_host(weights, is_main=context.is_main)
             training = get_training_tensors(learner, optimizers)
             training = checkpoint.copy_to_host(training, is_main=context.is_main, host_mesh=parallel.host_mesh)
             writer.save(checkpoint.Snapshot(step, inference, training, dict(state), is_best))
