@@ -139,6 +139,11 @@ class Predictor:
         """Return logits (N, V), on a GPU padded; the mask token and the padding are impossible."""
         return F.linear(features, *self.head)
 
+    def pad_limits(self, limits: TokenLimits) -> TokenLimits:
+        """Return limits for the logits of the head, which may be wider than the vocabulary."""
+        extra = self.head[1].numel() - limits.banned.shape[1]
+        return TokenLimits(limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(self.device))
+
 
 compile_for_sampling = Predictor  # the public name: make it once, use it for many calls
 
@@ -169,9 +174,7 @@ def stream_tokens(
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
     is_fixed, valid = (None if x is None else x.to(xt.device) for x in (is_fixed, valid))
-    if limits is not None:  # a head may be wider than the vocabulary
-        extra = predictor.head[1].numel() - limits.banned.shape[1]
-        limits = TokenLimits(limits.kind.cpu(), F.pad(limits.banned, (0, extra), value=True).to(xt.device))
+    limits = None if limits is None else predictor.pad_limits(limits)
     same: dict[str, Any] = {"rng": rng, "sampling": sampling, "limits": limits}
     if config.is_causal:
         if sampler is not None or block is not None:

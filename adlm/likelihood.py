@@ -318,7 +318,6 @@ def estimate_token_nats(
     seed: int,
     batch: int,
     score_entropy: bool = False,
-    on_batch: Callable[[], None] | None = None,
 ) -> TokenNats:
     """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one the NELBO.
 
@@ -357,8 +356,6 @@ def estimate_token_nats(
             xt = x0.masked_fill(is_hidden, config.mask_id)
             noisy = collect_batch(x0, xt, ones, ones, 0 * ones, process, valid=valid, is_fixed=~scored)
         values[part] = training_loss(model, noisy.to(device), score_entropy=score_entropy).row_nll.cpu().double()
-        if on_batch is not None:
-            on_batch()
     nats, errors = torch.zeros(2, len(rows), dtype=torch.float64)
     for number, (each, n) in enumerate(zip(values.split(counts.tolist()), token_counts.tolist(), strict=True)):
         if n in sets:

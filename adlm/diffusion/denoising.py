@@ -126,6 +126,13 @@ class SamplerState:
         change_prob = torch.where(self.is_hidden, transition.reveal_prob, transition.remask_prob)
         return (numbers < change_prob) & self.is_free
 
+    def score_positions(self, order: Order, is_hidden: Tensor, features: Tensor) -> Tensor:
+        """Return an order's score of every hidden position (B, L), from their features (N, dim); 0 elsewhere."""
+        assert order.score is not None
+        index = is_hidden.flatten().nonzero()[:, 0]
+        scores = torch.cat([order.score(logits.float()) for _, logits in self.iter_logits(features, index)]).cpu()
+        return scores.new_zeros(self.xt.shape).masked_scatter_(is_hidden, scores)
+
     def send(self, x: Tensor) -> Tensor:
         """Copy to the device, a GPU without waiting for it; float64 stays on the host where the device has none."""
         if self.xt.is_cuda:
@@ -209,7 +216,7 @@ def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> I
     differ in their number alone.
     """
     state.is_free, state.clock = window, number * MAX_BLOCK_STEPS
-    sampling = state.sampling if plan.nucleus else replace(state.sampling, top_p=1.0, top_k=None)
+    sampling, last_sampling = choose_sampling(plan, state.sampling)
     confidence = torch.zeros(state.xt.shape, dtype=torch.float64) if plan.by_confidence else None
 
     def get_transition(step: int | slice) -> Transition:
@@ -234,37 +241,43 @@ def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> I
         step, ahead = step + idle, 2 * ahead if idle == len(numbers) else 0
     left = state.is_hidden & state.is_free
     if bool(left.any()):
-        if plan.fill_argmax:
-            sampling = replace(sampling, temperature=0.0)
         # The network is given the noise level at which nothing is hidden: that of the grid's end.
-        state.reveal(left, state.features_at(left, torch.zeros(())), sampling)
+        state.reveal(left, state.features_at(left, torch.zeros(())), last_sampling)
         yield state.end_step(left)
+
+
+def choose_sampling(sampler: Plan | Order | None, sampling: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
+    """Return how a sampler's tokens are drawn, and those that a plan has left hidden at its end."""
+    if not isinstance(sampler, Plan):
+        return sampling, sampling
+    sampling = sampling if sampler.nucleus else replace(sampling, top_p=1.0, top_k=None)
+    return sampling, replace(sampling, temperature=0.0) if sampler.fill_argmax else sampling
 
 
 def _run_order(state: SamplerState, order: Order, number: int, window: Tensor) -> Iterator[Frame]:
     """Reveal the best positions of a window until none is hidden."""
     state.is_free, state.clock = window, number * MAX_BLOCK_STEPS
-    length = state.xt.shape[1]
     time = torch.ones(state.xt.shape[0], dtype=torch.float64)
     start, first = state.step, (state.is_hidden & state.is_free).sum(-1)
     while bool((is_hidden := state.is_hidden & state.is_free).any()):
-        hidden = is_hidden.sum(-1)
-        if order.score is None:  # at random: the positions are known before the network runs
-            (scores,), (other,) = state.rng.pairs(state.clock, 1, length, Purpose.ORDER)
-            # The next reveal of n hidden positions comes at t u^(1/n).
-            time = time * other[:, 0] ** (1 / hidden.clamp(min=1))
-            chosen = next_positions(order, scores, is_hidden, state.step - start)
+        if order.score is None:  # the positions are known before the network runs
+            chosen, time = choose_at_random(order, state.rng, state.clock, is_hidden, time)
             features = state.features_at(chosen, mean_noise_level(time))
         else:
-            features = state.features_at(is_hidden, mean_noise_level(hidden / first.clamp(min=1)))
-            index = is_hidden.flatten().nonzero()[:, 0]
-            parts = [order.score(logits.float()) for _, logits in state.iter_logits(features, index)]
-            at_hidden = torch.cat(parts).cpu()
-            scores = at_hidden.new_zeros(state.xt.shape).masked_scatter_(is_hidden, at_hidden)
+            features = state.features_at(is_hidden, mean_noise_level(is_hidden.sum(-1) / first.clamp(min=1)))
+            scores = state.score_positions(order, is_hidden, features)
             chosen = next_positions(order, scores, is_hidden, state.step - start)
             features = features[state.send(chosen[is_hidden].nonzero()[:, 0])]
         state.reveal(chosen, features, state.sampling)
         yield state.end_step(chosen)
+
+
+def choose_at_random(
+    order: Order, rng: CounterRng, clock: int, is_hidden: Tensor, time: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Choose the next positions (B, L) at random, and the times (B,) of their reveals: of n hidden, t u^(1/n)."""
+    (scores,), (other,) = rng.pairs(clock, 1, is_hidden.shape[1], Purpose.ORDER)
+    return next_positions(order, scores, is_hidden, 0), time * other[:, 0] ** (1 / is_hidden.sum(-1).clamp(min=1))
 
 
 def continue_tokens(

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,18 +26,22 @@ from starlette.exceptions import HTTPException
 from adlm import __version__
 from adlm.methods import SAMPLERS
 from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows
-from adlm.serve.page import PAGE_FILES, POLICY, add_page
 from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, describe_draft
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
+from adlm.view.player import read_asset
 
 log = logging.getLogger("adlm.serve")
 MAX_BODY_BYTES = 1 << 20
-SCORE_BATCH = 8  # rows that are evaluated for a score between two steps
+SCORE_BATCH = 8  # rows that a score evaluates at once while the batch takes its steps
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)  # of the latency histogram
+PAGE_NAMES = ("docs.js", "page.js", "page.css", "player.js", "player.css")
+PAGE_FILES = {"/": "index.html", "/docs": "docs.html", **{f"/{name}": name for name in PAGE_NAMES}}  # by path
+MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 OPEN_PATHS = ("/healthz", "/readyz", "/openapi.json", *PAGE_FILES)  # without an API key
-HEADERS = {
-    "content-security-policy": POLICY,
+HEADERS = {  # of all answers; the policy: files of this server and requests to it, nothing else
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
@@ -48,7 +53,8 @@ GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
     ("rows_max", "texts that the batch can hold", lambda engine: engine.limits.max_rows),
     ("rows_waiting", "texts in the queue", lambda engine: len(engine.waiting)),
 )
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS |= dict.fromkeys((500, 503), "server_error")
 
 
 def answer_json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -68,7 +74,7 @@ def answer_error(status: int, message: str, headers: dict[str, str] | None = Non
 
 
 async def answer_exception(request: Request, error: Exception) -> Response:
-    """Return the answer to an exception: 400 for a wrong value, 429 for a full queue."""
+    """Return the answer to an exception: 400 for a wrong value, 429 for a full queue, 503 during a shutdown."""
     if isinstance(error, RequestValidationError):
         first = min(error.errors(), key=lambda each: each["type"].endswith("_type"))  # if a form fits, what it lacks
         place = [str(part) for part in first["loc"][1:]]
@@ -76,15 +82,11 @@ async def answer_exception(request: Request, error: Exception) -> Response:
             return answer_error(400, f"unknown field {place[-1]!r}: leave it out", param=place[-1])
         if first["type"] == "json_invalid":
             return answer_error(400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}")
-        where, problem = (
-            f"field {place[0]}" if place else "the body",
-            first["msg"].replace("Input should be", "expected"),
-        )
-        message = f"{where} has {reprlib.repr(first['input'])}: {problem}"
-        return answer_error(400, message, param=place[0] if place else None)
+        where, param = (f"field {place[0]}", place[0]) if place else ("the body", None)
+        problem = first["msg"].replace("Input should be", "expected")
+        return answer_error(400, f"{where} has {reprlib.repr(first['input'])}: {problem}", param=param)
     if isinstance(error, QueueFullError):
-        headers = {"retry-after": str(error.retry_after)}
-        return answer_error(429, str(error), headers, code="queue_full")
+        return answer_error(error.status, str(error), {"retry-after": str(error.retry_after)}, code=error.code)
     if isinstance(error, HTTPException):
         return answer_error(error.status_code, str(error.detail), dict(error.headers or {}))
     return answer_error(400, str(error).replace("max_new_tokens", "max_tokens"))  # the API's name of it
@@ -257,6 +259,20 @@ async def run_while_connected(request: Request, work: Awaitable[Any]) -> Respons
             each.cancel()
 
 
+def serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """Make the route of a file: the player's own, or the page's, into which the player's elements are put."""
+    if name.startswith("player"):
+        content = read_asset(name)
+    else:
+        content = files("adlm.serve").joinpath("page", name).read_text("utf-8")
+        content = content.replace("{{stage}}", read_asset("stage.html"))
+
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=MEDIA_TYPES[name.rsplit(".")[-1]])
+
+    return answer
+
+
 def describe_model(name: str, lm: LM) -> dict[str, Any]:
     """Return a model as OpenAI's list has it, with its samplers and the most tokens that a text can have."""
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "adlm", "method": lm.method}
@@ -293,7 +309,8 @@ def create_app(
 
     app = FastAPI(title="adlm", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
     app.state.engine = engine
-    add_page(app)
+    for path, file in PAGE_FILES.items():
+        app.add_route(path, serve_file(file), include_in_schema=False)
     app.add_middleware(Guard, api_key=api_key, registry=registry)
     for kind in (RequestValidationError, HTTPException, QueueFullError, ValueError):
         app.add_exception_handler(kind, answer_exception)
@@ -336,7 +353,7 @@ def create_app(
             scores = []
             for text in texts:
                 settings = {"draws": body.draws, "seed": body.seed, "batch": SCORE_BATCH}
-                call = partial(engine.lm.score, text, on_batch=engine.take_step, **settings)
+                call = partial(engine.lm.score, text, **settings)
                 scores += await asyncio.wrap_future(engine.call(call))
             return {"object": "list", "model": name, "data": [asdict(each) for each in scores]}
 

@@ -8,8 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, fields
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from adlm.diffusion.denoising import Frame
 from adlm.serve.batches import CausalBatch, MaskedBatch, Row, StepResult, TokenLogprob
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import LM, GeneratedRow, Guesses, StreamStep, predict_guesses
+from adlm.text.lm import LM, GeneratedRow, StreamStep, predict_guesses
 from adlm.text.templates import Layout
 from adlm.view.trajectory import TokenState
 
@@ -30,9 +31,17 @@ LAST, SETTLED, ALL = "last", "settled", "all"  # the frames of a row that are de
 class QueueFullError(RuntimeError):
     """The queue has no room for a request; `retry_after` is a guess in seconds."""
 
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
+    status, code = 429, "queue_full"  # of the HTTP answer
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(f"{message}: retry later")
         self.retry_after = retry_after
+
+
+class ShutdownError(QueueFullError):
+    """The engine takes no more requests."""
+
+    status, code = 503, "shutting_down"
 
 
 @dataclass(frozen=True)
@@ -78,25 +87,19 @@ class EngineStats:
     cancelled: int = 0
     rejected: int = 0  # requests that the queue had no room for
 
-    def count_step(self, rows: Sequence[Row], result: StepResult) -> None:
-        """Add a step of these rows."""
+    def count_step(self, rows: Sequence[Row], nfe: Sequence[int]) -> None:
+        """Add a step of rows that have had so many network evaluations."""
         self.steps, self.row_steps = self.steps + 1, self.row_steps + len(rows)
-        for row, nfe, is_done in zip(rows, result.nfe.tolist(), result.is_done.tolist(), strict=True):
-            self.nfe, row.nfe = self.nfe + nfe - row.nfe, nfe
-            if is_done:
-                self.count_text(row, len(row.layout))
+        for row, count in zip(rows, nfe, strict=True):
+            self.nfe, row.nfe = self.nfe + count - row.nfe, count
 
-    def count_skipped(self, rows: Sequence[Row]) -> None:
-        """Add rows that are cancelled, or whose text has ended before its length."""
-        for row in rows:
-            if row.owner.is_over:
-                self.cancelled += 1
-            else:
-                self.count_text(row, row.delivered)
-
-    def count_text(self, row: Row, end: int) -> None:
-        """Add a text with the tokens that were generated before a position."""
-        self.texts, self.tokens = self.texts + 1, self.tokens + row.layout.is_fixed[:end].count(False)
+    def count_leaving(self, row: Row) -> None:
+        """Add a row that is cancelled, or a text with the tokens that were generated."""
+        if row.owner.is_over:
+            self.cancelled += 1
+        else:
+            self.texts += 1
+            self.tokens += row.layout.is_fixed[: row.delivered].count(False)
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,17 @@ class Ticket:
     request: GenerationRequest
     notify: Notify
     frames: str
-    skipped: set[int] = field(default_factory=set)  # rows that are no longer wanted
-    guesses: int | None = None  # of the anchor network, in every frame; None: frames without tokens
+    skipped: set[int]  # rows that are no longer wanted
+    guesses: int | None  # of the anchor network, in every frame; None: frames without tokens
     is_over: bool = False  # cancelled or failed: none of its rows is wanted
+
+    def send(self, news: list[RowFrame] | Exception) -> None:
+        """Call `notify`; a request whose event loop is closed is cancelled."""
+        try:
+            self.notify(news)
+        except RuntimeError:
+            log.warning("the receiver of a request has gone; it is cancelled")
+            self.is_over = True
 
 
 class Engine:
@@ -148,11 +159,12 @@ class Engine:
     def __init__(self, lm: LM, limits: EngineLimits | None = None) -> None:
         self.lm, self.limits, self.stats = lm, limits or EngineLimits(), EngineStats()
         self.wake = threading.Condition()  # guards what follows
-        self.waiting, self.calls = deque[Row](), deque[tuple[Future[Any], Callable[[], Any]]]()
+        self.waiting, self.calls = deque[Row](), set[Future[Any]]()
         self.is_stopping = self.is_draining = False
         self.running = 0  # rows in the batch
         self.seconds_per_text = 1.0  # a moving average, for Retry-After
         self.thread: threading.Thread | None = None
+        self.pool = ThreadPoolExecutor(1, "adlm-calls")
         self.batch = make_batch(lm)
 
     def start(self) -> Engine:
@@ -171,6 +183,7 @@ class Engine:
             self.thread.join(timeout)
             if self.thread.is_alive() and drain:
                 self.stop(timeout=timeout)
+        self.pool.shutdown(wait=drain, cancel_futures=True)
 
     def __enter__(self) -> Engine:
         return self.start()
@@ -200,14 +213,13 @@ class Engine:
         ticket = Ticket(request, notify, frames, set() if skipped is None else skipped, guesses)
         rows = [Row(layout, request, number, i, ticket, logprobs) for i, (layout, number) in enumerate(request.rows)]
         with self.wake:
-            if self.is_stopping:
-                raise QueueFullError("the server is shutting down: retry later", 5)
+            self._require_running()
             count, most = len(self.waiting) + self.running, self.limits.max_rows + self.limits.max_waiting
             if count + len(rows) > most:
                 self.stats.rejected += 1
                 seconds = max(1, min(60, round(self.seconds_per_text * count / self.limits.max_rows)))
                 message = f"{count} texts are running or waiting, at most {most} may, {len(rows)} are requested"
-                raise QueueFullError(f"{message}: retry later", seconds)
+                raise QueueFullError(message, seconds)
             self.waiting.extend(rows)
             self.wake.notify_all()
         return ticket
@@ -219,76 +231,75 @@ class Engine:
             self.waiting = deque(row for row in self.waiting if not is_skipped(row))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread, between two steps."""
-        future: Future[T] = Future()
+        """Call a function in a thread of its own, one after the other, while the batch takes its steps."""
         with self.wake:
-            if self.is_stopping:
-                raise QueueFullError("the server is shutting down: retry later", 5)
+            self._require_running()
             if len(self.calls) >= self.limits.max_waiting:
-                raise QueueFullError(f"{len(self.calls)} calls are waiting: retry later", 1)
-            self.calls.append((future, function))
-            self.wake.notify_all()
+                raise QueueFullError(f"{len(self.calls)} calls are waiting")
+            future = self.pool.submit(function)
+            self.calls.add(future)
+        future.add_done_callback(self.calls.discard)
         return future
 
+    def _require_running(self) -> None:
+        if self.is_stopping:
+            raise ShutdownError("the server is shutting down", 5)
+
     def _run(self) -> None:
-        """The thread: calls, then rows that leave and join, then a step; until it is stopped."""
+        """The thread: rows leave and join, then a step; until it is stopped."""
         while True:
             with self.wake:
-                while not (has_work := bool(self.batch.rows or self.waiting or self.calls)) and not self.is_stopping:
-                    self.wake.wait()
-                if self.is_stopping and not (self.is_draining and has_work):
+                self.wake.wait_for(lambda: self.batch.rows or self.waiting or self.is_stopping)
+                if self.is_stopping and not (self.is_draining and (self.batch.rows or self.waiting)):
                     break
-                calls, self.calls = self.calls, deque()
-            run_calls(calls)
-            self.take_step()
-        stopped = QueueFullError("the server has stopped: retry later", 5)
+            joining = list[Row]()
+            try:
+                joining = self._exchange_rows()
+                if joining:
+                    self.batch.join(joining)
+                if self.batch.rows:
+                    self._step()
+            except Exception as error:
+                log.exception("a step failed; its requests are answered with an error")
+                fail([*self.batch.rows, *joining], error)
+                self.batch, self.running = make_batch(self.lm), 0
         with self.wake:
-            rows, calls = [*self.batch.rows, *self.waiting], self.calls
-            self.waiting, self.calls, self.running = deque(), deque(), 0
-        fail(rows, stopped)
-        for future, _ in calls:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(stopped)
-
-    def take_step(self) -> None:
-        """Remove and add rows, then take a step; long calls do so between their parts, in the engine's thread."""
-        joining = list[Row]()
-        try:
-            joining = self._exchange_rows()
-            if joining:
-                self.batch.join(joining)
-            if self.batch.rows:
-                self._step()
-        except Exception as error:
-            log.exception("a step failed; its requests are answered with an error")
-            fail([*self.batch.rows, *joining], error)
-            self.batch, self.running = make_batch(self.lm), 0
+            rows = [*self.batch.rows, *self.waiting]
+            self.waiting, self.running = deque(), 0
+        fail(rows, ShutdownError("the server has stopped", 5))
 
     def _exchange_rows(self) -> list[Row]:
         """Remove rows that are cancelled or stopped by their text, and return waiting ones that there is room for."""
         with self.wake:
-            rows = self.batch.rows
-            skipped = [row for row in rows if is_skipped(row)]
-            room = self.limits.max_rows - len(rows) + len(skipped)
+            is_leaving = [is_skipped(row) for row in self.batch.rows]
+            staying = is_leaving.count(False)
+            room = self.limits.max_rows - staying
             joining = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-            self.running = len(rows) - len(skipped) + len(joining)
-        if skipped:
-            self.stats.count_skipped(skipped)
-            self.batch.keep(torch.tensor([row not in skipped for row in rows]))
+            self.running = staying + len(joining)
+        self._remove(is_leaving)
         return joining
 
+    def _remove(self, is_leaving: Sequence[bool]) -> None:
+        """Remove rows from the batch, and count them."""
+        for row in compress(self.batch.rows, is_leaving):
+            self.stats.count_leaving(row)
+        if any(is_leaving):
+            self.batch.keep(~torch.tensor(is_leaving))
+
     def _step(self) -> None:
-        """Take a step, deliver its frames and remove the rows that are done."""
-        began, batch, rows = time.perf_counter(), self.batch, self.batch.rows
-        result = batch.step()
-        self.stats.count_step(rows, result)
-        deliver(rows, result, predict_tokens(self.lm, rows, result))
+        """Take a step, remove the rows that are done and deliver the frames."""
+        began, rows = time.perf_counter(), self.batch.rows
+        result = self.batch.step()
+        self.stats.count_step(rows, result.nfe.tolist())
+        news = collect_frames(self.lm, rows, result)
         if bool(result.is_done.any()):
-            batch.keep(~result.is_done)
             mean_steps = float(result.step[result.is_done].double().mean())
             self.seconds_per_text += 0.2 * ((time.perf_counter() - began) * mean_steps - self.seconds_per_text)
+        self._remove(result.is_done.tolist())
         with self.wake:
-            self.running = len(batch.rows)
+            self.running = len(self.batch.rows)
+        for ticket, frames in news.items():
+            ticket.send(frames)
 
 
 def stream_rows(
@@ -309,28 +320,27 @@ def stream_rows(
             news = [frame for frame in news if frame.is_done]
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
-    return _read_frames(engine, engine.submit(request, notify, frames, skipped, **wants), queue)
+    ticket = engine.submit(request, notify, frames, skipped, **wants)
 
+    async def read_frames() -> AsyncGenerator[RowFrame]:
+        left = set(range(len(request.rows)))
+        try:
+            while left - ticket.skipped:
+                news = await queue.get()
+                if isinstance(news, QueueFullError):
+                    raise news
+                if isinstance(news, Exception):
+                    raise RuntimeError("sampling has failed") from news
+                for frame in news:
+                    if frame.is_done:
+                        left.discard(frame.index)
+                    if frame.index not in ticket.skipped:
+                        yield frame
+        finally:
+            if left - ticket.skipped:
+                engine.cancel(ticket)
 
-async def _read_frames(
-    engine: Engine, ticket: Ticket, queue: asyncio.Queue[list[RowFrame] | Exception]
-) -> AsyncGenerator[RowFrame]:
-    left = set(range(len(ticket.request.rows)))
-    try:
-        while left - ticket.skipped:
-            news = await queue.get()
-            if isinstance(news, QueueFullError):
-                raise news
-            if isinstance(news, Exception):
-                raise RuntimeError("sampling has failed") from news
-            for frame in news:
-                if frame.is_done:
-                    left.discard(frame.index)
-                if frame.index not in ticket.skipped:
-                    yield frame
-    finally:
-        if left - ticket.skipped:
-            engine.cancel(ticket)
+    return read_frames()
 
 
 async def generate_rows(engine: Engine, request: GenerationRequest) -> list[GeneratedRow]:
@@ -349,67 +359,41 @@ def is_skipped(row: Row) -> bool:
     return row.owner.is_over or row.index in row.owner.skipped
 
 
-def run_calls(calls: Sequence[tuple[Future[Any], Callable[[], Any]]]) -> None:
-    """Call functions and set their futures."""
-    for future, function in calls:
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+def fail(rows: Sequence[Row], error: Exception) -> None:
+    """Answer the requests of rows with an error."""
+    for ticket in dict.fromkeys(row.owner for row in rows):
+        ticket.is_over = True
+        ticket.send(error)
 
 
-def predict_tokens(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[int, StreamStep]:
-    """Return the steps, with guesses, of the rows that want them, by their places in the batch.
-
-    A row in which nothing has changed keeps its guesses. They are not counted as NFE.
-    """
-    places = [i for i, row in enumerate(rows) if row.owner.guesses is not None]
-    if not places:
-        return {}
-    columns = result.tokens, result.is_hidden, result.changed, result.nfe
-    frames = {i: Frame(0, *(x[[i]] for x in columns)) for i in places}
-    changed = [i for i in places if rows[i].guesses is None or bool(frames[i].changed.any())]
-    if changed and not lm.row_format.is_causal:
-        count, layouts = max(rows[i].owner.guesses for i in places), [rows[i].layout for i in changed]
-        guesses = predict_guesses(lm.predictor, Frame(0, *(x[changed] for x in columns)), layouts, count)
-        for at, i in enumerate(changed if guesses is not None else ()):
-            rows[i].guesses = Guesses(*(getattr(guesses, each.name)[[at]] for each in fields(Guesses)))
-    return {i: StreamStep(0, frames[i], (rows[i].layout,), rows[i].guesses) for i in places}
-
-
-def deliver(rows: Sequence[Row], result: StepResult, stream_steps: dict[int, StreamStep]) -> None:
-    """Send every request the frames that it wants: the last ones, those with newly settled text, or all."""
-    settled, is_done = result.settled.tolist(), result.is_done.tolist()
+def collect_frames(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[Ticket, list[RowFrame]]:
+    """Return the frames that every request wants: the last ones, those with newly settled text, or all."""
+    settled, is_done, steps, nfe = (x.tolist() for x in (result.settled, result.is_done, result.step, result.nfe))
     wants = []
     for i, row in enumerate(rows):
         frames = row.owner.frames
         if is_done[i] or frames == ALL or (frames == SETTLED and settled[i] > row.delivered):
             wants.append(i)
+    news = dict[Ticket, list[RowFrame]]()
     if not wants:
-        return
+        return news
     tokens = result.tokens[torch.tensor(wants, device=result.tokens.device)].tolist()
-    steps, nfe, news = result.step.tolist(), result.nfe.tolist(), dict[Ticket, list[RowFrame]]()
     for i, ids in zip(wants, tokens, strict=True):
         row = rows[i]
         row.delivered = settled[i]
-        columns = steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i], stream_steps.get(i), row.logprobs
-        news.setdefault(row.owner, []).append(RowFrame(row.index, row.layout, *columns))
-    for ticket, frames in news.items():
-        notify(ticket, frames)
+        columns = steps[i], ids[: len(row.layout)], settled[i], nfe[i], is_done[i], guess_tokens(lm, row, result, i)
+        news.setdefault(row.owner, []).append(RowFrame(row.index, row.layout, *columns, row.logprobs))
+    return news
 
 
-def fail(rows: Sequence[Row], error: Exception) -> None:
-    """Answer the requests of rows with an error."""
-    for ticket in dict.fromkeys(row.owner for row in rows):
-        ticket.is_over = True
-        notify(ticket, error)
+def guess_tokens(lm: LM, row: Row, result: StepResult, place: int) -> StreamStep | None:
+    """Return the step of a row with guesses, where its request wants them; they are not counted as NFE.
 
-
-def notify(ticket: Ticket, news: list[RowFrame] | Exception) -> None:
-    """Call a request's callback; one whose event loop is closed is cancelled."""
-    try:
-        ticket.notify(news)
-    except RuntimeError:
-        log.warning("the receiver of a request has gone; it is cancelled")
-        ticket.is_over = True
+    A row in which nothing has changed keeps its guesses.
+    """
+    if row.owner.guesses is None:
+        return None
+    frame = Frame(0, *(x[[place]] for x in (result.tokens, result.is_hidden, result.changed, result.nfe)))
+    if not lm.row_format.is_causal and (row.guesses is None or bool(frame.changed.any())):
+        row.guesses = predict_guesses(lm.predictor, frame, [row.layout], row.owner.guesses)
+    return StreamStep(0, frame, (row.layout,), row.guesses)

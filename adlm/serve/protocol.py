@@ -6,25 +6,16 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from adlm.serve.engine import RowFrame
+from adlm.text import templates
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM
-from adlm.text.templates import (
-    MAX_HOLE_TOKENS,
-    TEXT,
-    WORD,
-    Hole,
-    Layout,
-    Span,
-    Template,
-    classify_tokens,
-    decode_tokens,
-    parse_template,
-)
+from adlm.text.templates import Hole, Layout, Span, Template, decode_tokens
 
 MAX_LENGTHS = 32  # of a hole before a suffix, among which the model chooses
 MAX_ALL_LENGTHS = 128  # of all holes of a request: each is tried with the network
@@ -143,10 +134,9 @@ class CompletionBody(SamplingBody):
             return replace(request, layouts=layouts)
         if len(texts) < len(prompts):
             raise ValueError("prompt has token ids, and a suffix is text: give the prompt as text")
-        most = self.max_tokens or max(MAX_HOLE_TOKENS, self.min_tokens or 1)
+        most = self.max_tokens or max(templates.MAX_HOLE_TOKENS, self.min_tokens or 1)
         hole = Hole(self.min_tokens or max(1, most - MAX_LENGTHS + 1), most)
-        templates: list[Template] = [[text, hole, self.suffix or ""] for text in texts]
-        return lm.build_request(template=check_lengths(templates), **settings)
+        return build_filling(lm, [[text, hole, self.suffix or ""] for text in texts], settings)
 
     def make_reader(self, layout: Layout) -> TextReader:
         """Return the reader of the generated text; with `echo`, of the prompt too."""
@@ -168,7 +158,7 @@ class InfillBody(SamplingBody):
 
     def build_request(self, lm: LM) -> GenerationRequest:
         """Check the settings and return what is to be sampled."""
-        return lm.build_request(template=check_lengths(self.texts), **self.read_settings())
+        return build_filling(lm, self.texts, self.read_settings())
 
     def make_reader(self, layout: Layout) -> TextReader:
         """Return the reader of the whole text."""
@@ -186,7 +176,7 @@ class ScoreBody(StrictBody):
 
 def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     """Lay a prompt of token ids out with a hole after it, by default as long as the model allows."""
-    special, room = classify_tokens(lm.tokenizer).special, lm.row_format.longest - len(ids)
+    special, room = templates.classify_tokens(lm.tokenizer).special, lm.row_format.longest - len(ids)
     if not ids or (count := room if max_tokens is None else max_tokens) > room or room < 1:
         raise ValueError(
             f"a prompt has {len(ids)} tokens and max_tokens is {max_tokens}: give at least one token, and at most "
@@ -197,22 +187,27 @@ def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     plain = lm.row_format.build_layout((Hole.of_length(count),))
     start, end = plain.spans[0].start, plain.spans[0].start + len(ids)
     spans = Span(start, end, tuple(decode_tokens(lm.tokenizer, (), ids))), Span(end, end + count)
-    columns: dict[str, Any] = {"ids": tuple(ids), "is_fixed": (True,) * len(ids), "kinds": (TEXT,) * len(ids)}
+    columns: dict[str, Any] = {"ids": ids, "is_fixed": [True] * len(ids), "kinds": [templates.TEXT] * len(ids)}
     for name, given in columns.items():
         row = getattr(plain, name)
-        columns[name] = row[:start] + given + row[start:]
+        columns[name] = (*row[:start], *given, *row[start:])
     return replace(plain, spans=spans, **columns)
 
 
-def check_lengths(templates: Sequence[Template]) -> Sequence[Template]:
-    """Return templates, whose holes must not have too many lengths for the model to choose from."""
-    holes = [piece for each in templates for piece in parse_template(each) if isinstance(piece, Hole)]
-    if (lengths := sum(hole.max_tokens - hole.min_tokens for hole in holes)) > MAX_ALL_LENGTHS:
+def build_filling(lm: LM, texts: Sequence[Template], settings: dict[str, Any]) -> GenerationRequest:
+    """Check the holes of templates, which must fit and not have too many lengths, and return what is to be sampled."""
+    lengths, longest = 0, lm.row_format.longest
+    for text in texts:
+        holes = [piece for piece in templates.parse_template(text) if isinstance(piece, Hole)]
+        lengths += sum(hole.max_tokens - hole.min_tokens for hole in holes)
+        if (shortest := sum(hole.min_tokens for hole in holes)) > longest:  # before they are laid out
+            raise ValueError(f"a template's holes take {shortest} tokens, a text has at most {longest}: use fewer")
+    if lengths > MAX_ALL_LENGTHS:
         raise ValueError(
             f"the holes leave {lengths} lengths to choose from, at most {MAX_ALL_LENGTHS} are allowed: "
             "say how long holes are, such as ___{5} (with a suffix: min_tokens)"
         )
-    return templates
+    return lm.build_request(template=texts, **settings)
 
 
 def describe_draft(frame: RowFrame, request: GenerationRequest, guesses: int | None) -> dict[str, Any]:
@@ -239,10 +234,8 @@ class TextReader:
         """Return the text that a frame adds; the last frame completes it."""
         while self.spans and not self.is_stopped and self._read_span(self.spans[0], frame):
             self.spans.popleft()
-        found = [at for stop in self.stops if (at := self.text.find(stop, self.given)) >= 0]
-        self.is_stopped |= bool(found)
-        if found:
-            self.text = self.text[: min(found)]
+        if found := [at for stop in self.stops if (at := self.text.find(stop, self.given)) >= 0]:
+            self.is_stopped, self.text = True, self.text[: min(found)]
         is_final = self.is_stopped or frame.is_done
         held = 0 if is_final else max((len(stop) - 1 for stop in self.stops), default=0)
         start, self.sent = self.sent, max(self.sent, len(self.text) - held)
@@ -251,7 +244,7 @@ class TextReader:
     def _read_span(self, span: Span, frame: RowFrame) -> bool:
         """Add the settled text of a span, and return whether that is all of it."""
         if span.texts is not None:
-            self._add(span.start, span.texts, is_text=span.start == span.end)
+            self._add(range(span.start, span.end), span.texts)
             self.given += len(span.text) * (self.generated == 0)
             return True
         layout, start = self.layout, max(self.position, span.start)
@@ -265,17 +258,16 @@ class TextReader:
             pieces.pop()
             while pieces and not pieces[-1]:
                 pieces.pop()
-        self._add(start, pieces)
+        self.position = start + len(pieces)
+        self._add(range(start, self.position), pieces)
         self.generated += len(pieces)
         return is_whole
 
-    def _add(self, start: int, texts: Sequence[str], is_text: bool = False) -> None:
-        """Add the texts of tokens from a position on, or text without tokens."""
-        self.position = start
-        for text in texts:
-            if not is_text:
-                self.tokens.append((self.position, len(self.text), text))
-                self.position += 1
+    def _add(self, positions: Sequence[int], texts: Sequence[str]) -> None:
+        """Add the texts of tokens; given text may have no token."""
+        for position, text in zip_longest(positions, texts):
+            if position is not None:
+                self.tokens.append((position, len(self.text), text))
             self.text += text
 
     def read_logprobs(self, frame: RowFrame) -> dict[str, list[Any]]:
@@ -285,14 +277,12 @@ class TextReader:
             position, offset, text = self.tokens.popleft()
             logprob, top = None, None
             if (drawn := frame.logprobs.get(position)) is not None:
-                logprob = drawn.logprob
-                others = {i: value for i, value in drawn.top.items() if i != frame.ids[position]}
-                top = {self._name_token(frame, position, i): value for i, value in others.items()} | {text: logprob}
+                logprob, top = drawn.logprob, {}
+                is_word = self.layout.kinds[position] == templates.WORD  # the blank before it is given
+                for token in [each for each in drawn.top if each != frame.ids[position]]:
+                    (name,) = decode_tokens(self.layout.tokenizer, frame.ids[:position], [token])
+                    top[name.removeprefix(" ") if is_word else name] = drawn.top[token]
+                top |= {text: logprob}
             for column, value in zip(columns.values(), (text, logprob, top, offset), strict=True):
                 column.append(value)
         return columns
-
-    def _name_token(self, frame: RowFrame, position: int, token: int) -> str:
-        """Return what a token would add to the text at a position."""
-        (text,) = decode_tokens(self.layout.tokenizer, frame.ids[:position], [token])
-        return text.removeprefix(" ") if self.layout.kinds[position] == WORD else text

@@ -291,6 +291,21 @@ def test_overload_is_answered_with_429() -> None:
         assert len(complete(client, n=3, **QUICK)["choices"]) == 3
 
 
+def test_a_shutdown_is_answered_with_503() -> None:
+    with TestClient(create_app(lm())) as client:
+        client.app.state.engine.stop(drain=True)
+        for path, body in (("completions", QUICK), ("infill", {"template": "a ___"}), ("score", {"text": "a"})):
+            response = client.post(f"/v1/{path}", json=body)
+            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["type"] == "server_error"
+        assert client.get("/readyz").status_code == 503
+
+
+def test_holes_that_cannot_fit_are_refused_before_they_are_laid_out(client: TestClient) -> None:
+    response = client.post("/v1/infill", json={"template": "___{1} a " * 100_000})
+    assert response.status_code == 400 and "take 100000 tokens" in response.json()["error"]["message"]
+
+
 def test_a_failure_while_sampling_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
     model = lm("mdlm")
     monkeypatch.setattr(model.predictor, "logits_at", lambda features: 1 / 0)

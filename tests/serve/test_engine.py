@@ -140,16 +140,12 @@ def test_a_skipped_row_leaves_and_the_others_finish() -> None:
     assert 18 <= engine.stats.tokens <= 27
 
 
-def test_steps_are_taken_while_a_text_is_scored() -> None:
+def test_steps_are_taken_during_a_call() -> None:
     model = lm()
-
-    def score() -> bool:
-        _, future = submit(engine, model.build_request("the", steps=4, max_new_tokens=5))
-        model.score("a text of some tokens", draws=8, batch=1, on_batch=engine.take_step)
-        return future.done()
-
+    request = model.build_request("the", steps=4, max_new_tokens=5)
     with Engine(model) as engine:
-        assert engine.call(score).result(10)
+        (frame,) = engine.call(lambda: submit(engine, request)[1].result(10)).result(10)
+    assert frame.row.text == model.run_request(request).texts[0]
 
 
 def test_the_queue_is_bounded_and_recovers() -> None:

@@ -23,8 +23,7 @@ if os.environ.get("ADLM_ALL") != "1":
 
 from fastapi.testclient import TestClient
 
-from adlm.serve.app import create_app
-from adlm.serve.page import PAGE_FILES
+from adlm.serve.app import PAGE_FILES, create_app
 from tests.serve.servers import run_server
 
 ALARM = "<img src=x onerror='window.broken=1'>"
