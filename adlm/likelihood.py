@@ -145,20 +145,20 @@ class RowBatch:
 
 def _estimate(
     rows: Tensor | RowDataset,
-    compute_nats: Callable[[RowBatch, int], Tensor],
-    draws: int,
-    batch: int,
-    given_tokens: Sequence[int],
-    documents: Tensor | None,
-    ranks: Ranks | None,
-    on_rows: Callable[[int, int], None] | None,
+    compute_nats: Callable[[RowBatch, int, int], Tensor],
     *,
+    draws: int,
     is_exact: bool,
+    batch: int = 32,
+    given_tokens: Sequence[int] = (),
+    documents: Tensor | None = None,
+    ranks: Ranks | None = None,
+    on_rows: Callable[[int, int], None] | None = None,
     max_rows: int | None = None,
     skip_first: bool = False,
     times_seed: int | None = None,
 ) -> NllEstimate:
-    """Sum the nats (n, draws) that `compute_nats` returns for every batch and the number of all rows.
+    """Sum the nats (n,) that `compute_nats` returns for every batch, draw and the number of all rows.
 
     With `times_seed` the draws are at the times of `draw_position`.
     """
@@ -181,7 +181,8 @@ def _estimate(
         if is_given is not None:
             is_counted &= ~is_given
         is_counted[:, :1] &= not skip_first
-        nats = compute_nats(RowBatch(row, x0, valid, is_given, is_counted), count)
+        part = RowBatch(row, x0, valid, is_given, is_counted)
+        nats = torch.stack([compute_nats(part, draw, count) for draw in range(draws)], dim=1)
         if mine < len(batches):
             row_draws[row], row_tokens[row] = nats, is_counted.sum(1).double()
         if on_rows is not None:
@@ -243,28 +244,25 @@ def estimate_nll(
     draws = 1 if config.is_causal else draws
     process = ForwardProcess(config.mask_id, schedule or LogLinear(), attend_padding=attend_padding, steps=steps)
 
-    def compute_nats(each: RowBatch, count: int) -> Tensor:
+    def compute_nats(each: RowBatch, draw: int, count: int) -> Tensor:
         # Where every token is given nothing counts, but all ranks must call a sharded model.
         has_counted = bool(each.is_counted.any())
         is_given = each.is_given if has_counted else None
-        nats = []
-        for draw in range(draws):
-            if config.is_causal:
-                noisy = shift_tokens(each.x0, valid=each.valid if is_given is None else each.is_counted)
-            else:
-                rng, at = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
-                masks = {"valid": each.valid, "is_fixed": is_given}
-                noisy = corrupt(each.x0, process, rng, draw, index=at, total=count, **masks)
-            noisy = noisy.to(device)
-            loss = loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
-            nats.append(loss.row_nll.cpu().double() * has_counted)
-        return torch.stack(nats, dim=1)
+        if config.is_causal:
+            noisy = shift_tokens(each.x0, valid=each.valid if is_given is None else each.is_counted)
+        else:
+            rng, at = CounterRng.from_seed(seed, each.row), draw_position(each.row, count, draw, draws, seed)
+            masks = {"valid": each.valid, "is_fixed": is_given}
+            noisy = corrupt(each.x0, process, rng, draw, index=at, total=count, **masks)
+        noisy = noisy.to(device)
+        loss = loss_fn(noisy) if loss_fn else training_loss(model, noisy, score_entropy=score_entropy)
+        return loss.row_nll.cpu().double() * has_counted
 
     model.eval()
     try:
-        options: dict[str, Any] = {"is_exact": config.is_causal, "skip_first": config.is_causal, "max_rows": max_rows}
-        shared = (draws, batch, given_tokens, documents, ranks, on_rows)
-        return _estimate(rows, compute_nats, *shared, **options, times_seed=seed)
+        options: dict[str, Any] = {"draws": draws, "batch": batch, "given_tokens": given_tokens, "documents": documents}
+        options |= {"is_exact": config.is_causal, "skip_first": config.is_causal, "times_seed": seed}
+        return _estimate(rows, compute_nats, ranks=ranks, on_rows=on_rows, max_rows=max_rows, **options)
     finally:
         model.train(was_training)
 
@@ -377,23 +375,13 @@ def unigram_nll(counts: Tensor, tokens: Tensor, valid: Tensor | None = None) -> 
 
 @torch.no_grad()
 def estimate_order_nll(
-    model: LanguageModel,
-    rows: Tensor | RowDataset,
-    order: str,
-    *,
-    draws: int = 1,
-    seed: int = 0,
-    batch: int = 32,
-    given_tokens: Sequence[int] = (),
-    documents: Tensor | None = None,
-    ranks: Ranks | None = None,
-    on_rows: Callable[[int, int], None] | None = None,
+    model: LanguageModel, rows: Tensor | RowDataset, order: str, *, draws: int = 1, seed: int = 0, **options: Any
 ) -> NllEstimate:
     """Nats per token of rows (n, L) that are revealed a token a step in an order: exact, a bound for a random order.
 
     The order is a name of `ORDERS`. Scores are computed in float64, and of equal ones (to 1e-6) the left one comes
     first, so that rounding and batch size change nothing. A random order takes `draws` permutations for each row. The
-    other arguments are those of `estimate_nll`.
+    options are `batch`, `given_tokens`, `documents`, `ranks` and `on_rows` of `estimate_nll`.
     """
     if model.config.is_causal or model.config.mask_id is None:
         raise ValueError("a causal model has one order, from left to right, in which its nll is exact already")
@@ -404,17 +392,14 @@ def estimate_order_nll(
     folded = model.fold() if score is None else model.fold().double()
     draws = draws if is_random else 1
 
-    def compute_nats(each: RowBatch, _: int) -> Tensor:
-        length, nats = each.x0.shape[1], []
-        for draw in range(draws):
-            scores = -torch.arange(length, dtype=torch.float64).repeat(len(each.x0), 1)
-            if is_random:
-                scores = CounterRng.from_seed(seed, each.row).uniform(draw, length, Purpose.ORDER)
-            nats.append(_nats_in_order(folded, each, scores, score))
-        return torch.stack(nats, dim=1)
+    def compute_nats(each: RowBatch, draw: int, _: int) -> Tensor:
+        length = each.x0.shape[1]
+        scores = -torch.arange(length, dtype=torch.float64).repeat(len(each.x0), 1)
+        if is_random:
+            scores = CounterRng.from_seed(seed, each.row).uniform(draw, length, Purpose.ORDER)
+        return _nats_in_order(folded, each, scores, score)
 
-    shared = (draws, batch, given_tokens, documents, ranks, on_rows)
-    return _estimate(rows, compute_nats, *shared, is_exact=not is_random)
+    return _estimate(rows, compute_nats, draws=draws, is_exact=not is_random, **options)
 
 
 def _nats_in_order(
@@ -422,40 +407,33 @@ def _nats_in_order(
 ) -> Tensor:
     """Nats of rows (n,) by revealing in each the hidden token with the highest of `scores` (n, L), one after another.
 
-    With a `score` of logits, it is computed of every hidden position before each reveal.
+    With a `score` of logits, it is computed of every hidden position before each reveal. Time is the masked share of
+    the counted tokens.
     """
+    device, mask_id = model.embed.weight.device, model.config.mask_id
+    assert mask_id is not None
+
+    def compute_logits(features: Tensor) -> Tensor:
+        logits: Tensor = model.head(features)
+        logits[:, mask_id] = -torch.inf
+        return logits
+
     is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
     while bool(is_hidden.any()):
         active = is_hidden.any(1).nonzero()[:, 0]
         here, x0 = is_hidden[active], rows.x0[active]
-        features = _compute_features(model, rows, active, here)
+        share = here.sum(1) / rows.is_counted[active].sum(1).clamp(min=1)
+        level = noise_level(LogLinear(EPS), share.double())
+        valid = None if rows.valid is None else rows.valid[active].to(device)
+        features = model(torch.where(here, mask_id, x0).to(device), level.to(device), valid=valid).final
         if score is not None:
-            parts = features[here.to(features.device)].split(MAX_LOGIT_ROWS[features.device.type])
-            scored = torch.cat([score(_compute_logits(model, part)) for part in parts]).cpu()
+            parts = features[here.to(device)].split(MAX_LOGIT_ROWS[device.type])
+            scored = torch.cat([score(compute_logits(part)) for part in parts]).cpu()
             scores[active] = torch.zeros_like(scores[active]).masked_scatter_(here, scored)
         ranked = scores[active].masked_fill(~here, -torch.inf)
         chosen = (ranked >= ranked.amax(1, keepdim=True) - MAX_TIE).long().argmax(1)
         place = torch.arange(len(active)), chosen
-        logits = _compute_logits(model, features[tuple(each.to(features.device) for each in place)])
+        logits = compute_logits(features[tuple(each.to(device) for each in place)])
         nats[active] -= logits.log_softmax(-1).cpu().double()[place[0], x0[place]]
         is_hidden[active, chosen] = False
     return nats
-
-
-def _compute_logits(model: LanguageModel, features: Tensor) -> Tensor:
-    """The head's logits (N, V), the mask impossible."""
-    logits: Tensor = model.head(features)
-    logits[:, model.config.mask_id] = -torch.inf
-    return logits
-
-
-def _compute_features(model: LanguageModel, batch: RowBatch, rows: Tensor, is_hidden: Tensor) -> Tensor:
-    """The network's features of some rows with these positions masked; time is the masked share of counted tokens."""
-    device, mask_id = model.embed.weight.device, model.config.mask_id
-    assert mask_id is not None
-    xt = torch.where(is_hidden, mask_id, batch.x0[rows])
-    share = is_hidden.sum(1) / batch.is_counted[rows].sum(1).clamp(min=1)
-    level = noise_level(LogLinear(EPS), share.double())
-    valid = None if batch.valid is None else batch.valid[rows].to(device)
-    final: Tensor = model(xt.to(device), level.to(device), valid=valid).final
-    return final
