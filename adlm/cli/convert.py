@@ -1,8 +1,7 @@
 """`adlm convert`: checkpoints of the lineage to model folders, and back."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,16 +11,12 @@ from adlm.cli.output import json_stdout, print_json, status_console
 SOURCE_HELP = "Lightning .ckpt, folder or Hub name (OWNER/NAME) of the lineage; with --to lightning a model of ours."
 
 
-class Target(StrEnum):
-    """What to convert to, if not to a model folder."""
-
-    LIGHTNING = "lightning"
-
-
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     out: Annotated[Path, typer.Option(help="New folder for the model; with --to lightning a .ckpt or its folder.")],
-    to: Annotated[Target | None, typer.Option(help="Write a Lightning checkpoint. [default: a model folder]")] = None,
+    to: Annotated[
+        Literal["lightning"] | None, typer.Option(help="Write a Lightning checkpoint. [default: a model folder]")
+    ] = None,
     is_ema: Annotated[
         bool | None, typer.Option("--ema/--raw", help="Averaged or raw weights. [default: averaged if there are any]")
     ] = None,

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from adlm.data.tokenizers import Tokenizer, load_tokenizer
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.remedies import import_extra
 
@@ -49,22 +48,6 @@ def load(folder: str | Path) -> LanguageModel:
     except Exception as error:  # transformers raises errors of every kind at a damaged folder
         problem = " ".join(str(error).split())[:300]
         raise ValueError(f"{folder} is no GPT-2 folder as transformers saves it ({problem}): save it again") from error
-
-
-def load_gpt2_tokenizer(folder: str | Path) -> Tokenizer:
-    """Load the tokenizer of a GPT-2 folder: tokenizer.json, or vocab.json and merges.txt."""
-    folder = Path(folder)
-    if (folder / "tokenizer.json").is_file():
-        return load_tokenizer(folder)
-    if not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
-        remedy = "copy them there, or use load_tokenizer('gpt2') for the published vocabulary"
-        raise FileNotFoundError(f"{folder} has neither tokenizer.json nor vocab.json and merges.txt: {remedy}")
-    transformers = import_extra("transformers", "a GPT-2 folder needs transformers", "hf")
-    try:
-        theirs = transformers.GPT2TokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises no narrower one
-        raise ValueError(f"{folder}: vocab.json and merges.txt do not fit ({error}): save them again") from error
-    return Tokenizer(theirs.backend_tokenizer, theirs.bos_token_id, theirs.eos_token_id, name=folder.name)
 
 
 def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1) -> LanguageModel:

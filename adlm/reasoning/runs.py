@@ -119,7 +119,7 @@ def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
     settings = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     sha256 = None
     if isinstance(settings, dict) and "model_type" in settings:  # of transformers
-        loaded = LoadedModel(gpt2.load(path), gpt2.load_gpt2_tokenizer(path), "ar", 0, checkpoint.WRAPPED)
+        loaded = LoadedModel(gpt2.load(path), load_tokenizer(path), "ar", 0, checkpoint.WRAPPED)
     else:
         folder = checkpoint.find_model_folder(path)
         loaded, sha256 = checkpoint.load_model(folder), hash_file(checkpoint.find_weights_file(folder))

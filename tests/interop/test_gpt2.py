@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer, train_bpe
-from adlm.interop.gpt2 import from_state_dict, load, load_gpt2_tokenizer
+from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer
+from adlm.interop.gpt2 import from_state_dict, load
 
 if os.environ.get("ADLM_ALL") == "1":
     import transformers
@@ -138,21 +138,9 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
-    text = "How many eggs does she sell? 16 - 3 - 4 = 9, she says; café."
-    expected = load_tokenizer("gpt2")
-    with pytest.raises(FileNotFoundError, match=r"neither tokenizer.json nor vocab.json"):
-        load_gpt2_tokenizer(tmp_path)
-    expected.bpe.model.save(str(tmp_path))  # vocab.json and merges.txt, as GPT-2 was published
-    ours = load_gpt2_tokenizer(tmp_path)
-    theirs = transformers.GPT2TokenizerFast.from_pretrained(str(tmp_path))
-    assert ours.encode(text) == expected.encode(text) == theirs(text)["input_ids"]
-    assert ours.decode(ours.encode(text)) == text
+    text, expected = "How many eggs does she sell? 16 - 3 - 4 = 9, she says; café.", load_tokenizer("gpt2")
+    transformers.GPT2TokenizerFast(tokenizer_object=expected.bpe).save_pretrained(str(tmp_path))
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode(text) == expected.encode(text) and ours.decode(ours.encode(text)) == text
     assert ours.bpe.token_to_id(END_OF_TEXT) == ours.eos_id == ours.bos_id == 50256 and ours.max_id == 50256
     assert END_OF_TEXT not in [ours.bpe.id_to_token(token) for token in ours.encode(END_OF_TEXT)]
-    small = train_bpe(["eggs " * 9], 300, end_token=END_OF_TEXT)
-    small.save(tmp_path)
-    assert load_gpt2_tokenizer(tmp_path).encode(text) == small.encode(text)  # tokenizer.json comes first
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "merges.txt").write_text("q# z#\n", "utf-8")
-    with pytest.raises(ValueError, match=r"vocab.json and merges.txt do not fit"):
-        load_gpt2_tokenizer(tmp_path)
