@@ -41,11 +41,10 @@ CHOICES |= {"activation": tuple(ACTIVATIONS), "skips": ("none", "unet", "input")
 INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
 # Settings that the paper's models do not have.
 EXTENSIONS = ("embed_norm", "qk_norm", "zero_init", "activation", "skips", "value_embeddings", "project_after")
-# The largest value of each size; the least is 1, of OPTIONAL ones 0.
-MAX_SIZES = {"vocab_size": 2**24, "dim": 2**16, "heads": 2**16, "anchor_layers": 1024, "denoiser_layers": 1024}
-MAX_SIZES |= {"length": 2**17, "cond_dim": 2**16, "value_embeddings": 512, "project_after": 1024}
-OPTIONAL = ("anchor_layers", "value_embeddings", "project_after")
-FLAGS = ("is_causal", "time_conditioning", "norm_bias", "attention_bias", "tied", "embed_norm", "qk_norm", "zero_init")
+# The least and the largest value of each size.
+SIZES = {"vocab_size": (1, 2**24), "dim": (1, 2**16), "heads": (1, 2**16), "anchor_layers": (0, 1024)}
+SIZES |= {"denoiser_layers": (1, 1024), "length": (1, 2**17), "cond_dim": (1, 2**16), "value_embeddings": (0, 512)}
+SIZES |= {"project_after": (0, 1024)}
 NEG_INF = -1e6  # log-probability of the impossible; finite, so that 0 · log 0 stays 0
 
 
@@ -78,21 +77,19 @@ class ModelConfig:
     project_after: int = 0  # a dim × dim matrix after this layer of the denoiser, at first the identity; 0: none
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"unknown {name} {value!r:.80}: expected one of {', '.join(known)}")
-        for name, largest in MAX_SIZES.items():
-            value, least = getattr(self, name), 0 if name in OPTIONAL else 1
-            if not (value is None and name == "cond_dim") and not (is_whole(value) and least <= value <= largest):
-                expected = f"a whole number between {least} and {largest:,}"
+        for name, value in vars(self).items():
+            if value not in CHOICES.get(name, (value,)):
+                raise ValueError(f"unknown {name} {value!r:.80}: expected one of {', '.join(CHOICES[name])}")
+            low, high = SIZES.get(name, (0, 0))
+            if high and not (is_whole(value) and low <= value <= high) and (name, value) != ("cond_dim", None):
+                expected = f"a whole number between {low} and {high:,}"
                 raise ValueError(f"model config: {name} must be {expected}, got {value!r:.80}")
+            if isinstance(getattr(ModelConfig, name, None), bool) and not isinstance(value, bool):  # by its default
+                raise ValueError(f"model config: {name} must be true or false, got {value!r:.80}")
         is_outside = self.mask_id is not None and not (is_whole(self.mask_id) and 0 <= self.mask_id < self.vocab_size)
-        reading_layers = self.anchor_layers or self.denoiser_layers
         is_rate = isinstance(self.dropout, int | float) and 0 <= self.dropout < 1
+        readers, tables = self.anchor_layers or self.denoiser_layers, self.value_embeddings
         problems = {
-            f"{name} must be true or false, got {getattr(self, name)!r:.80}": not isinstance(getattr(self, name), bool)
-            for name in FLAGS
-        } | {
             f"dropout must be a number in [0, 1), got {self.dropout!r:.80}": not is_rate,
             f"dim {self.dim} must be a multiple of heads {self.heads}": self.dim % self.heads != 0,
             f"dim / heads = {self.dim // self.heads} must be even": self.dim // self.heads % 2 != 0,
@@ -101,9 +98,8 @@ class ModelConfig:
             "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
             "zero_init needs cond_dim null (model.cond_dim=0)": self.zero_init and self.cond_dim is not None,
             f"project_after {self.project_after} is above denoiser_layers": self.project_after > self.denoiser_layers,
-            f"value_embeddings {self.value_embeddings} is above half of the {reading_layers} layers that read tokens": (
-                self.value_embeddings > (reading_layers + 1) // 2
-            ),
+            f"value_embeddings {tables} is above half of the {readers} layers that read tokens": 2 * tables
+            > readers + 1,
         }
         for problem, is_present in problems.items():
             if is_present:
@@ -151,14 +147,14 @@ class LanguageModel(nn.Module):
         self._rotary: Rotary | None = None
         self.embed = empty_embedding(vocab, dim)
         self.positions = empty_embedding(config.length, dim) if config.positions == "learned" else None
-        self.anchor = build_stack(config, config.anchor_layers) if config.anchor_layers else None
+        self.anchor = Stack(config, config.anchor_layers) if config.anchor_layers else None
         self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
         has_bridge = config.anchor_layers > 0 and config.bridge != "none"
         self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if has_bridge else None
-        self.denoiser = build_stack(config, config.denoiser_layers, project_after=config.project_after)
+        self.denoiser = Stack(config, config.denoiser_layers, config.project_after)
         self.head = nn.Linear(dim, vocab, bias=not config.tied)
-        count = config.value_embeddings
-        self.values = nn.Parameter(torch.zeros(vocab, count * dim)) if count else None
+        tables = config.value_embeddings
+        self.values = nn.Parameter(torch.zeros(vocab, tables * dim)) if tables else None
 
     def forward(
         self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
@@ -259,24 +255,6 @@ class LanguageModel(nn.Module):
         weight = self.bridge.weight @ self.anchor_head.weight
         return weight, torch.mv(self.bridge.weight, self.anchor_head.bias) + self.bridge.bias
 
-    def log_probs(self, tokens: Tensor, noise_level: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """Return log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token).
-
-        SUBS: the mask has probability zero, and a visible token predicts itself with probability one.
-        """
-        features = self(tokens, noise_level)
-        anchor = None if self.anchor_head is None else self.anchor_head(features.anchor).float().log_softmax(-1)
-        mask_id, logits = self.config.mask_id, self.head(features.final).float()
-        if self.config.is_causal:
-            if mask_id is not None:
-                # The lineage's value, so that log-probabilities agree in every column; exp(-1000) is 0.
-                logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), -1000.0)
-            return anchor, logits.log_softmax(-1)
-        assert mask_id is not None
-        logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), NEG_INF)
-        itself = torch.full_like(logits, NEG_INF).scatter_(-1, tokens[..., None], 0.0)
-        return anchor, torch.where((tokens == mask_id)[..., None], logits.log_softmax(-1), itself)
-
     def new_cache(self, batch: int, length: int | None = None) -> list[KVCache]:
         """Return empty key-value caches for all layers, anchor network first."""
         config, weight = self.config, self.embed.weight
@@ -296,13 +274,6 @@ class LanguageModel(nn.Module):
     def fold(self) -> LanguageModel:
         """Return the inference form: bridge product and constant modulations in the matrices, equal up to rounding."""
         return fold_model(self)
-
-
-def build_stack(config: ModelConfig, layers: int, project_after: int = 0) -> Stack:
-    """Build one stage of a model."""
-    names = ["dim", "heads", "cond_dim", "is_causal", "dropout", "norm_bias", "attention_bias"]
-    names += ["qk_norm", "activation", "skips"]
-    return Stack(layers, project_after=project_after, **{name: getattr(config, name) for name in names})
 
 
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:

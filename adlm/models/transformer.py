@@ -1,14 +1,19 @@
 """Transformer layers: pre-norm attention and MLP, rotary positions, adaLN modulation by the noise level."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if TYPE_CHECKING:
+    from adlm.models.language_model import ModelConfig
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -141,29 +146,18 @@ class KVCache:
 class Layer(nn.Module):
     """Attention and MLP with residual connections: the DiT block of SEDD and MDLM."""
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        *,
-        cond_dim: int | None = None,
-        is_causal: bool = False,
-        dropout: float = 0.0,
-        norm_bias: bool = False,
-        attention_bias: bool = False,
-        qk_norm: bool = False,
-        activation: str = "gelu",
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.is_causal, self.dropout = heads, is_causal, dropout
-        self.qk_norm, self.activate = qk_norm, ACTIVATIONS[activation]
-        self.norm1 = Norm(dim, norm_bias)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=attention_bias)
-        self.out = nn.Linear(dim, dim, bias=attention_bias)
-        self.norm2 = Norm(dim, norm_bias)
+        dim, bias = config.dim, config.attention_bias
+        self.heads, self.is_causal, self.dropout = config.heads, config.is_causal, config.dropout
+        self.qk_norm, self.activate = config.qk_norm, ACTIVATIONS[config.activation]
+        self.norm1 = Norm(dim, config.norm_bias)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
+        self.out = nn.Linear(dim, dim, bias=bias)
+        self.norm2 = Norm(dim, config.norm_bias)
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
-        self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 6 * dim)
+        self.modulation = None if config.cond_dim is None else nn.Linear(config.cond_dim, 6 * dim)
 
     def forward(
         self,
@@ -231,25 +225,15 @@ class Stack(nn.Module):
     scalar; after `project_after` layers there is a matrix. At first they change nothing.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        dim: int,
-        *,
-        cond_dim: int | None,
-        norm_bias: bool,
-        skips: str = "none",
-        project_after: int = 0,
-        **layer: Any,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layers: int, project_after: int = 0) -> None:
         super().__init__()
-        self.skips, self.project_after = skips, project_after
-        self.condition = None if cond_dim is None else NoiseEmbedding(cond_dim)
-        self.layers = nn.ModuleList(Layer(dim, cond_dim=cond_dim, norm_bias=norm_bias, **layer) for _ in range(layers))
-        self.norm = Norm(dim, norm_bias)
-        self.modulation = None if cond_dim is None else nn.Linear(cond_dim, 2 * dim)
+        dim, self.skips, self.project_after = config.dim, config.skips, project_after
+        self.condition = None if config.cond_dim is None else NoiseEmbedding(config.cond_dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(layers))
+        self.norm = Norm(dim, config.norm_bias)
+        self.modulation = None if config.cond_dim is None else nn.Linear(config.cond_dim, 2 * dim)
         self.states: list[Tensor] | None = None
-        self.skip_weights = None if skips == "none" else nn.Parameter(torch.zeros(layers))
+        self.skip_weights = None if config.skips == "none" else nn.Parameter(torch.zeros(layers))
         self.projection = nn.Parameter(torch.zeros(dim, dim)) if project_after else None  # minus the identity
 
     @contextmanager

@@ -29,7 +29,8 @@ class StepDecoder(nn.Module):
         super().__init__()
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)
-            self.layer = Layer(config.dim, config.heads, is_causal=True)
+            sizes = config.vocab_size, config.mask_id, config.dim, config.heads
+            self.layer = Layer(ModelConfig(*sizes, is_causal=True, cond_dim=None, dropout=0.0))
         self.norm = Norm(config.dim, bias=False)
 
     def forward(self, model: LanguageModel, states: Tensor, tokens: Tensor) -> Tensor:
