@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +22,7 @@ from adlm.data.corpora import Corpus, find_corpus
 from adlm.data.packing import PackedRows, Packer, iterate_blocks
 from adlm.data.shards import COUNTS, FORMAT, MANIFEST, PROGRESS, ShardedRows
 from adlm.data.sources import KNOWN_HASHES, Source, open_source
-from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, read_json, train_bpe
+from adlm.data.tokenizers import END_OF_TEXT, MAX_VOCAB_SIZE, Tokenizer, load_tokenizer, read_object, train_bpe
 from adlm.data.workers import can_cut_words, chunk_documents, tokenize_chunks
 
 TOKENIZER_BYTES = 100_000_000  # of text, from the beginning of the source, that a tokenizer is trained on
@@ -74,10 +75,11 @@ def prepare(
     A named corpus has its own tokenizer, length, rows and valid split; otherwise the defaults are gpt2, 1024, wrapped,
     and the last rows of the stream.
     """
+    if train_tokenizer is not None and tokenizer is not None:
+        raise ValueError(f"tokenizer {str(tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
     corpus = find_corpus(source)
     defaults = corpus or Corpus()
-    given_tokenizer, tokenizer = tokenizer, tokenizer or defaults.tokenizer
-    length, rows = length or defaults.length, rows or defaults.rows
+    tokenizer, length, rows = tokenizer or defaults.tokenizer, length or defaults.length, rows or defaults.rows
     if rows not in ROW_LAYOUTS:
         raise ValueError(f"rows is {rows!r}: expected {' or '.join(ROW_LAYOUTS)}")
     if not 0 <= valid_share < 1:
@@ -87,8 +89,6 @@ def prepare(
     if train_tokenizer is not None and not 258 <= train_tokenizer <= MAX_VOCAB_SIZE:
         expected = f"expected at least 258 tokens (bytes, end, mask) and at most {MAX_VOCAB_SIZE:,}"
         raise ValueError(f"train_tokenizer is {train_tokenizer}: {expected}")
-    if train_tokenizer is not None and given_tokenizer is not None:
-        raise ValueError(f"tokenizer {str(given_tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
     hashes = Path(out) / HASHES
     KNOWN_HASHES.update(read_hashes(hashes))
     reading: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer, "glob": glob}
@@ -133,11 +133,9 @@ def prepare(
 
 def read_hashes(path: Path) -> dict[str, str]:
     """Return the hashes of an earlier run; a missing or damaged file has none, and the source is hashed again."""
-    try:
-        content = read_json(path) if path.is_file() else {}
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    with suppress(OSError, ValueError):
+        return read_object(path, {}, "")
+    return {}
 
 
 def count_cores() -> int:
@@ -181,7 +179,7 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
     if is_finished := (job.folder / MANIFEST).is_file():
         old = shards.read_manifest(job.folder)
     elif (job.folder / PROGRESS).is_file():
-        old = shards.read_state(job.folder / PROGRESS, PROGRESS_FORM)
+        old = read_object(job.folder / PROGRESS, PROGRESS_FORM, shards.PREPARE_AGAIN)
     elif foreign := [path.name for path in list_files(job.folder) if path.suffix != ".part"]:
         raise ValueError(f"{job.folder} holds {foreign[0]}, which no preparation wrote: move it, or change --out")
     if old is not None and not any(split["shards"] for split in old["splits"].values()):
@@ -328,10 +326,9 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
             totals["tokens"] = sum(int(np.fromfile(path, shards.LENGTH_DTYPE).sum()) for path in paths)
         totals |= {"documents": documents + (inside > 0), "bytes": text}
         splits[name] = totals | {"shards": state["shards"]}
-    try:
-        adlm_version = version("adlm")
-    except PackageNotFoundError:
-        adlm_version = "not installed"
+    made_with = "adlm"
+    with suppress(PackageNotFoundError):  # not installed
+        made_with = f"adlm {version('adlm')}"
     content, tokenizer = io.BytesIO(), job.state["tokenizer"]
     counts = job.open_train_rows().count_tokens(tokenizer["vocab_size"])
     np.save(content, counts.astype("<i8"), allow_pickle=False)
@@ -350,7 +347,7 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
         "valid_from": "the end of the stream" if job.is_cut else "a source of its own",
         "source": job.settings["source"],
         "counts_sha256": shards.hash_file(job.folder / COUNTS),
-        "made_with": f"adlm {adlm_version}",
+        "made_with": made_with,
     }
     shards.write_atomically(job.folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode("utf-8"))
     remove_files(job.folder, TEMPORARY)

@@ -27,15 +27,19 @@ SHARD_FORM = {"file": re.compile(r"[\w-]+-\d{5,}\.bin"), "rows": COUNT[1:], "byt
 SHARD_FORM["lengths_sha256"] = (None, SHA256)
 STATE_FORM = {"settings": {"tokenizer": dict}, "settings_sha256": SHA256, "splits": {"*": {"shards": [SHARD_FORM]}}}
 SPLIT_FORM = dict.fromkeys(("rows", "tokens", "documents", "bytes"), COUNT) | {"shards": [SHARD_FORM]}
-MANIFEST_FORM = STATE_FORM | {
-    "tokenizer": {"sha256": SHA256},
-    "vocab_size": range(1, MAX_VOCAB_SIZE + 1),
-    "length": range(1, 2**31),
-    "rows": ("wrapped", "documents"),
-    "splits": {"*": SPLIT_FORM},
-    "counts_sha256": SHA256,
-    "source": dict,
-}
+MANIFEST_FORM = (
+    {"format": FORMAT}
+    | STATE_FORM
+    | {
+        "tokenizer": {"sha256": SHA256},
+        "vocab_size": range(1, MAX_VOCAB_SIZE + 1),
+        "length": range(1, 2**31),
+        "rows": ("wrapped", "documents"),
+        "splits": {"*": SPLIT_FORM},
+        "counts_sha256": SHA256,
+        "source": dict,
+    }
+)
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
@@ -107,18 +111,18 @@ class ShardedRows:
         return counts
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreparedData:
     """A folder that `adlm prepare` finished."""
 
     folder: Path
     manifest: dict[str, Any]
     tokenizer: Tokenizer
-    vocab_size: int
-    mask_id: int
-    length: int
-    is_padded: bool
-    splits: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self.vocab_size, self.mask_id = self.manifest["vocab_size"], self.manifest["mask_id"]
+        self.length, self.is_padded = self.manifest["length"], self.manifest["rows"] == "documents"
+        self.splits = tuple(self.manifest["splits"])
 
     def rows(self, split: str) -> ShardedRows:
         if split not in self.splits:
@@ -135,26 +139,14 @@ def open_data(path: Path | str, *, verify: bool = False) -> PreparedData:
     """Open a prepared folder and check the sizes of its files; `verify` compares their checksums, too."""
     folder = Path(path)
     manifest = read_manifest(folder)
-    files: list[tuple[str, int, str]] = []
     for shard in [shard for split in manifest["splits"].values() for shard in split["shards"]]:
-        files.append((shard["file"], shard["bytes"], shard["sha256"]))
+        file = folder / shard["file"]
+        check_file(file, shard["bytes"], shard["sha256"] if verify else None)
         if "lengths_sha256" in shard:
-            lengths = str(Path(shard["file"]).with_suffix(".len"))
-            files.append((lengths, 4 * shard["rows"], shard["lengths_sha256"]))
-    for file, size, sha256 in files:
-        check_file(folder / file, size, sha256 if verify else None)
+            check_file(file.with_suffix(".len"), 4 * shard["rows"], shard["lengths_sha256"] if verify else None)
     check_file(folder / COUNTS, None, manifest["counts_sha256"])
     check_file(folder / "tokenizer.json", None, manifest["tokenizer"]["sha256"])
-    return PreparedData(
-        folder,
-        manifest,
-        load_checked_tokenizer(folder, manifest["tokenizer"]),
-        vocab_size=manifest["vocab_size"],
-        mask_id=manifest["mask_id"],
-        length=manifest["length"],
-        is_padded=manifest["rows"] == "documents",
-        splits=tuple(manifest["splits"]),
-    )
+    return PreparedData(folder, manifest, load_checked_tokenizer(folder, manifest["tokenizer"]))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -163,7 +155,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if (folder / PROGRESS).is_file():
             raise ValueError(f"{folder} is not finished: run the same `adlm prepare` again to resume it")
         raise ValueError(f"{folder} has no {MANIFEST}: make it with `adlm prepare SOURCE --out {folder}`")
-    manifest = read_state(folder / MANIFEST, MANIFEST_FORM)
+    manifest = read_object(folder / MANIFEST, MANIFEST_FORM, PREPARE_AGAIN)
     vocab_size, length, is_padded = manifest["vocab_size"], manifest["length"], manifest["rows"] == "documents"
     dtype, problem = choose_dtype(vocab_size), ""
     if any(manifest["tokenizer"].get(key) != manifest.get(key) for key in ("vocab_size", "mask_id")):
@@ -178,14 +170,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if problem:
         raise ValueError(f"{folder / MANIFEST}: {problem}: {PREPARE_AGAIN}")
     return manifest
-
-
-def read_state(path: Path, form: dict[str, Any]) -> dict[str, Any]:
-    """Read a manifest or a progress file, whose values must have this form."""
-    state = read_object(path, form, PREPARE_AGAIN)
-    if (number := state.get("format", FORMAT)) != FORMAT:
-        raise ValueError(f"{path} has format {number!r}, this version reads {FORMAT}: {PREPARE_AGAIN}")
-    return state
 
 
 def load_checked_tokenizer(folder: Path, expected: Mapping[str, Any]) -> Tokenizer:

@@ -177,17 +177,15 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     if request.glob and root.is_file():
         raise ValueError(f"glob {request.glob[0]!r} selects files of a folder, and {root} is a file: leave it out")
     split = request.resolve_split()
-    files = [(root.name, root)]
+    files = {root.name: root}
     if root.is_dir():
         files = select_split_files(select_files(root, corpus.files, request.glob)[0], split.base, root)
-    kinds = sorted({suffix if (suffix := get_suffix(path)) in READABLE else "no suffix" for _, path in files})
+    kinds = sorted({suffix if (suffix := get_suffix(path)) in READABLE else "no suffix" for path in files.values()})
     if corpus.hub and len(kinds) > 1:
-        names = ", ".join(name for name, _ in files)
-        raise ValueError(f"{root} has files of several kinds ({', '.join(kinds)}): give one of {names}")
-    total = sum(path.stat().st_size for _, path in files)
-    if not total:
+        raise ValueError(f"{root} has files of several kinds ({', '.join(kinds)}): give one of {', '.join(files)}")
+    if not (total := sum(path.stat().st_size for path in files.values())):
         raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
-    tables = [path for _, path in files if get_suffix(path) in TABLES]
+    tables = [path for path in files.values() if get_suffix(path) in TABLES]
     if request.column and not tables:
         raise ValueError(f"column {request.column!r} is for tables ({', '.join(TABLES)}); {request.name} is plain text")
     if request.documents != "auto" and len(tables) == len(files):
@@ -195,12 +193,12 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     rule = corpus.documents if request.documents == "auto" else request.documents
     columns = _find_columns(tables, request) if tables else ()
     characters = None
-    if corpus.characters and not tables and len(files) == 1 and not detect_split(files[0][0]):
+    if corpus.characters and not tables and len(files) == 1 and not detect_split(*files):
         characters = corpus.characters["valid" if request.split == "validation" else request.split]
 
     def read_all() -> Parts:
         before = 0
-        for _, path in files:
+        for path in files.values():
             parts = formats.read_text(path, RULES[rule])
             if read_rows := TABLES.get(get_suffix(path)):
                 rows = read_rows(path, columns)
@@ -213,8 +211,8 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
                 raise ValueError(f"{path} changed while it was read: run the same command again, with --overwrite")
 
     def count() -> int:
-        if all(get_suffix(path) == ".parquet" for _, path in files):
-            return sum(int(formats.open_parquet(path).metadata.num_rows) for _, path in files)
+        if all(get_suffix(path) == ".parquet" for path in files.values()):
+            return sum(int(formats.open_parquet(path).metadata.num_rows) for path in files.values())
         return sum(is_last for _, _, is_last in read_all())
 
     def read_parts() -> Parts:
@@ -223,8 +221,8 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
             parts = _cut_characters(join_parts(parts, request.name), *characters, request.name)
         return request.clean_documents(parts, split)
 
-    versions = {path: describe_version(path) for _, path in files}
-    fingerprints: Any = [_fingerprint(name, path, versions[path]) for name, path in files]
+    versions = {path: describe_version(path) for path in files.values()}
+    fingerprints: Any = [_fingerprint(name, path, versions[path]) for name, path in files.items()]
     if len(files) > MAX_LISTED_FILES:  # a hash of the list: it is compared, written and read often
         digest = hashlib.sha256(json.dumps(fingerprints).encode("utf-8")).hexdigest()
         fingerprints = {"count": len(files), "bytes": total, "sha256": digest}
@@ -250,9 +248,7 @@ def _sort_naturally(name: str) -> tuple[Any, ...]:
     return *((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)), (-1, name)
 
 
-def select_files(
-    root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()
-) -> tuple[list[tuple[str, Path]], list[str]]:
+def select_files(root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()) -> tuple[dict[str, Path], list[str]]:
     """Return the files of a folder and its subfolders that are read, in natural order, and the names of the others.
 
     These are the files that match a pattern of `glob`. Without one they are text, tables and what matches `extra`, or
@@ -276,27 +272,24 @@ def select_files(
         raise ValueError(f"{root} holds no {expected}{hint}; found: {listed}")
     if twice := [name for name in sorted(names) if f"{name}.gz" in names]:
         raise ValueError(f"{root} holds {twice[0]} and {twice[0]}.gz, which may be the same text: leave one of them")
-    return [(name, files[name]) for name in sorted(names, key=_sort_naturally)], sorted(files.keys() - names)
+    return {name: files[name] for name in sorted(names, key=_sort_naturally)}, sorted(files.keys() - names)
 
 
 def detect_split(name: str) -> str | None:
     """Return the split that a file's name, or else its nearest folder's, contains."""
-    for part in reversed(name.split("/")):
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in SPLIT_WORDS:
-                return SPLIT_WORDS[word]
-    return None
+    words = [word for part in reversed(name.split("/")) for word in re.split(r"[^a-z]+", part.lower())]
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
-def select_split_files(files: list[tuple[str, Path]], split: str, root: Path) -> list[tuple[str, Path]]:
+def select_split_files(files: dict[str, Path], split: str, root: Path) -> dict[str, Path]:
     """Select the files named after the split, or all files if none is named after a split."""
-    splits = {name: detect_split(name) for name, _ in files}
+    splits = {name: detect_split(name) for name in files}
     if split == "all" or not any(splits.values()):
         return files
     if unnamed := [name for name in splits if splits[name] is None]:
         named = next(name for name in splits if splits[name])
         raise ValueError(f"{root}: {named} is named after a split, {unnamed[0]} is not: rename it, or use split='all'")
-    if chosen := [(name, path) for name, path in files if splits[name] == SPLIT_WORDS.get(split, split)]:
+    if chosen := {name: path for name, path in files.items() if splits[name] == SPLIT_WORDS.get(split, split)}:
         return chosen
     known = ", ".join(sorted({str(named) for named in splits.values()}))
     raise ValueError(f"{root} has no file of the split {split!r}; it has {known}: choose one of these, or give a file")

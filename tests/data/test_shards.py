@@ -141,9 +141,9 @@ def change_shard(key: str, value: object) -> Callable[[Path], object]:
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("manifest.json", Path.unlink, "make it with `adlm prepare SOURCE --out"),
-    ("manifest.json", change("format", 2), "format 2, this version reads 1"),
+    ("manifest.json", change("format", 2), "has format 2, which is not valid: .*--overwrite"),
     ("manifest.json", lambda path: path.rename(path.with_name("progress.json")), "run the same `adlm prepare` again"),
-    ("manifest.json", lambda path: path.write_text("[]"), "has no settings: .*--overwrite"),
+    ("manifest.json", lambda path: path.write_text("[]"), "has no format: .*--overwrite"),
     *(("manifest.json", change(key, REMOVED), f"has no {key}") for key in ("rows", "length", "tokenizer")),
     ("manifest.json", change("dtype", REMOVED), "shards do not fit"),
     ("manifest.json", change("vocab_size", 2**40), "has vocab_size 1099511627776, which is not valid"),
