@@ -1,19 +1,19 @@
 """Experiments: arms × corpora × seeds from one YAML file, trained in parallel, compared in pairs and judged."""
 
-import hashlib
-import json
 import math
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,25 +21,27 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from adlm.checkpoint import find_latest_checkpoint, read_state
-from adlm.config import Config, load_config
+from adlm.checkpoint import read_state
+from adlm.config import Config, compare_configs, load_config
 from adlm.data.shards import file_lock, open_data
-from adlm.data.tokenizers import read_json
-from adlm.evaluate import paired
-from adlm.evaluate.paired import MeasureSettings, Record, compute_nll, measure_run, summarize
-from adlm.evaluate.results import Cell, Column, Table, save_json, to_json
-from adlm.reasoning.verdicts import BETTER, compare_arms, flatten_settings
+from adlm.data.tokenizers import read_json, read_object
+from adlm.evaluate.cache import decode_array, encode_array, hash_settings
+from adlm.evaluate.data import load_eval_data
+from adlm.evaluate.ppl import NllSettings, estimate_texts
+from adlm.evaluate.provenance import collect_provenance
+from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json
+from adlm.evaluate.stats import describe_seeds, estimate_ratio_difference
+from adlm.reasoning.verdicts import BETTER, compare_arms, flatten_settings, group_by
 from adlm.remedies import check_known
-from adlm.training.guard import Diverged, Preempted, catch_stop_signals
+from adlm.text.lm import load
+from adlm.training.guard import Diverged, catch_stop_signals
+from adlm.training.logging import read_metrics
 from adlm.training.loop import train
 
 MEASURED = "measured.json"  # in the folder of a finished run
 STOP_SECONDS = 15.0  # before the end of the time limit, for running processes to save
-CLAIM_KEYS = ("claim", "paper", "ours", "interval", "scale", "command", "gpu_hours", "verdict", "evidence")
-WORKER = "from adlm.experiment import run_worker; run_worker()"
-# Settings that change nothing in a result.
-IGNORED = {"folder", "device", "log", "checkpoint", "samples", "parallel", "guard", "micro_batch", "compile", "resume"}
-IGNORED |= {"memory_check", "data.path", "data.workers", "data.verify"}
+VERDICTS, NOT_TESTABLE = {True: "supported", False: "not supported"}, "not testable here"
+Record = dict[str, Any]  # of a run: what was measured; or error, if it diverged
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,25 @@ class ExperimentArm:
 
 @dataclass(frozen=True)
 class ExperimentClaim:
-    """A claim that an arm's nll is lower than another's (or, with `within`, equal), and when it is supported."""
+    """A claim that an arm's nll is lower than another's: that of every seed, and the mean by 2 · SD / √seeds."""
 
     text: str = MISSING
     arm: str = MISSING
     than: str = MISSING
-    corpus: str | None = None  # null: the first
     min_seeds: int = 3
-    same_sign: bool = True  # the difference of every seed is below 0
-    errors: float = 2.0  # the mean difference is below -errors · SD / √seeds
     is_pooled: bool = False  # the variance over seeds is the mean of that of all claims
-    at_least: float = 0.0  # the mean difference is below -at_least nats per token
-    within: float | None = None  # instead of these: Student's interval lies in ±within nats per token
+    within: float | None = None  # instead: the two are equal, Student's interval lies in ±within nats per token
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """The held-out rows and the noise that runs share."""
+
+    data: str | None = None  # text or prepared data; null: the valid split of the run's data
+    rows: int = 2048
+    draws: int = 2
+    seed: int = 0
+    batch: int = 64
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Experiment:
     overrides: dict[str, Any] = field(default_factory=dict)  # of all arms
     measure: MeasureSettings = field(default_factory=MeasureSettings)
     claims: list[ExperimentClaim] = field(default_factory=list)
-    jobs: int = 1  # processes at once on each GPU, or on the CPU
+    jobs: int = 1  # processes at once, on all GPUs together or on the CPU
     seconds_per_step: float = 1.0  # in one process while the others run
     startup_seconds: float = 30.0  # of a run: imports, compilation, measuring
 
@@ -90,250 +99,242 @@ def load_experiment(path: Path, *changes: str) -> Experiment:
     """Load an experiment, with changes such as `corpora.prose=FOLDER` or `overrides.steps=20`."""
     try:
         merged = OmegaConf.merge(Experiment, OmegaConf.load(path), OmegaConf.from_dotlist(list(changes)))
-        experiment: Experiment = OmegaConf.to_object(merged)  # type: ignore[assignment]
+        experiment = cast(Experiment, OmegaConf.to_object(merged))
     except (OmegaConfBaseException, YAMLError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(f"{path} is no experiment ({problem}): docs/reproduce.md lists its keys") from error
-    for claim in experiment.claims:
-        check_known("arm", claim.arm, experiment.arms)
-        check_known("arm", claim.than, experiment.arms)
+    for name in (name for claim in experiment.claims for name in (claim.arm, claim.than)):
+        check_known("arm", name, experiment.arms)
     return experiment
 
 
-def list_runs(experiment: Experiment, records: Mapping[str, Record]) -> list[Record]:
-    """List all runs by corpus, seed and arm, each with its record if it has finished.
+def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
+    """Return all runs by name, each with its record in the results file, if any, and its estimated seconds.
 
     At the first corpus and seed an arm has a run for each value of its scout; the others wait for the best value.
     """
-    runs: list[Record] = []
-    default = flatten_settings(asdict(Config()))
-    for corpus, path in experiment.corpora.items():
-        for seed in experiment.corpus_seeds.get(corpus, experiment.seeds):
-            for name, arm in experiment.arms.items():
-                variants: list[Record] = [{key: value} for key, values in arm.scout.items() for value in values] or [{}]
-                scouts = [each["record"] for each in runs if each["arm"] == name][: len(variants)]
-                is_waiting = bool(arm.scout) and None in scouts
-                if scouts:
-                    nll = [0.0 if is_waiting or not arm.scout else compute_nll(each) for each in scouts]
-                    variants = [variants[int(np.argmin(nll))]]
-                for variant in variants:
-                    label = " ".join(f"{key}={value}" for key, value in variant.items())
-                    run_name = re.sub(r"[^\w.=-]+", "_", "-".join(filter(None, [name, label, corpus, str(seed)])))
-                    run: Record = {"name": run_name, "arm": name, "variant": label, "corpus": corpus, "seed": seed}
-                    run |= {"model": arm.model.format(seed=seed, corpus=corpus), "settings": {}, "config": None}
-                    if not arm.model:
-                        settings = experiment.overrides | arm.overrides | variant | {"seed": seed, "data.path": path}
-                        run["config"] = asdict(load_config(arm.recipe or None, folder="", **settings))
-                        given = flatten_settings(run["config"])
-                        changed = [key for key in given if given[key] != default.get(key)]
-                        changed = [key for key in changed if not {key, key.split(".")[0]} & IGNORED]
-                        run["settings"] = {key: given[key] for key in changed}
-                    content = json.dumps([run["settings"], run["model"], asdict(experiment.measure)], sort_keys=True)
-                    run |= {"key": hashlib.sha256(content.encode()).hexdigest()[:16], "is_waiting": is_waiting}
-                    record = records.get(run_name, {"key": ""})
-                    run |= {"data": experiment.measure.data or path}
-                    runs.append(run | {"record": record if record["key"] == run["key"] else None})
+    records = {each["name"]: each for each in (read_json(path)["runs"] if path.is_file() else [])}
+    runs: dict[str, Record] = {}
+    seeds = {corpus: experiment.corpus_seeds.get(corpus, experiment.seeds) for corpus in experiment.corpora}
+    points = [(corpus, seed) for corpus, own in seeds.items() for seed in own]
+    for (corpus, seed), (name, arm) in product(points, experiment.arms.items()):
+        variants: list[Record] = [{key: value} for key, values in arm.scout.items() for value in values] or [{}]
+        scouts = [each["record"] for each in runs.values() if each["arm"] == name][: len(variants)]
+        is_waiting = len(variants) > 1 and None in scouts
+        if scouts:
+            nll = [compute_nll(each) for each in scouts]
+            variants = [variants[nll.index(min(nll))]]
+        for variant in variants:
+            label = " ".join(f"{key}={value}" for key, value in variant.items())
+            run_name = re.sub(r"[^\w.=-]+", "_", "-".join(filter(None, [name, label, corpus, str(seed)])))
+            model, config, data = arm.model.format(seed=seed, corpus=corpus), None, experiment.corpora[corpus]
+            content, seconds = list[Any]([model, asdict(experiment.measure)]), experiment.startup_seconds
+            if not arm.model:
+                settings = experiment.overrides | arm.overrides | variant
+                config = load_config(arm.recipe or None, **settings, **{"seed": seed, "folder": "", "data.path": data})
+                content += [config.steps, compare_configs(Config(), config)]
+                seconds += config.steps * (arm.seconds_per_step or experiment.seconds_per_step)
+            key, record = hash_settings(content), records.get(run_name, {"key": ""})
+            run = {"name": run_name, "arm": name, "variant": label, "corpus": corpus, "seed": seed, "model": model}
+            run |= {"key": key, "config": config, "is_waiting": is_waiting, "data": experiment.measure.data or data}
+            runs[run_name] = run | {"seconds": seconds, "record": record if record["key"] == key else None}
     return runs
 
 
-def estimate_seconds(experiment: Experiment, run: Record, folder: Path, records: Mapping[str, Record]) -> float:
-    """Estimate how long a run takes from its last checkpoint on, by the finished runs of its arm if there are any."""
-    if run["config"] is None:
-        return experiment.startup_seconds
-    own = [each["seconds"] / each["step"] for each in records.values() if each["arm"] == run["arm"] and "step" in each]
-    speed = max(own, default=experiment.arms[run["arm"]].seconds_per_step or experiment.seconds_per_step)
-    latest = find_latest_checkpoint(folder / "checkpoints")
-    left = run["config"]["steps"] - (read_state(latest)["step"] if latest is not None else 0)
-    return experiment.startup_seconds + left * speed
-
-
-def build_plan(experiment: Experiment, path: Path, runs_folder: Path, jobs: int | None = None) -> Table:
-    """Build the table of runs with the estimated minutes of those that are not in the results file at `path`."""
-    records, rows, minutes = read_records(path), list[list[Cell]](), [0.0]
-    for run in list_runs(experiment, records):
-        left = 0.0 if run["record"] else estimate_seconds(experiment, run, runs_folder / run["name"], records)
-        minutes.append(left / 60)
-        rows.append([run["name"], run["config"]["steps"] if run["config"] else 0, minutes[-1]])
-    slots = (jobs or experiment.jobs) * max(1, torch.cuda.device_count())
-    note = f"{len(rows)} runs, {slots} at once: about {max(sum(minutes) / slots, *minutes):.1f} minutes"
-    return Table([Column("run", is_text=True), Column("steps"), Column("minutes", 1)], rows, notes=[note])
-
-
-def read_records(path: Path) -> dict[str, Record]:
-    """Read the finished runs of a results file by their names; none if there is no file."""
-    return {each["name"]: each for each in (read_json(path)["runs"] if path.is_file() else [])}
-
-
 def run_experiment(
-    experiment: Experiment,
-    path: Path,
-    runs_folder: Path,
-    *,
-    minutes: float | None = None,
-    jobs: int | None = None,
-    is_interrupting: bool = False,
-    on_event: Callable[[str], None] = print,
+    experiment: Experiment, path: Path, folder: Path, minutes: float = math.inf, on_event: Callable[[str], None] = print
 ) -> tuple[Record, list[str]]:
-    """Run what the results file at `path` does not have, and add it; return the results and the runs that failed.
-
-    A run that cannot end within the minutes is started only with `is_interrupting`; one that has not ended then is
-    saved, and resumes in the next call.
-    """
-    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes - STOP_SECONDS
-    gpus = torch.cuda.device_count()
-    slots, records = (jobs or experiment.jobs) * max(1, gpus), read_records(path)
-    active: dict[int, tuple[str, subprocess.Popen[str]]] = {}
-    failures, is_stopping = list[str](), False
-    runs_folder.mkdir(parents=True, exist_ok=True)
-    locked = file_lock(runs_folder / ".lock", f"another experiment runs in {runs_folder}: wait for it, or give --runs")
-    with locked, catch_stop_signals() as signals:
-        planned = list_runs(experiment, records)
-        for folder in {run["config"]["data"]["path"] for run in planned if run["config"] and not run["record"]}:
-            open_data(folder, verify=False)  # raises before anything starts
-        while True:
-            for slot, (name, process) in list(active.items()):
-                if process.poll() is not None:
-                    del active[slot]
-                    if not (runs_folder / name / MEASURED).is_file() and not is_stopping:
-                        log = (runs_folder / name / "log.txt").read_text("utf-8").strip()
-                        failures.append(name)
-                        on_event(f"{name} failed: {log.splitlines()[-1] if log else process.returncode}")
-            for run in list(planned):
-                measured = runs_folder / run["name"] / MEASURED
-                if run["record"] is None and measured.is_file() and read_json(measured)["key"] == run["key"]:
-                    record = records[run["name"]] = run["record"] = read_json(measured)
-                    on_event(f"{run['name']}: {record.get('error') or f'nll {compute_nll(record):.4f}'}")
-                    if any(each["is_waiting"] for each in planned):
-                        planned = list_runs(experiment, records)
-                    save_json(path, collect_results(experiment, planned))
-            left = deadline - time.monotonic()
-            if (signals or left < 0) and not is_stopping:
-                is_stopping = True
-                for _, process in active.values():
-                    process.terminate()
-            busy = {*failures, *(name for name, _ in active.values())}
-            for slot in sorted(set(range(slots)) - set(active)) if not is_stopping else ():
-                for run in planned:
-                    name, folder = run["name"], runs_folder / run["name"]
-                    is_open = run["record"] is None and not run["is_waiting"] and name not in busy
-                    if is_open and (is_interrupting or estimate_seconds(experiment, run, folder, records) < left):
-                        device = f"cuda:{slot % gpus}" if gpus else "cpu"
-                        active[slot] = name, start_worker(run, folder, device, experiment.measure)
-                        busy.add(name)
-                        on_event(f"{name} started on {device}")
-                        break
-            if not active:
-                save_json(path, results := collect_results(experiment, planned))
-                return results, failures
-            time.sleep(0.2)
-
-
-def start_worker(run: Record, folder: Path, device: str, measure: MeasureSettings) -> "subprocess.Popen[str]":
-    """Start the process of a run, which stops when this one ends."""
+    """Run what the results file at `path` lacks, in folders below `folder`; return the results and the failed runs."""
+    deadline, gpus = time.monotonic() + 60 * minutes - STOP_SECONDS, torch.cuda.device_count()
+    devices = [f"cuda:{number % gpus}" if gpus else "cpu" for number in range(experiment.jobs)]  # that are free
+    active, failures = dict[str, tuple[SpawnProcess, str]](), list[str]()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # of the processes
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MEASURED).unlink(missing_ok=True)
-    config = run["config"] and run["config"] | {"folder": str(folder), "device": device}
-    job = run | {"config": config, "folder": str(folder), "device": device, "measure": asdict(measure)}
-    with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        streams: Record = {"stdin": subprocess.PIPE, "stdout": log, "stderr": subprocess.STDOUT, "text": True}
-        environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ
-        process = subprocess.Popen([sys.executable, "-c", WORKER], env=environment, **streams)
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(job) + "\n")
-    process.stdin.flush()
-    return process
+    locked = file_lock(folder / ".lock", f"another experiment runs in {folder}: wait for it, or give --runs")
+    with locked, catch_stop_signals() as signals:
+        planned = list_runs(experiment, path)
+        for data in {run["config"].data.path for run in planned.values() if run["config"] and not run["record"]}:
+            open_data(data)  # raises before anything starts
+        while True:
+            left = deadline - time.monotonic()
+            is_stopping = bool(signals) or left < 0
+            for process, _ in active.values() if is_stopping else ():
+                process.terminate()
+            for name, run in planned.items() if not is_stopping else ():
+                is_open = not run["record"] and not run["is_waiting"] and run["seconds"] < left
+                if devices and is_open and name not in {*active, *failures}:
+                    device = devices.pop(0)
+                    process = SpawnProcess(target=run_worker, args=(run, folder / name, device, experiment.measure))
+                    process.start()
+                    active[name] = process, device
+                    on_event(f"{name} started on {device}")
+            if not active:
+                return save_results(experiment, planned, path), failures
+            time.sleep(0.2)
+            ended = {name: each for name, each in active.items() if each[0].exitcode is not None}
+            for name, (process, device) in ended.items():
+                del active[name]
+                devices.append(device)
+                if process.exitcode == 0:
+                    record = planned[name]["record"] = read_json(folder / name / MEASURED)
+                    on_event(f"{name}: {record.get('error') or f'nll {compute_nll(record):.4f}'}")
+                    save_results(experiment, planned, path)
+                    planned = list_runs(experiment, path)
+                elif not is_stopping:
+                    failures.append(name)
+                    on_event(f"{name} failed: {folder / name / 'log.txt'} says why")
 
 
-def run_worker() -> None:
-    """Train and measure the run that a line of stdin describes; when stdin ends, the parent has ended: stop."""
-    job = json.loads(sys.stdin.readline())
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
-    folder = Path(job["folder"])
-    record = {key: job[key] for key in ("name", "arm", "variant", "corpus", "seed", "key", "settings", "model")}
+def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings) -> None:
+    """Train and measure a run in a process of its own, which ends with its parent."""
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout = sys.stderr = (folder / "log.txt").open("w", buffering=1, encoding="utf-8")
+    record = {key: run[key] for key in ("name", "arm", "variant", "corpus", "seed", "key", "model")}
     try:
-        if job["config"] is not None:
-            train(job["config"])
-        measure = MeasureSettings(**job["measure"])
-        record |= measure_run(job["model"] or str(folder), job["data"], measure, job["device"])
-    except Preempted as stopped:
-        sys.exit(stopped.code)
+        if run["config"]:
+            trained = train(run["config"], folder=str(folder), device=device)
+            record["seconds"] = round(read_state(trained.checkpoint)["seconds"], 1)
+            metrics = read_metrics(folder / "metrics.jsonl")
+            record["curve"] = [[each["step"], each["val/nll"]] for each in metrics if "val/nll" in each]
+        record |= measure_run(run["model"] or str(folder), run["data"], measure, device)
     except (Diverged, FloatingPointError) as error:
         record["error"] = str(error)
     save_json(folder / MEASURED, record)
 
 
-def collect_results(experiment: Experiment, planned: Sequence[Record]) -> Record:
-    """Collect the finished runs, with all that follows from them."""
+def measure_run(model: str, data: str, measure: MeasureSettings, device: str) -> Record:
+    """Compute the nats of every held-out row under a model, in float32, with noise that follows from the row alone."""
+    lm, settings = load(model, device=device), NllSettings(measure.draws, measure.seed)
+    read = partial(load_eval_data, rows=lm.loaded.rows, limit=measure.rows)  # type: ignore[arg-type]
+    (text,) = estimate_texts([lm], {data: data}, read, settings, batch=measure.batch)
+    rows = {"documents": text.data.documents.int(), "row_tokens": text.nll.row_tokens.short()}
+    rows["row_nats"] = text.nll.row_nats.float()
+    about = {"step": lm.step, "rows_sha256": text.data.rows_hash, "provenance": collect_provenance(device)}
+    return about | {name: encode_array(values.numpy()) for name, values in rows.items()}
+
+
+def compute_nll(run: Record | None) -> float:
+    """Compute the nats per token of a run; infinite if it diverged or has not finished."""
+    if run is None or "error" in run:
+        return math.inf
+    return float(decode_array(run["row_nats"]).sum(dtype=float) / decode_array(run["row_tokens"]).sum())
+
+
+def save_results(experiment: Experiment, planned: Mapping[str, Record], path: Path) -> Record:
+    """Save the finished runs, and the rules by which claims about them are judged; return both."""
     results: Record = {"question": experiment.question, "measure": asdict(experiment.measure)}
     results |= {"planned_runs": len(planned), "rules": [asdict(claim) for claim in experiment.claims]}
-    results["runs"] = [run["record"] for run in planned if run["record"] is not None]
-    return dict(to_json(results | summarize(results)))
+    results["runs"] = [run["record"] for run in planned.values() if run["record"]]
+    save_json(path, results)
+    return results
 
 
-def check_file(path: Path) -> tuple[int, list[str]]:
-    """Recompute what a file of results or of claims states; return how many values it has, and those that differ."""
-    content, committed = read_json(path), path.parent.parent / f"{path.parent.name}.yaml"
-    if not isinstance(content, dict) or not {"runs", "claims"} & set(content):
-        raise ValueError(f"{path} has no claims: give results.json of an experiment, or docs/reproduce.json")
-    if "runs" in content:
-        if committed.is_file():  # whose rules count
-            content["rules"] = [asdict(claim) for claim in load_experiment(committed).claims]
-        summary = to_json(summarize(content))
-        return find_differences({key: content.get(key) for key in summary}, summary, path.name)
-    count, problems = 0, list[str]()
-    for claim in content["claims"]:
-        problems += [f"{claim.get('claim')!r} has no {key}" for key in CLAIM_KEYS if key not in claim]
-        computed = to_json(recompute_claim(claim.get("evidence"), path.parent))
-        found, differing = find_differences({key: claim.get(key) for key in computed}, computed, repr(claim["claim"]))
-        count, problems = count + found, problems + differing
-    return count, problems
+def summarize(results: Record) -> Record:
+    """Compute nll by arm, and the paired differences and verdicts of the claims and of each arm from the first one."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    chosen: dict[str, dict[str, dict[int, Record]]] = {}  # by corpus, arm and seed; of a scout's variants the best
+    for run in results["runs"]:
+        groups.setdefault((run["corpus"], f"{run['arm']} {run['variant']}".strip()), []).append(compute_nll(run))
+        own = chosen.setdefault(run["corpus"], {}).setdefault(run["arm"], {})
+        if compute_nll(run) < compute_nll(own.get(run["seed"])):
+            own[run["seed"]] = run
+    arms = [{"corpus": corpus, "name": name} | describe_seeds(nll) for (corpus, name), nll in groups.items()]
+    comparisons: list[Record] = []
+    for corpus, runs in chosen.items():
+        first, judged = next(iter(runs)), [{rule["arm"], rule["than"]} for rule in results["rules"]]
+        others = [arm for arm in runs if arm != first and {arm, first} not in judged]
+        for rule in [*results["rules"], *(asdict(ExperimentClaim("", arm, first)) for arm in others)]:
+            one, other = runs.get(rule["arm"], {}), runs.get(rule["than"], {})
+            if pairs := [(one[seed], other[seed]) for seed in one if seed in other]:
+                about = {"corpus": corpus, "name": f"{rule['arm']} − {rule['than']}"} | rule
+                comparisons.append(about | compare_seeds(pairs))
+    spread = [np.var(each["by_seed"], ddof=1) for each in comparisons if each["text"] and len(each["by_seed"]) > 1]
+    for each in comparisons:
+        each["verdict"] = judge_claim(each, float(np.mean(spread or 0))) if each["text"] else None
+    return {"arms": arms, "comparisons": comparisons}
 
 
-def flatten_values(value: Any, where: str) -> dict[str, Any]:
-    """Return the values of nested lists and mappings by their path."""
-    if not isinstance(value, dict | list):
-        return {where: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return {path: leaf for key, each in items for path, leaf in flatten_values(each, f"{where}, {key}").items()}
+def compare_seeds(pairs: Sequence[tuple[Record, Record]]) -> Record:
+    """Compare pairs of runs of equal seeds; `document_se` is the paired standard error of the mean over documents."""
+    if len({run["rows_sha256"] for pair in pairs for run in pair}) > 1:
+        raise ValueError(f"{pairs[0][0]['name']} and others were measured on different rows: measure them again")
+    unit = np.unique(decode_array(pairs[0][0]["documents"]), return_inverse=True)[1]
+    rows = [[decode_array(run[key]) for run in runs] for runs in zip(*pairs) for key in ("row_nats", "row_tokens")]
+    sums = [np.bincount(unit, np.mean(values, axis=0, dtype=float)) for values in rows]
+    differences = describe_seeds([compute_nll(one) - compute_nll(other) for one, other in pairs])
+    return differences | {"document_se": estimate_ratio_difference(*sums)[1]}
 
 
-def find_differences(stored: Any, computed: Any, where: str) -> tuple[int, list[str]]:
-    """Compare JSON values: return how many there are, and a line for each that differs by more than rounding."""
-    before, after = (flatten_values(each, where) for each in (stored, computed))
+def judge_claim(claim: Record, pooled_variance: float) -> str:
+    """Judge a claim by its rule (`ExperimentClaim`)."""
+    differences = claim["by_seed"]
+    if len(differences) < max(2, claim["min_seeds"]):
+        return NOT_TESTABLE
+    variance = pooled_variance if claim["is_pooled"] else float(np.var(differences, ddof=1))
+    is_supported = max(differences) < 0 and claim["mean"] < -2 * math.sqrt(variance / len(differences))
+    if claim["within"] is not None:
+        is_supported = max(map(abs, claim["interval"])) < claim["within"]
+    return VERDICTS[is_supported]
+
+
+def build_report(results: Record) -> EvalResult:
+    """Build the tables of arms and of paired differences with verdicts, and the data of the plots."""
+    text, summary, figures, sets = partial(Column, is_text=True), summarize(results), Record(), list[Record]()
+    rows: dict[str, list[Any]] = {"arms": [], "comparisons": []}
+    for each, own in ((each, own) for kind, own in rows.items() for each in summary[kind]):
+        by_seed = ", ".join(f"{value:.4f}" for value in each["by_seed"])
+        more = [each[key] for key in ("document_se", "text", "verdict") if key in each]
+        own.append([each["corpus"], each["name"], by_seed, Estimate(each["mean"], None, each["interval"]), *more])
+    columns = [text("corpus"), text("arms"), text("by seed"), Column("mean (95% over seeds)", 4)]
+    tables = [Table(columns, rows["arms"], "Held-out nll, nats per token")]
+    columns = [*columns, Column("s.e. over documents", 4), text("claim"), text("verdict")]
+    tables.append(Table(columns, rows["comparisons"], "Paired differences; below 0 the first arm is better"))
+    runs = [run for run in results["runs"] if run.get("curve")]
+    if curves := [{"task": run["corpus"], "arm": run["arm"], "points": run["curve"]} for run in runs]:
+        figures["curves"] = ("curves", {"curves": curves, "label": "validation nll (nats per token)"})
+    for corpus, pairs in group_by(summary["comparisons"], "corpus").items():
+        values, spans = ({pair["name"]: pair[key] for pair in pairs} for key in ("by_seed", "interval"))
+        sets.append({"task": corpus, "test": "mean and 95% interval over seeds", "arms": values, "intervals": spans})
+        figures["differences"] = ("arms", {"sets": sets, "label": "difference (nats per token)"})
+    return EvalResult("experiment", summary, results["measure"], collect_provenance(), tables, figures=figures)
+
+
+def check_claims(path: Path) -> list[str]:
+    """Recompute what a file of claims states from the stored measurements; return a line for every difference."""
     problems = []
-    for path in before | after:
-        old, new = before.get(path), after.get(path)
-        is_close = isinstance(old, int | float) and isinstance(new, float) and math.isclose(old, new, rel_tol=1e-6)
-        if old != new and not is_close:
-            problems.append(f"{path}: stored {old!r:.80}, computed {new!r:.80}")
-    return len(before | after), problems
+    for claim in read_object(path, {"claims": list}, "give a file such as docs/reproduce.json")["claims"]:
+        for key, value in recompute_claim(claim["evidence"], path.parent).items():
+            is_number = isinstance(value, float | list) and isinstance(claim[key], type(value))
+            is_equal = np.allclose(value, claim[key], rtol=1e-9, atol=0) if is_number else value == claim[key]
+            if not is_equal:
+                problems.append(f"{claim['claim']!r}, {key}: stored {claim[key]!r}, computed {value!r}")
+    return problems
 
 
 def recompute_claim(evidence: Record | None, folder: Path) -> Record:
     """Compute our number, its interval and the verdict of a claim from stored measurements (docs/reproduce.md)."""
     if evidence is None:
-        return {"ours": None, "interval": None, "verdict": paired.NOT_TESTABLE}
+        return {"ours": None, "interval": None, "verdict": NOT_TESTABLE}
     source, kind = read_json(folder / evidence["file"]), evidence["kind"]
-    check_known("kind of evidence", kind, ["experiment", "accuracy", "value", "slope", "excess"])
     if kind == "experiment":
-        own = next(each for each in summarize(source)["claims"] if each["text"] == evidence["claim"])
-        return {"ours": own.get("mean"), "interval": own.get("interval"), "verdict": own["verdict"]}
-    if kind == "accuracy":  # in points, from the problems that each seed solved
-        groups: dict[str, list[float]] = {}
+        own = next(each for each in summarize(source)["comparisons"] if each["text"] == evidence["claim"])
+    elif kind == "accuracy":  # in points, from the problems that each seed solved, by the rule of the reasoning runs
+        one, other, points = evidence["arm"], evidence["than"], dict[str, list[float]]()
         for run in (run for run in source["runs"] if run["task"] == evidence["task"]):
             test = run["tests"][evidence["test"]]
-            groups.setdefault(run["arm"], []).append(100 * int(test["right"], 16).bit_count() / test["problems"])
-        one, other = evidence["arm"], evidence["than"]
-        differences = np.subtract(groups[one], groups[other]).tolist()
-        is_better = compare_arms(groups, one, other)["verdict"] == BETTER  # the rule that was written before the runs
-        verdict = paired.SUPPORTED if is_better else paired.NOT_SUPPORTED
-        return {"ours": fmean(differences), "interval": paired.find_interval(differences), "verdict": verdict}
-    if kind == "value":
-        ours = flatten_settings(source)[evidence["value"]]
+            points.setdefault(run["arm"], []).append(100 * int(test["right"], 16).bit_count() / test["problems"])
+        own = describe_seeds(np.subtract(points[one], points[other]).tolist())
+        own["verdict"] = VERDICTS[compare_arms(points, one, other)["verdict"] == BETTER]
     else:
-        rows = [flatten_settings(row) for row in source[evidence["list"]]]
-        rows = [row for row in rows if evidence.get("where", {}).items() <= row.items()]
-        x, y = (np.array([row[evidence[axis]] for row in rows]) for axis in "xy")
-        ours = float(np.polyfit(np.log(x), np.log(y), 1)[0] if kind == "slope" else (x - y).max())
-    is_inside = evidence.get("at_least", -math.inf) <= ours <= evidence.get("at_most", math.inf)
-    return {"ours": ours, "interval": None, "verdict": paired.SUPPORTED if is_inside else paired.NOT_SUPPORTED}
+        if kind == "value":
+            ours = flatten_settings(source)[evidence["value"]]
+        else:
+            rows = [flatten_settings(row) for row in source[evidence["list"]]]
+            rows = [row for row in rows if evidence.get("where", {}).items() <= row.items()]
+            x, y = (np.array([row[evidence[axis]] for row in rows]) for axis in "xy")
+            ours = float(np.polyfit(np.log(x), np.log(y), 1)[0] if kind == "slope" else (x - y).max())
+        is_inside = evidence.get("at_least", -math.inf) <= ours <= evidence.get("at_most", math.inf)
+        own = {"mean": ours, "interval": None, "verdict": VERDICTS[is_inside]}
+    return {"ours": own["mean"], "interval": own["interval"], "verdict": own["verdict"]}

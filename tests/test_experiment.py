@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,39 @@ from typer.testing import CliRunner
 
 import adlm
 from adlm.cli.main import app
-from adlm.evaluate import paired
-from adlm.evaluate.paired import NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED, MeasureSettings
-from adlm.experiment import Experiment, ExperimentClaim, check_file, list_runs, load_experiment, run_experiment
+from adlm.evaluate.cache import decode_array, encode_array
+from adlm.evaluate.plots import draw_figures
+from adlm.evaluate.stats import describe_seeds
+from adlm.experiment import (
+    NOT_TESTABLE,
+    VERDICTS,
+    Experiment,
+    ExperimentClaim,
+    MeasureSettings,
+    build_report,
+    check_claims,
+    list_runs,
+    load_experiment,
+    measure_run,
+    run_experiment,
+    summarize,
+)
 from tests.evaluate.scorers import with_matplotlib
 from tests.training.runs import data
 
 ROOT = Path(__file__).resolve().parent.parent
 TOY = ROOT / "experiments/toy.yaml"
-RULE = {"corpus": None, "min_seeds": 3, "same_sign": True, "errors": 2.0, "is_pooled": False, "at_least": 0.0}
+CLAIMS = ROOT / "docs/reproduce.json"
+CLAIM_KEYS = {"claim", "paper", "ours", "interval", "scale", "command", "gpu_hours", "verdict", "evidence"}
+SUPPORTED, NOT_SUPPORTED = VERDICTS[True], VERDICTS[False]
 
 
 def record(arm: str, seed: int, nats: np.ndarray, **more: Any) -> dict[str, Any]:
     """A run on ten rows of five documents, of 4 tokens a row."""
     run = {"name": f"{arm}-c-{seed}", "arm": arm, "variant": "", "corpus": "c", "seed": seed, "rows_sha256": "x"}
-    run["row_nats"] = paired.encode_rows(nats, nats.max() / 65535)
-    run["row_tokens"] = paired.encode_rows(np.full(10, 4), 1.0)
-    run["documents"] = paired.encode_rows(np.arange(10) // 2, 1.0)
+    run["row_nats"] = encode_array(nats.astype("<f4"))
+    run["row_tokens"] = encode_array(np.full(10, 4, "<u2"))
+    run["documents"] = encode_array(np.arange(10) // 2)
     return run | {"curve": [[1, 3.0 + seed], [2, 2.0]]} | more
 
 
@@ -42,16 +59,15 @@ def results(differences: list[float], noise: float = 0.0, **rule: Any) -> dict[s
     for seed, difference in enumerate(differences):
         rows = rng.uniform(8, 16, 10)
         runs += [record("a", seed, rows + 4 * difference + noise * rng.normal(size=10)), record("b", seed, rows)]
-    rules = [RULE | {"text": "a is better", "arm": "a", "than": "b", "within": None} | rule]
-    content = {"question": "?", "planned_runs": len(runs), "rules": rules, "runs": runs}
-    return content | paired.summarize(content)
+    rules = [asdict(ExperimentClaim("a is better", "a", "b")) | rule]
+    return {"question": "?", "measure": {}, "planned_runs": len(runs), "rules": rules, "runs": runs}
 
 
-def test_rows_survive_their_storage() -> None:
-    rows = np.random.default_rng(0).uniform(100, 1500, 2048)
-    stored = paired.decode_rows(json.loads(json.dumps(paired.encode_rows(rows, rows.max() / 65535))))
-    assert abs(stored - rows).max() < 0.013 and abs(stored.sum() / rows.sum() - 1) < 1e-6
-    assert len(json.dumps(paired.encode_rows(rows, rows.max() / 65535))) < 5600  # 2.7 bytes a row
+def test_fifty_runs_fit_into_two_megabytes(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).uniform(100, 1500, 2048).astype("<f4")
+    assert (decode_array(json.loads(json.dumps(encode_array(rows)))) == rows).all()
+    counts = encode_array(np.arange(2048, dtype="<i4")), encode_array(np.full(2048, 256, "<i2"))
+    assert 50 * len(json.dumps([encode_array(rows), *counts])) < 1.5e6
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 10])
@@ -59,15 +75,15 @@ def test_the_interval_is_students(count: int) -> None:
     values = np.random.default_rng(count).normal(size=count)
     half = student.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5
     interval = [values.mean() - half, values.mean() + half]
-    assert paired.find_interval(values.tolist()) == pytest.approx(interval, rel=1e-4)
-    assert paired.find_interval([1.0]) is None
+    assert describe_seeds(values.tolist())["interval"] == pytest.approx(interval, rel=1e-4)
+    assert describe_seeds([1.0]) == {"by_seed": [1.0], "mean": 1.0, "interval": None}
 
 
 def test_differences_are_paired_and_their_interval_is_over_seeds() -> None:
-    (pair,) = results([0.1, 0.2, 0.3])["comparisons"]
+    (pair,) = summarize(results([0.1, 0.2, 0.3]))["comparisons"]
     assert pair["by_seed"] == pytest.approx([0.1, 0.2, 0.3], abs=1e-4) and pair["mean"] == pytest.approx(0.2, abs=1e-4)
     assert pair["document_se"] == pytest.approx(0, abs=1e-4)  # every row differs by the same
-    assert 0.01 < results([0.1, 0.2, 0.3], noise=1.0)["comparisons"][0]["document_se"] < 0.3
+    assert 0.01 < summarize(results([0.1, 0.2, 0.3], noise=1.0))["comparisons"][0]["document_se"] < 0.3
 
 
 @pytest.mark.parametrize(
@@ -75,17 +91,15 @@ def test_differences_are_paired_and_their_interval_is_over_seeds() -> None:
     [
         ([-0.1, -0.2, -0.3], {}, SUPPORTED),
         ([-0.01, -0.2, -0.6], {}, NOT_SUPPORTED),  # within 2 SD/√3
-        ([-0.1, -0.12, 0.001], {"errors": 0.0}, NOT_SUPPORTED),  # not of one sign
-        ([-0.1, -0.12, 0.001], {"errors": 0.0, "same_sign": False}, SUPPORTED),
+        ([*[-0.1] * 20, 0.001], {}, NOT_SUPPORTED),  # not of one sign
         ([-0.1, -0.2], {}, NOT_TESTABLE),
         ([-0.1, -0.2], {"min_seeds": 2}, SUPPORTED),
-        ([-0.1, -0.2, -0.3], {"at_least": 0.25}, NOT_SUPPORTED),
         ([-0.001, 0.001, 0.0], {"within": 0.01}, SUPPORTED),
         ([-0.001, 0.02, 0.0], {"within": 0.01}, NOT_SUPPORTED),
     ],
 )
 def test_a_claim_is_judged_by_its_rule(differences: list[float], rule: dict[str, Any], verdict: str) -> None:
-    assert results(differences, **rule)["claims"][0]["verdict"] == verdict
+    assert summarize(results(differences, **rule))["comparisons"][0]["verdict"] == verdict
 
 
 def test_a_pooled_deviation_is_that_of_all_claims() -> None:
@@ -93,68 +107,72 @@ def test_a_pooled_deviation_is_that_of_all_claims() -> None:
     loud = [record("z", seed, 12 + 3 * np.full(10, seed + 0.5) * (seed - 1)) for seed in range(3)]
     content["runs"] += loud
     content["rules"] = [content["rules"][0] | {"is_pooled": True}, content["rules"][0] | {"arm": "z"}]
-    assert [claim["verdict"] for claim in paired.summarize(content)["claims"]] == [NOT_SUPPORTED, NOT_SUPPORTED]
+    assert [each["verdict"] for each in summarize(content)["comparisons"]][:2] == [NOT_SUPPORTED, NOT_SUPPORTED]
 
 
 def test_runs_on_different_rows_are_not_compared() -> None:
     content = results([0.1, 0.2])
     content["runs"][0]["rows_sha256"] = "y"
     with pytest.raises(ValueError, match="measured on different rows"):
-        paired.summarize(content)
+        summarize(content)
 
 
-def test_damaged_rows_are_named(tmp_path: Path) -> None:
-    content, path = results([0.1, 0.2]), tmp_path / "results.json"
-    rows = content["runs"][2]["row_nats"]
-    rows["zlib"] = rows["zlib"][:12] + ("A" if rows["zlib"][12] != "A" else "B") + rows["zlib"][13:]
-    path.write_text(json.dumps(content), "utf-8")
-    answer = CliRunner().invoke(app, ["experiment", "--check", str(path)])
-    assert answer.exit_code == 2 and "the stored rows of a-c-1 are damaged" in " ".join(answer.output.split())
-    path.write_text("[]", "utf-8")
-    with pytest.raises(ValueError, match="has no claims"):
-        check_file(path)
+def test_arms_are_compared_with_the_first_one_and_as_claimed_on_every_corpus() -> None:
+    content = results([-0.1, -0.2, -0.3])
+    content["runs"] += [record("z", seed, np.full(10, 12.0)) for seed in range(3)]
+    content["runs"] += [each | {"corpus": "d"} for each in content["runs"][:2]]
+    compared = [(each["corpus"], each["name"], each["verdict"]) for each in summarize(content)["comparisons"]]
+    assert compared == [("c", "a − b", SUPPORTED), ("c", "z − a", None), ("d", "a − b", NOT_TESTABLE)]
 
 
-def test_scouts_choose_the_value_of_the_other_seeds_and_a_diverged_one_is_not_chosen() -> None:
-    experiment = load_experiment(TOY)
+def test_scouts_choose_the_value_of_the_other_seeds_and_a_diverged_one_is_not_chosen(tmp_path: Path) -> None:
+    experiment, path = load_experiment(TOY), tmp_path / "results.json"
     experiment.arms["adlm"].scout["optimizer.lr"] = [1e-4, 1e-3, 1e-2]
-    runs = [run for run in list_runs(experiment, {}) if run["arm"] == "adlm"]
+    runs = [run for run in list_runs(experiment, path).values() if run["arm"] == "adlm"]
     assert [run["variant"] for run in runs[:3]] == ["optimizer.lr=0.0001", "optimizer.lr=0.001", "optimizer.lr=0.01"]
     assert [run["is_waiting"] for run in runs] == [False, False, False, True]
-    nll = (5.0, 4.0, 3.0)
-    records = {run["name"]: record("adlm", 0, np.full(10, 4 * each)) | run for run, each in zip(runs, nll)}
-    records[runs[2]["name"]]["error"] = "the loss is NaN"
-    chosen = list_runs(experiment, records)[-1]
+    scouts = [record("adlm", 0, np.full(10, 4.0 * nll)) for nll in (5.0, 4.0, 3.0)]
+    scouts = [each | {key: run[key] for key in ("name", "variant", "key")} for each, run in zip(scouts, runs)]
+    scouts[2]["error"] = "the loss is NaN"
+    path.write_text(json.dumps({"runs": scouts}), "utf-8")
+    chosen = list(list_runs(experiment, path).values())[-1]
     assert (chosen["variant"], chosen["seed"], chosen["is_waiting"]) == ("optimizer.lr=0.001", 1, False)
-    assert chosen["config"]["optimizer"]["lr"] == 1e-3
-    records[runs[1]["name"]]["key"] = "of other settings"
-    assert list_runs(experiment, records)[-1]["is_waiting"]
+    assert chosen["config"].optimizer.lr == 1e-3
+    better = scouts[1] | {"seed": 1}
+    content = results([]) | {"runs": [*scouts, better, record("mdlm", 0, np.full(10, 16.5))]}
+    (pair,) = summarize(content | {"rules": []})["comparisons"]
+    assert pair["name"] == "mdlm − adlm" and pair["by_seed"] == [0.125]  # with the best of the scouts
+    scouts[1]["key"] = "of other settings"
+    path.write_text(json.dumps({"runs": scouts}), "utf-8")
+    assert list(list_runs(experiment, path).values())[-1]["is_waiting"]
 
 
 def test_the_noise_does_not_depend_on_the_arm(tmp_path: Path) -> None:
     """Weights that do not move are the same model under every γ: the nats of every row must be equal bit for bit."""
     experiment = load_experiment(TOY, f"corpora.toy={data()}", "overrides.steps=2")
-    arm = next(run for run in list_runs(experiment, {}) if run["arm"] == "adlm")["config"]
+    arm = list_runs(experiment, tmp_path / "none")["adlm-toy-0"]["config"]
     nats = []
     for gamma in (0.0, 1.0):
         still = {"folder": str(tmp_path / str(gamma)), "device": "cpu"}
-        adlm.train(arm | still, "optimizer.lr=1e-30", f"objective.anchor_weight={gamma}", "log.show=false")
-        measured = paired.measure_run(still["folder"], str(data()), MeasureSettings(rows=16, draws=2), "cpu")
+        adlm.train(asdict(arm) | still, "optimizer.lr=1e-30", f"objective.anchor_weight={gamma}", "log.show=false")
+        measured = measure_run(still["folder"], str(data()), MeasureSettings(rows=16, draws=2), "cpu")
         nats.append(measured["row_nats"])
     assert nats[0] == nats[1]
-    other = paired.measure_run(still["folder"], str(data()), MeasureSettings(rows=16, draws=2, seed=1), "cpu")
+    other = measure_run(still["folder"], str(data()), MeasureSettings(rows=16, draws=2, seed=1), "cpu")
     assert other["row_nats"] != nats[0] and other["rows_sha256"] == measured["rows_sha256"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
 def test_committed_experiments_plan_their_runs(path: Path) -> None:
     experiment = load_experiment(path)
-    runs = list_runs(experiment, {})
-    assert len({run["name"] for run in runs}) == len(runs) >= 2
+    runs, seeds = list_runs(experiment, Path("none")), experiment.corpus_seeds
+    points = sum(len(seeds.get(corpus, experiment.seeds)) for corpus in experiment.corpora)
+    scouts = sum(len(values) - 1 for arm in experiment.arms.values() for values in arm.scout.values())
+    assert len(runs) == points * len(experiment.arms) + scouts  # every name once
 
 
 def test_a_dry_run_prints_runs_and_minutes(tmp_path: Path) -> None:
-    answer = CliRunner().invoke(app, ["experiment", str(TOY), "--dry-run", "--jobs", "4", "--out", str(tmp_path)])
+    answer = CliRunner().invoke(app, ["experiment", str(TOY), "--dry-run", "--set", "jobs=4", "--out", str(tmp_path)])
     assert answer.exit_code == 0 and "adlm-toy-1" in answer.output
     assert "4 runs, 4 at once: about 0.2 minutes" in answer.output  # 7 s + 60 steps × 0.04 s
 
@@ -167,8 +185,10 @@ def test_wrong_files_are_refused_in_a_line(tmp_path: Path) -> None:
     path.write_text(TOY.read_text("utf-8").replace("arm: adlm", "arm: adml"), "utf-8")
     with pytest.raises(ValueError, match=r"unknown arm 'adml' \(did you mean adlm\?\)"):
         load_experiment(path)
-    answer = CliRunner().invoke(app, ["experiment", str(TOY), str(TOY)])
-    assert answer.exit_code == 2 and "run one experiment at a time" in answer.output
+    for text in ("[]", "{}"):
+        path.write_text(text, "utf-8")
+        answer = CliRunner().invoke(app, ["experiment", "--check", str(path)])
+        assert answer.exit_code == 2 and "has no claims" in answer.output
 
 
 def test_missing_data_is_reported_before_anything_starts(tmp_path: Path) -> None:
@@ -184,30 +204,46 @@ def test_no_run_starts_that_cannot_end_in_time(tmp_path: Path) -> None:
 
 
 def test_the_committed_claims_follow_from_the_committed_measurements(tmp_path: Path) -> None:
-    claims = ROOT / "docs/reproduce.json"
-    committed = [claims, *(ROOT / "experiments").glob("*/results.json")]
-    answer = CliRunner().invoke(app, ["experiment", "--check", *map(str, committed)])
+    answer = CliRunner().invoke(app, ["experiment", "--check", str(CLAIMS)])
     assert answer.exit_code == 0, answer.output
-    content = json.loads(claims.read_text("utf-8").replace('"file": "', f'"file": "{claims.parent}/'))
+    content = json.loads(CLAIMS.read_text("utf-8").replace('"file": "', f'"file": "{CLAIMS.parent}/'))
     altered = tmp_path / "altered.json"
     for claim in content["claims"]:
+        assert claim.keys() >= CLAIM_KEYS and set(claim["gpu_hours"]) == {"here", "full_scale"}
         if claim["ours"] is not None:
             claim["ours"] *= 1.001
             altered.write_text(json.dumps(content), "utf-8")
-            (problem,) = check_file(altered)[1]
+            (problem,) = check_claims(altered)
             assert problem.startswith(f"{claim['claim']!r}, ours: stored ")
             claim["ours"] /= 1.001
     content["claims"][0]["verdict"] = NOT_TESTABLE
     altered.write_text(json.dumps(content), "utf-8")
-    assert f"verdict: stored '{NOT_TESTABLE}'" in check_file(altered)[1][0]
+    assert f"verdict: stored '{NOT_TESTABLE}'" in check_claims(altered)[0]
+    answer = CliRunner().invoke(app, ["experiment", "--check", str(altered)])
+    assert answer.exit_code == 1 and "1 values differ" in answer.output
+
+
+def test_an_altered_row_is_found(tmp_path: Path) -> None:
+    claim = next(each for each in json.loads(CLAIMS.read_text("utf-8"))["claims"] if "A2R" in each["claim"])
+    source = json.loads((CLAIMS.parent / claim["evidence"]["file"]).read_text("utf-8"))
+    rows = source["runs"][0]["row_nats"]
+    for change, problems in ((0.0, 0), (0.5, 2)):  # ours and its interval
+        nats = decode_array(rows).copy()
+        nats[3] += change
+        rows |= encode_array(nats)
+        (tmp_path / "results.json").write_text(json.dumps(source), "utf-8")
+        claim["evidence"]["file"] = "results.json"
+        (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim]}), "utf-8")
+        assert len(check_claims(tmp_path / "claims.json")) == problems
 
 
 @with_matplotlib
 def test_the_report_has_tables_and_plots(tmp_path: Path) -> None:
-    paired.write_report(results([0.1, 0.2, 0.3]), tmp_path)
-    text = (tmp_path / "results.md").read_text("utf-8")
-    assert "| a − b | +0.1000, +0.2000, +0.3000 | 0.2000 (-0.0484–0.4484) |" in text
-    assert "![curves](curves.svg)" in text and "<svg" in (tmp_path / "differences.svg").read_text("utf-8")
+    report = build_report(results([0.1, 0.2, 0.3]))
+    assert "| a − b | 0.1000, 0.2000, 0.3000 | 0.2000 (-0.0484–0.4484) |" in str(report)
+    assert [path.name for path in draw_figures(report, tmp_path, ".svg")] == ["curves.svg", "differences.svg"]
+    assert "a − b" in (tmp_path / "differences.svg").read_text("utf-8")
+    assert build_report(results([])).figures == {}
 
 
 def wait_for(condition: Any, seconds: float = 120) -> None:
@@ -218,7 +254,7 @@ def wait_for(condition: Any, seconds: float = 120) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_experiment_continues_and_an_altered_number_is_found(tmp_path: Path) -> None:
+def test_a_killed_experiment_continues(tmp_path: Path) -> None:
     out, runs = tmp_path / "out", tmp_path / "runs"
     command = [sys.executable, "-m", "adlm", "experiment", str(TOY), "--out", str(out), "--runs", str(runs)]
     changes = (f"corpora.toy={data()}", "overrides.steps=200", "overrides.valid.every=100", "measure.rows=32")
@@ -236,26 +272,13 @@ def test_a_killed_experiment_continues_and_an_altered_number_is_found(tmp_path: 
     assert names == ["mdlm-toy-0", "adlm-toy-0", "mdlm-toy-1", "adlm-toy-1"]
     assert (runs / "mdlm-toy-0/measured.json").stat().st_mtime_ns == first, "a finished run was run again"
     assert "resuming from" in (runs / "adlm-toy-1/log.txt").read_text("utf-8")
-    assert [claim["verdict"] for claim in content["claims"]][1] == NOT_TESTABLE
+    summary = json.loads((out / "experiment.json").read_text("utf-8"))
+    assert [each["verdict"] for each in summary["comparisons"]][1] == NOT_TESTABLE
     assert len({run["rows_sha256"] for run in content["runs"]}) == 1
     assert [step for step, _ in content["runs"][0]["curve"]] == [100, 200]
-    check = ["experiment", "--check", str(path)]
-    assert CliRunner().invoke(app, check).exit_code == 0
-    content["comparisons"][0]["by_seed"][1] += 1e-4
-    path.write_text(json.dumps(content), "utf-8")
-    answer = CliRunner().invoke(app, check)
-    assert answer.exit_code == 1 and "results.json, comparisons, 0, by_seed, 1: stored " in " ".join(
-        answer.output.split()
-    )
 
 
 def test_the_defaults_of_a_claim_are_the_written_rule() -> None:
     claim = ExperimentClaim("", "", "")
-    assert (claim.min_seeds, claim.same_sign, claim.errors, claim.is_pooled, claim.within) == (
-        3,
-        True,
-        2.0,
-        False,
-        None,
-    )
+    assert (claim.min_seeds, claim.is_pooled, claim.within) == (3, False, None)
     assert Experiment("").seeds == [0, 1, 2]

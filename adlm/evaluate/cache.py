@@ -165,27 +165,28 @@ def hash_settings(settings: Any) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def encode_array(array: Any) -> dict[str, Any]:
+    """An array as JSON can hold it."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"a cache holds JSON and numpy arrays, not {type(array).__name__}")
+    array = array.astype(array.dtype.newbyteorder("<"))
+    return {"dtype": array.dtype.str, "shape": array.shape, "base64": base64.b64encode(array.tobytes()).decode()}
+
+
+def decode_array(value: dict[str, Any]) -> Any:
+    """The array that `encode_array` encoded; another value as it is."""
+    if value.keys() == {"dtype", "shape", "base64"}:
+        return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"])
+    return value
+
+
 def encode_line(key: str, value: Any) -> bytes:
     """One entry as a line of JSON."""
-
-    def encode_array(array: Any) -> Any:
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"a cache holds JSON and numpy arrays, not {type(array).__name__}")
-        array = array.astype(array.dtype.newbyteorder("<"))
-        content = base64.b64encode(array.tobytes()).decode()
-        return {"dtype": array.dtype.str, "shape": array.shape, "base64": content}
-
     return json.dumps({"key": key, "value": value}, default=encode_array).encode() + b"\n"
 
 
 def read_entries(path: Path) -> dict[str, Any]:
     """The entries of one file; a last line without a line end was being written at a kill and is dropped."""
-
-    def decode_array(value: dict[str, Any]) -> Any:
-        if value.keys() == {"dtype", "shape", "base64"}:
-            return np.frombuffer(base64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"])
-        return value
-
     if not path.exists():
         return {}
     content, entries = path.read_bytes(), {}

@@ -47,7 +47,7 @@ LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seco
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
     kinds: Any = {"frontier": draw_frontier, "correlation": draw_correlation}
-    kinds |= {"arms": draw_arms, "accuracy": draw_accuracy}
+    kinds |= {"arms": draw_arms, "curves": draw_curves}
     return [kinds[kind](path=folder / f"{name}{suffix}", **data) for name, (kind, data) in result.figures.items()]
 
 
@@ -166,16 +166,11 @@ def draw_correlation(models: Sequence[Row], correlations: Sequence[Row], path: P
     return path
 
 
-# Arms of reasoning.
+# Arms of reasoning and of experiments.
 
 
-def _label_rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names))[::-1], names)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-
-
-def draw_arms(sets: Sequence[Row], path: Path) -> Path:
-    """Plot the accuracy of arms, a panel for each task: means as bars, seeds as dots, a color for each test set."""
+def draw_arms(sets: Sequence[Row], path: Path, label: str = "accuracy (%)") -> Path:
+    """Plot values of arms, a panel for each task: means as bars, seeds as dots, a color for each test set."""
     tasks = list(dict.fromkeys(each["task"] for each in sets))
     arms = list(dict.fromkeys(arm for each in sets for arm in each["arms"]))
     with new_figure(path, 3.6 * len(tasks) + 1.6, 0.32 * len(arms) + 1.4) as figure:
@@ -187,22 +182,26 @@ def draw_arms(sets: Sequence[Row], path: Path) -> Path:
                     up = len(arms) - 1 - arms.index(arm) + 0.4 - (number + 0.5) * height
                     axes.barh([up], [np.mean(values)], height=height, color=color, alpha=0.45)
                     axes.plot(values, [up] * len(values), "o", color=color, markersize=2.5)
+                    span = each.get("intervals", {}).get(arm) or []
+                    axes.plot(span, [up] * len(span), color="black", linewidth=1)
                 axes.plot([], [], color=color, linewidth=5, alpha=0.45, label=each["test"])
-            _label_rows(axes, arms)
-            axes.set(xlabel="accuracy (%)", title=task, xlim=(0, 101))
+            axes.set_yticks(range(len(arms))[::-1], arms)
+            limits: Look = {"xlim": (0, 101) if label.endswith("(%)") else None, "ylim": (-0.6, len(arms) - 0.4)}
+            axes.set(xlabel=label, title=task, **limits)
             axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=len(own))
     return path
 
 
-def draw_accuracy(curves: Sequence[Row], path: Path) -> Path:
-    """Plot the accuracy on validation problems during training, a panel for each task and a line for each run."""
+def draw_curves(curves: Sequence[Row], path: Path, label: str = "accuracy (%)") -> Path:
+    """Plot validation during training, a panel for each task and a line for each run."""
     tasks = list(dict.fromkeys(curve["task"] for curve in curves))
     looks: dict[str, Look] = _assign([curve["arm"] for curve in curves], LINE_LOOKS)
     with new_figure(path, 3.6 * len(tasks) + 1.9, max(3.2, 0.2 * len(looks) + 0.6)) as figure:
         for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
             for curve in (curve for curve in curves if curve["task"] == task and curve["points"]):
-                steps, values = zip(*curve["points"], strict=True)
-                axes.plot(steps, [100 * value for value in values], **looks[curve["arm"]], alpha=0.8)
-            axes.set(xlabel="optimizer step", ylabel="accuracy (%)", title=task, ylim=(0, 101))
+                axes.plot(*zip(*curve["points"], strict=True), **looks[curve["arm"]], alpha=0.8)
+            axes.set(
+                xlabel="optimizer step", ylabel=label, title=task, ylim=(0, 101) if label.endswith("(%)") else None
+            )
         add_legend(figure, list(looks.items()))
     return path

@@ -31,6 +31,19 @@ def flatten_estimates(**estimates: tuple[float, float]) -> dict[str, float]:
     return {f"{name}{suffix}": pair[i] for name, pair in estimates.items() for i, suffix in enumerate(("", "_se"))}
 
 
+def describe_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """The values of seeds with their mean and, for more than one, Student's 95% interval."""
+    count, mean, interval = len(values), float(np.mean(values)), None
+    if count > 1:
+        # With t = √ν·tan θ the probability of |T| < t is the integral of cos^(ν-1) up to θ, divided by that up to π/2.
+        angle = np.linspace(0, np.pi / 2, 100_001)
+        share = np.cumsum(np.cos((angle[1:] + angle[:-1]) / 2) ** (count - 2))
+        quantile = math.sqrt(count - 1) * math.tan(np.interp(0.95, share / share[-1], angle[1:]))
+        half = quantile * float(np.std(values, ddof=1)) / math.sqrt(count)
+        interval = [mean - half, mean + half]
+    return {"by_seed": list(values), "mean": mean, "interval": interval}
+
+
 def rank_values(values: NDArray[Any]) -> NDArray[np.float64]:
     """Ranks from 1; equal values share the mean of theirs."""
     scipy_stats = import_extra("scipy.stats", "ranks need scipy", "eval")

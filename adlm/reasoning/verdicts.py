@@ -177,7 +177,7 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
         {"task": result["task"], "arm": result["arm"], "points": read_accuracy(Path(folder))}
         for folder, result in results.items()
     ]
-    figures = {"reasoning_accuracy": ("arms", {"sets": sets}), "reasoning_training": ("accuracy", {"curves": curves})}
+    figures = {"reasoning_accuracy": ("arms", {"sets": sets}), "reasoning_training": ("curves", {"curves": curves})}
     return EvalResult("reasoning_table", metrics, {"rule": RULE}, {"runs": list(results)}, tables, warnings, figures)
 
 
@@ -227,7 +227,7 @@ def build_verdict_table(verdicts: Sequence[Result]) -> Table:
 
 
 def read_accuracy(folder: Path) -> list[tuple[int, float]]:
-    """Read a run's accuracy on validation problems during training."""
+    """Read a run's accuracy on validation problems during training, in percent."""
     path = folder / "metrics.jsonl"
     records = read_metrics(path) if path.is_file() else []
-    return [(record["step"], record["val/accuracy"]) for record in records if "val/accuracy" in record]
+    return [(record["step"], 100 * record["val/accuracy"]) for record in records if "val/accuracy" in record]

@@ -107,7 +107,7 @@ def test_the_table_of_a_folder_of_runs(tmp_path: Path) -> None:
     plots = draw_figures(result, tmp_path / "out")
     assert [path.name for path in plots] == ["reasoning_accuracy.png", "reasoning_training.png"]
     assert all(path.stat().st_size > 5000 for path in plots)
-    assert result.figures["reasoning_training"][1]["curves"][0]["points"] == [(1, 0.1), (2, 0.2)]
+    assert result.figures["reasoning_training"][1]["curves"][0]["points"] == [(1, 10.0), (2, 20.0)]
 
 
 def test_runs_that_do_not_belong_together(tmp_path: Path) -> None:
