@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.filesize import decimal as format_bytes
 
 from adlm.cli import options
 from adlm.cli.output import print_json, print_table, progress_bar
 from adlm.view.console import SafeConsole
-
-if TYPE_CHECKING:
-    from adlm.data.prepare import PrepareProgress
 
 SOURCE_HELP = "File, folder, named corpus, name:PATH, or owner/name[:config] of the Hugging Face Hub. [required]"
 GLOB_HELP = "Pattern of the files of a folder to read, such as '*.md'; may be repeated. [default: text and tables]"
@@ -58,11 +56,8 @@ def prepare(
         is_prepared = (out / MANIFEST).is_file() and not overwrite
         try:
             with progress_bar() as update:
-
-                def on_progress(progress: PrepareProgress) -> None:
-                    update(f"{progress.split}: bytes", progress.consumed, progress.total or 0)
-
-                prepare_data(source, out, **settings, on_progress=on_progress)
+                settings["on_progress"] = lambda now: update(f"{now.split}: bytes", now.consumed, now.total or 0)
+                prepare_data(source, out, **settings)
         except KeyboardInterrupt:
             console.print("stopped; running the same command again resumes after the last complete shard")
             raise typer.Exit(130) from None
@@ -86,22 +81,17 @@ def print_summary(console: SafeConsole, manifest: dict[str, Any], out: Path) -> 
     """Print a table of the splits, the tokenizer and the next command."""
     from adlm.evaluate.results import Column, Table
 
-    rows: list[list[str | int]] = []
-    for name, split in manifest["splits"].items():
-        text = split["bytes"]
-        size = f"{text / 1e6:,.1f} MB" if text >= 1e6 else f"{text / 1e3:,.1f} KB"
-        rows.append([name, *(split[key] for key in ("rows", "tokens", "documents")), size])
-    numbers = (Column(name) for name in ("rows", "tokens", "documents", "text"))
-    print_table(Table([Column("split", is_text=True), *numbers], rows), console)
+    counts = ("rows", "tokens", "documents")
+    columns = [Column("split", is_text=True), *(Column(name) for name in (*counts, "text"))]
+    splits = manifest["splits"].items()
+    rows = [[name, *(split[key] for key in counts), format_bytes(split["bytes"])] for name, split in splits]
+    print_table(Table(columns, rows), console)
     tokenizer, trained = manifest["tokenizer"], manifest["settings"]["tokenizer"].get("trained")
     size = f"{tokenizer['vocab_size']:,}"
     if trained is not None and trained > tokenizer["vocab_size"]:
         size += f" (of {trained:,} requested: the text has no more pairs to merge)"
-    console.print(
-        f"tokenizer {tokenizer['name']}, vocabulary {size}, mask id {tokenizer['mask_id']:,}, "
-        f"rows of {manifest['length']:,} tokens",
-        markup=False,
-    )
+    described = f"tokenizer {tokenizer['name']}, vocabulary {size}, mask id {tokenizer['mask_id']:,}"
+    console.print(f"{described}, rows of {manifest['length']:,} tokens", markup=False)
     if label := manifest["source"].get("stand_in"):
         console.print(f"a stand-in for the dataset of that name: {label}", markup=False)
     console.print(f"next: adlm train recipes/cpu-nano.yaml data.path={out} folder=RUN", markup=False)

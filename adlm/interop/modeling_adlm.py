@@ -22,6 +22,7 @@ from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, buil
 
 DEFAULT_SAMPLER = "remask_loop"
 STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")
+DEFAULTS = {"method": "adlm", "step": 0, "rows": "wrapped", "format": 1, "eos_token_id": None, "pad_token_id": None}
 # Settings in transformers' words.
 SHAPE_NAMES = {"vocab_size": ["vocab_size"], "hidden_size": ["dim"], "num_attention_heads": ["heads"]}
 SHAPE_NAMES |= {"num_hidden_layers": ["anchor_layers", "denoiser_layers"], "max_position_embeddings": ["length"]}
@@ -33,21 +34,11 @@ class AdlmConfig(PreTrainedConfig):
     model_type = "adlm"
 
     def __init__(
-        self,
-        model: dict[str, Any] | None = None,
-        method: str = "adlm",
-        step: int = 0,
-        rows: str = "wrapped",
-        format: int = 1,
-        special_token_ids: list[int] | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-        **kwargs: Any,
+        self, model: dict[str, Any] | None = None, special_token_ids: list[int] | None = None, **kwargs: Any
     ) -> None:
-        self.model, self.method, self.step, self.rows, self.format = model or {}, method, step, rows, format
+        self.model = model or {}
         self.special_token_ids = special_token_ids or []  # never sampled, except the end token
-        kwargs.setdefault("tie_word_embeddings", self.model.get("tied", False))
-        kwargs |= {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        kwargs = {"tie_word_embeddings": self.model.get("tied", False)} | DEFAULTS | kwargs
         kwargs |= {name: sum(self.model.get(key, 0) for key in keys) for name, keys in SHAPE_NAMES.items()}
         super().__init__(**kwargs)
 
