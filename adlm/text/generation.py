@@ -212,16 +212,14 @@ class RowFormat:
                 "fill in with a masked model (adlm, mdlm), or continue with generate(prompt=…)"
             )
         # Counted before it is laid out: a hole may be longer than any memory.
-        given = len(self.build_layout(set_hole_lengths(pieces, [1] * len(holes)))) - len(holes)
-        shortest = given + sum(hole.min_tokens for hole in holes)
-        self._require_room(shortest, f"the template {shown} with its shortest holes")
-        room = self.row - given
-        if self.is_causal:  # nothing follows its hole: the text ends at an end token
-            return self.build_layout(set_hole_lengths(pieces, [min(holes[0].max_tokens, room)]))
+        room = self.row + len(holes) - len(self.build_layout(set_hole_lengths(pieces, [1] * len(holes))))
         lengths = [hole.min_tokens for hole in holes]
+        self._require_room(self.row - room + sum(lengths), f"the template {shown} with its shortest holes")
         for number, hole in enumerate(holes):  # from the left; those after it are at their shortest
             most = min(hole.max_tokens, room - sum(lengths) + lengths[number])
-            if most > hole.min_tokens:
+            if self.is_causal:  # nothing follows its hole: the text ends at an end token
+                lengths[number] = most
+            elif most > hole.min_tokens:
                 layouts = {}
                 for length in range(hole.min_tokens, most + 1):
                     lengths[number] = length
@@ -244,27 +242,21 @@ def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number:
     The score of a length is the sum of log p(token | all the rest, the hole hidden) over the given tokens next to the
     hole (the same tokens for every length) and −LENGTH_PENALTY · log length.
     """
-    rows: list[list[int]] = []
-    targets: list[tuple[int, int, int]] = []  # length, position and token that each row is for
-    for length, layout in layouts.items():
-        for position in find_neighbors(layout, number):
-            row = list(layout.ids)
-            targets.append((length, position, row[position]))
-            row[position] = layout.tokenizer.mask_id
-            rows.append(row)
+    # The length and the position that each row is for.
+    targets = [(length, i) for length, layout in layouts.items() for i in find_neighbors(layout, number)]
     if not targets:  # nothing is given: all lengths are equal
         return max(layouts)
-    scores = {length: -LENGTH_PENALTY * math.log(length) for length in layouts}
-    for start in range(0, len(rows), MAX_ROWS):
-        part, expected = rows[start : start + MAX_ROWS], targets[start : start + MAX_ROWS]
-        tokens = pad_sequence([torch.tensor(row) for row in part], batch_first=True)
-        valid = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in part])[:, None]
-        hidden = ((tokens == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
-        level, tokens = mean_noise_level(hidden), tokens.to(predictor.device)
-        features = predictor.predict(tokens, level, valid.to(predictor.device))
-        positions = torch.tensor([position for _, position, _ in expected], device=predictor.device)
-        logits = predictor.logits_at(features[torch.arange(len(part), device=predictor.device), positions])
-        for (length, _, token), log_probs in zip(expected, logits.float().log_softmax(-1).cpu(), strict=True):
+    scores, device = {length: -LENGTH_PENALTY * math.log(length) for length in layouts}, predictor.device
+    for start in range(0, len(targets), MAX_ROWS):
+        part = targets[start : start + MAX_ROWS]
+        x0 = pad_sequence([torch.tensor(layouts[length].ids) for length, _ in part], batch_first=True)
+        valid = torch.arange(x0.shape[1]) < torch.tensor([len(layouts[length]) for length, _ in part])[:, None]
+        place = torch.arange(len(part)), torch.tensor([position for _, position in part])
+        xt = x0.index_put(place, torch.tensor(predictor.config.mask_id))
+        hidden = ((xt == predictor.config.mask_id) & valid).sum(-1) / valid.sum(-1)
+        features = predictor.predict(xt.to(device), mean_noise_level(hidden), valid.to(device))
+        logits = predictor.logits_at(features[tuple(each.to(device) for each in place)])
+        for (length, _), token, log_probs in zip(part, x0[place].tolist(), logits.float().log_softmax(-1).cpu()):
             scores[length] += float(log_probs[token])
     return max(scores, key=lambda length: (scores[length], -length))
 
