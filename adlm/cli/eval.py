@@ -17,9 +17,9 @@ from typer import Argument, Option
 
 from adlm.bundled import DEFAULT
 from adlm.cli import options
-from adlm.cli.errors import Commands
 from adlm.cli.generate import parse_sampler_options
 from adlm.cli.output import (
+    Commands,
     check_output_files,
     check_output_folder,
     json_stdout,

@@ -148,29 +148,39 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
         is_watched = not settings.is_json and sys.stdout.isatty()
         write_outputs(runs, sample_runs(runs, settings, is_watched), settings, is_watched)
     if settings.is_json:
-        results = [run.output.as_dict() for run in runs]
-        if "template" in texts:  # the texts of the holes of each row, in their order
-            for each, run in zip(results, runs):
-                each["fills"] = [[text for text, is_given in row.pieces if not is_given] for row in run.output.rows]
-        result, *second = results
-        result |= {key: texts[key] for key in ("prompt", "template") if key in texts}
+        result, *second = [run.output.as_dict() for run in runs]
         result |= {"compare": second[0]} if second else {}
-        output.print_json(result | {name[2:]: path for name, path in files.items() if path is not None})
+        if "template" in texts:  # the texts of the holes of each row, in their order
+            for each, run in zip([result, *second], runs):
+                each["fills"] = [[text for text, is_given in row.pieces if not is_given] for row in run.output.rows]
+        given = {key: texts[key] for key in ("prompt", "template") if key in texts}
+        output.print_json(result | given | {name[2:]: path for name, path in files.items() if path is not None})
 
 
 def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> list[GenerationRun]:
     """Load the model, and with --compare a second one or sampler; build and check their requests."""
-    from adlm.bundled import DEFAULT
+    from adlm.bundled import DEFAULT, MODELS
+    from adlm.methods import SAMPLERS, takes_steps
     from adlm.text.lm import load
 
-    lm = load(model or DEFAULT, device=settings.device, deterministic=settings.deterministic)
+    place: dict[str, Any] = {"device": settings.device, "deterministic": settings.deterministic}
+    lm = load(model or DEFAULT, **place)
     sampler = {name: getattr(settings, name) for name in ("sampler", "steps", "block")}
     sampler |= parse_sampler_options(settings.option or [])
     pairs = [(lm, sampler)]
-    if settings.compare is not None:
+    if (name := settings.compare) is not None:
+        if name in SAMPLERS:  # without the first sampler's options
+            steps = settings.steps if takes_steps(name) else None
+            pairs.append((lm, {"sampler": name, "steps": steps, "block": settings.block}))
+        elif name in MODELS or Path(name).exists():
+            pairs.append((load(name, **place), sampler))
+        else:
+            raise ValueError(
+                f"--compare {name!r} is neither a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, "
+                "or a folder): check the name"
+            )
         # A causal model samples left to right, without the options of the other's sampler.
-        first = {} if lm.row_format.is_causal else sampler
-        pairs = [(lm, first), find_compared(settings.compare, settings, lm, sampler)]
+        pairs = [(each, {} if each.row_format.is_causal and own is sampler else own) for each, own in pairs]
     shared = {name: getattr(settings, name) for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")}
     requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
     samplers = [request.settings["sampler"] for request in requests]
@@ -178,23 +188,6 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
     if len(set(titles)) < len(titles):  # two folders of one name
         titles = [f"{each.name} · {name}" for (each, _), name in zip(pairs, samplers)]
     return [GenerationRun(each, request, title) for (each, _), request, title in zip(pairs, requests, titles)]
-
-
-def find_compared(name: str, settings: GenerationOptions, lm: LM, own: dict[str, Any]) -> tuple[LM, dict[str, Any]]:
-    """Return what --compare names: the same model with another sampler, or another model."""
-    from adlm.bundled import MODELS
-    from adlm.methods import SAMPLERS, takes_steps
-    from adlm.text.lm import load
-
-    if name in SAMPLERS:  # without the first sampler's options
-        return lm, {"sampler": name, "steps": own["steps"] if takes_steps(name) else None, "block": own["block"]}
-    if name in MODELS or Path(name).exists():
-        other = load(name, device=settings.device, deterministic=settings.deterministic)
-        return other, {} if other.row_format.is_causal else own
-    raise ValueError(
-        f"--compare {name!r} is neither a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a "
-        "folder): check the name"
-    )
 
 
 def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
@@ -243,26 +236,21 @@ def write_outputs(
     runs: list[GenerationRun], trajectories: list[Trajectory], settings: GenerationOptions, is_watched: bool
 ) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
+    from adlm.view.gif import write_gif
+    from adlm.view.player import write_player
+
     texts = (output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n").encode("utf-8")
     if is_watched:
         print_texts(runs, SafeConsole())
     elif not settings.is_json:
         output.print_bytes(texts)
-    lines: list[object] = [*runs]
-    for path in filter(None, (settings.out, settings.html, settings.gif)):
+    writers: dict[Path | None, Callable[[Path], object]] = {settings.out: lambda path: path.write_bytes(texts)}
+    writers |= {settings.html: partial(write_player, trajectories), settings.gif: partial(write_gif, trajectories)}
+    paths = [path for path in writers if path is not None]
+    for path in paths:
         output.make_folder(path.parent)
-    if settings.out is not None:
-        settings.out.write_bytes(texts)
-        lines.append(f"wrote {settings.out}")
-    if settings.html is not None:
-        from adlm.view.player import write_player
-
-        lines.append(f"wrote {write_player(trajectories, settings.html)}")
-    if settings.gif is not None:
-        from adlm.view.gif import write_gif
-
-        lines.append(f"wrote {write_gif(trajectories, settings.gif)}")
-    for line in lines:
+        writers[path](path)
+    for line in (*runs, *(f"wrote {path}" for path in paths)):
         output.status_console().print(str(line), style="dim", markup=False)
 
 

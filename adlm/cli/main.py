@@ -9,12 +9,12 @@ from adlm import __version__
 from adlm.cli.convert import convert
 from adlm.cli.demo import demo
 from adlm.cli.doctor import doctor
-from adlm.cli.errors import Commands
 from adlm.cli.eval import app as eval_app
 from adlm.cli.experiment import experiment
 from adlm.cli.export import export
 from adlm.cli.generate import infill, sample
 from adlm.cli.list import models, recipes
+from adlm.cli.output import Commands
 from adlm.cli.prepare import prepare
 from adlm.cli.reason import app as reason_app
 from adlm.cli.score import score
@@ -50,22 +50,8 @@ def adlm(
             stream.reconfigure(errors="backslashreplace")
 
 
-for command in (
-    demo,
-    sample,
-    infill,
-    score,
-    prepare,
-    train,
-    experiment,
-    plot,
-    convert,
-    export,
-    models,
-    recipes,
-    doctor,
-    serve,
-):
+COMMANDS = demo, sample, infill, score, prepare, train, experiment, plot, convert, export, models, recipes, doctor
+for command in (*COMMANDS, serve):
     app.command()(command)
 app.add_typer(eval_app, name="eval")
 app.add_typer(reason_app, name="reason")

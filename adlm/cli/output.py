@@ -1,4 +1,4 @@
-"""Terminal output of all commands: results go to stdout, status and progress to stderr; checks of output paths."""
+"""Terminal output of all commands: results go to stdout, status, progress and errors to stderr; checks of paths."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import typer
+from typer.core import TyperGroup
+
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
@@ -24,8 +27,37 @@ BARS = " ▁▂▃▄▅▆▇█"
 MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
 LOG_SECONDS = 10.0  # between lines of progress where there is no terminal
+USER_ERRORS = (ValueError, OSError, MemoryError, ImportError, FloatingPointError)  # the last: weights that are NaN
+# Typer has its own copy of click or uses the installed one, by its version; this is the class either way.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 Value = TypeVar("Value", str, int, float)
+
+
+class Commands(TyperGroup):
+    """A group of commands that turns user errors into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name; ADLM_TRACEBACK=1 shows the traceback of an error."""
+        try:
+            return super().invoke(ctx)
+        except (BrokenPipeError, typer.Exit):
+            raise  # a broken pipe: the reader of our output has closed it, and typer ends quietly
+        except Exception as error:
+            message, code = str(error), 2
+            if isinstance(error, UsageError):
+                message = error.format_message() if hasattr(error, "format_message") else message
+                context = getattr(error, "ctx", None) or ctx
+                message = f"{message.removesuffix('.')} (see {context.command_path} --help)"
+            elif not isinstance(error, USER_ERRORS):
+                from adlm.training.guard import Diverged
+
+                code = 1 if isinstance(error, Diverged) else 0
+            if code == 0 or os.environ.get("ADLM_TRACEBACK"):
+                raise
+            line = " ".join(part.strip() for part in f"error: {message}".splitlines())
+            status_console().print(line, markup=False)
+            raise typer.Exit(code) from error
 
 
 def status_console() -> SafeConsole:

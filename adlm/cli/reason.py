@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from adlm.cli import options
-from adlm.cli.errors import Commands
-from adlm.cli.output import check_output_folder, json_stdout, print_json, print_result, print_table, progress_bar
+from adlm.cli import options, output
+from adlm.cli.output import json_stdout, print_json, print_result, progress_bar
 from adlm.cli.train import is_main_process, run_or_exit
 
-app = typer.Typer(cls=Commands, help="Train models to reason, and compare ways to do it.", no_args_is_help=True)
+app = typer.Typer(cls=output.Commands, help="Train models to reason, and compare ways to do it.", no_args_is_help=True)
 
 TASKS = ("arithmetic", "graphs", "chains", "gsm8k", "gsm8k-equations", "prontoqa", "prosqa", "sudoku")
 TASK_HELP = f"Problems: {', '.join(TASKS)}; from gsm8k on with reasoning.path=FOLDER of their files."
@@ -47,8 +46,9 @@ def train(
     Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
     wrong; 1 the loss diverged.
     """
-    from adlm.reasoning.evaluation import evaluate, summarize_runs
+    from adlm.reasoning.evaluation import evaluate
     from adlm.reasoning.runs import train as run_training
+    from adlm.reasoning.verdicts import summarize_runs
 
     if quick and recipe is not None:
         raise ValueError(f"--quick is a recipe of its own: leave out --recipe {recipe}, or --quick")
@@ -65,7 +65,7 @@ def train(
         answer["tests"] = result["tests"]
         if not is_json:
             (table,) = summarize_runs({str(run.folder): result}).tables
-            print_table(table)
+            output.print_table(table)
             typer.echo(f"example: {next(iter(result['tests'].values()))['example']}")
     if is_json:
         print_json(answer)
@@ -88,7 +88,8 @@ def evaluate_runs(
 
     Generated tasks are tested at the most hops of training, one more and two more.
     """
-    from adlm.reasoning.evaluation import evaluate, summarize_runs
+    from adlm.reasoning.evaluation import evaluate
+    from adlm.reasoning.verdicts import summarize_runs
 
     with json_stdout(is_json), progress_bar() as on_progress:
         results: dict[str, Any] = {}
@@ -130,5 +131,5 @@ def table(
     """Compare arms: accuracy over seeds, tokens, sequential passes, FLOPs and parameters, and the verdicts."""
     from adlm.reasoning.verdicts import tabulate
 
-    check_output_folder("--out", out)
+    output.check_output_folder("--out", out)
     print_result(tabulate(runs, out), is_json=is_json, out=out)

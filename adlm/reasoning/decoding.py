@@ -1,6 +1,7 @@
 """Greedy batched decoding with the key-value cache: problems in, answers out."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -64,14 +65,9 @@ def decode_greedily(
             tokens = torch.where(is_prompt[:, start:end, None], inputs[:, start:end], model.embed(tokens))
         return model(tokens, cache=cache).final[:, -1]
 
-    def logits_at(features: Tensor) -> Tensor:
-        logits = model.head(features)
-        if model.config.mask_id is not None:
-            logits[..., model.config.mask_id] = -torch.inf  # the mask is no token of a text
-        return logits
-
     xt, rng = F.pad(batch.xt, (0, max_new_tokens)), CounterRng.from_seed(0, len(rows))
-    frames = continue_tokens(xt, predict, logits_at, is_fixed=is_fixed, rng=rng, sampling=SamplingParams(0.0))
+    sampling, head = SamplingParams(0.0), partial(apply_head, model)
+    frames = continue_tokens(xt, predict, head, is_fixed=is_fixed, rng=rng, sampling=sampling)
     with torch.autocast(device.type, enabled=False):
         for frame in frames:
             is_end = ((frame.tokens == markers.end).cpu() & ~is_fixed & ~frame.is_masked).any(-1)
@@ -88,9 +84,17 @@ def decode_greedily(
     return decoded
 
 
+def apply_head(model: LanguageModel, features: Tensor) -> Tensor:
+    """Return logits (…, V) in which the mask, which is no token of a text, is impossible."""
+    logits = model.head(features)
+    if model.config.mask_id is not None:
+        logits[..., model.config.mask_id] = -torch.inf
+    return logits
+
+
 def find_answer(tokens: Sequence[int], markers: Markers) -> list[int] | None:
     """Return the tokens between the last answer marker and the end marker."""
     if tokens[-1] != markers.end or markers.answer not in tokens:
         return None
-    start = len(tokens) - list(reversed(tokens)).index(markers.answer)
+    start = max(place for place, token in enumerate(tokens) if token == markers.answer) + 1
     return list(tokens[start:-1])

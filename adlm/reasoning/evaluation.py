@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain, pairwise, product
 from pathlib import Path
@@ -16,20 +16,11 @@ import torch
 from adlm.checkpoint import read_state
 from adlm.data.shards import hash_file
 from adlm.evaluate.provenance import collect_provenance
-from adlm.evaluate.results import (
-    Cell,
-    Column,
-    Estimate,
-    EvalResult,
-    ProgressCallback,
-    Table,
-    ignore_progress,
-    save_json,
-)
+from adlm.evaluate.results import ProgressCallback, ignore_progress, save_json
 from adlm.models.costs import count_parameters, flops_per_token
 from adlm.reasoning import sudoku
-from adlm.reasoning.arms import Curriculum, ReasoningObjective, RowLayout, choose_anchors, collate
-from adlm.reasoning.decoding import Decoded, decode_greedily
+from adlm.reasoning.arms import ARMS, Curriculum, ReasoningObjective, RowLayout, choose_anchors, collate
+from adlm.reasoning.decoding import Decoded, apply_head, decode_greedily
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
 from adlm.reasoning.items import Item
 from adlm.reasoning.losses import compute_features
@@ -60,14 +51,15 @@ def evaluate(
         known = ", ".join(f"{name} ({dataset})" for name, (dataset, _) in RECODED.items())
         raise ValueError(f"--data {data}: {task.name} has no published problems, as {known} have; leave it out")
 
-    objectives: dict[str, ReasoningObjective | HoleObjective] = {settings.arm: run.objective}
-    if isinstance(run.objective, HoleObjective):
+    has_samplers = isinstance(run.objective, HoleObjective)
+    objectives: dict[str, Any] = {settings.arm: run.objective}
+    if has_samplers:
         objectives = {name: HoleObjective.from_config(config, task, sampler=name) for name in settings.samplers}
-    sets = task.load_tests(settings.tests)
-    measured: dict[str, dict[str, Any]] = {name: {} for name in objectives}
+    sets, measured = task.load_tests(settings.tests), dict[str, dict[str, Any]]()
     for number, (name, test) in enumerate(product(objectives, sets)):
         on_progress(f"{folder}: {test}", number, len(objectives) * len(sets))
-        measured[name][test] = measure_results(task, sets[test], solve(run.model, task, objectives[name], sets[test]))
+        results = solve(run.model, task, objectives[name], sets[test])
+        measured.setdefault(name, {})[test] = measure_results(task, sets[test], results)
 
     is_generated = task.name in GENERATORS or read_state(run.folder)["data"].startswith(GENERATED)
     sections = ("steps", "batch", "init", "ema", "model", "optimizer", "objective")
@@ -77,7 +69,7 @@ def evaluate(
         "arm": settings.arm,
         "seed": config.seed,
         "tests": next(iter(measured.values())),
-        **({"samplers": measured} if isinstance(run.objective, HoleObjective) else {}),
+        **({"samplers": measured} if has_samplers else {}),
         "training_problems": GENERATED if is_generated else "files",
         "parameters": count_parameters(run.model.config),
         "flops": count_training_flops(run) if task.can_train else None,
@@ -146,21 +138,6 @@ def count_training_flops(run: LoadedRun) -> float:
     return float(run.config.batch * np.dot(stages, rows))
 
 
-def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
-    """Build the table of runs' results, by folder: one row for each test set."""
-    names = ("run", "task", "arm", "seed", "test", "accuracy, %", "problems", "tokens", "passes")
-    columns = [Column(name, 1, is_text=name in ("run", "task", "arm", "test")) for name in names]
-    rows: list[list[Cell]] = []
-    for folder, result in results.items():
-        for sampler, tests in result.get("samplers", {"": result["tests"]}).items():
-            for name, test in tests.items():
-                accuracy = Estimate(100 * test["accuracy"], 100 * test["stderr"])
-                start: list[Cell] = [folder, result["task"], result["arm"], result["seed"], f"{name} {sampler}".strip()]
-                rows.append([*start, accuracy, test["problems"], test["tokens"], test["passes"]])
-    metrics = {"runs": [{"run": folder, **result} for folder, result in results.items()]}
-    return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy ± standard error")])
-
-
 @torch.no_grad()
 def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path | None = None) -> dict[str, Any]:
     """Answer a question: what the model writes, its guesses at labelled slots, and the answer.
@@ -175,22 +152,18 @@ def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path |
         raise ValueError(
             f"--plot {plot} takes a question of graphs such as '3 5 | 0 3 ? 0 5 4': change it or leave it out"
         )
-    ids = task.encode_question(question)
-    guesses: list[str] | None = None
-    length = run.model.config.length
-    layout = objective.lay_out(Item(ids, [], [], [], []))
+    ids, guesses, arm = task.encode_question(question), None, run.config.reasoning.arm
+    layout, length = objective.lay_out(Item(ids, [], [], [], [])), run.model.config.length
     size = len(objective.task.lay_out(ids)) if isinstance(objective, HoleObjective) else layout.prompt + 1
     if size > length:
-        place = f"the layout of {run.config.reasoning.arm}"
-        raise ValueError(
-            f"the question takes {size:,} tokens in {place}, and the model {length:,}: shorten the question"
-        )
+        numbers = f"the question takes {size:,} tokens in the layout of {arm}, and the model {length:,}"
+        raise ValueError(f"{numbers}: shorten the question")
     if isinstance(objective, HoleObjective):
         (result,) = fill_holes(run.model, objective, [ids])
     else:
-        arm, room = objective.arm, length - layout.prompt
-        (result,) = decode_greedily(run.model, [layout], task.markers, feedback=arm.feedback, max_new_tokens=room)
-        guesses = None if arm.labels == "none" else guess_slots(run, layout, feedback=arm.feedback)
+        options: dict[str, Any] = {"feedback": objective.arm.feedback, "max_new_tokens": length - layout.prompt}
+        (result,) = decode_greedily(run.model, [layout], task.markers, **options)
+        guesses = None if objective.arm.labels == "none" else guess_slots(run, layout)
     answer = None if result.answer is None else task.decode(result.answer)
     text = task.tokenizer.decode(result.tokens)
     if plot is not None:
@@ -199,13 +172,11 @@ def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path |
     return {"question": question, "slots": guesses, "text": text, "answer": answer, "passes": result.passes}
 
 
-def guess_slots(run: LoadedRun, layout: RowLayout, *, feedback: bool) -> list[str]:
+def guess_slots(run: LoadedRun, layout: RowLayout) -> list[str]:
     """Return the model's most likely token at each slot of a prompt."""
-    features = compute_features(run.model, collate([layout], [[]], feedback=feedback).to(run.device))
-    logits = run.model.head(features.final[0, list(layout.slots)])
-    if run.model.config.mask_id is not None:
-        logits[:, run.model.config.mask_id] = -torch.inf
-    return [run.task.tokenizer.decode([token]).strip() for token in logits.argmax(-1).tolist()]
+    batch = collate([layout], [[]], feedback=ARMS[run.config.reasoning.arm].feedback).to(run.device)
+    features = compute_features(run.model, batch).final[0, list(layout.slots)]
+    return [run.task.tokenizer.decode([i]).strip() for i in apply_head(run.model, features).argmax(-1).tolist()]
 
 
 def draw_graph(question: str, kind: str, nodes: Sequence[str], answer: str | None, file: Path) -> None:

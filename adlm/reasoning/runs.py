@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adlm import checkpoint
 from adlm.bundled import MODELS, find_bundled_model
@@ -70,16 +69,10 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         right = sum(result.answer == item.answer for result, item in zip(results, valid, strict=True))
         return {"val/accuracy": right / len(valid), "val/error": 1 - right / len(valid)}
 
-    def write_samples(weights: dict[str, Tensor], step: int, device: torch.device) -> str:
-        """Write solutions of problems to the run's folder; return the path and the first one."""
-        model, items = LanguageModel(shape), valid[: config.samples.rows]
-        model.load_state_dict(checkpoint.restore_tied_head(weights, model))
-        results = solve(model.to(device), task, objective, items)
-        texts = [format_solution(task, item, result) for item, result in zip(items, results, strict=True)]
-        path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts) + "\n", "utf-8")
-        return f"step {step:,}: {path}: {texts[0]}"
+    def sample(model: LanguageModel) -> str:
+        items = valid[: config.samples.rows]
+        results = solve(model, task, objective, items)
+        return "\n".join(format_solution(task, item, result) for item, result in zip(items, results, strict=True))
 
     data_hash = task.hash_problems()
     problems = "generated problems" if data_hash.startswith(GENERATED) else "problems"
@@ -92,7 +85,7 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
         build_loss=partial(LossModule, loss_fn=reasoning_loss, modules=modules, run=run),
         validate=validate,
         format_metrics=lambda metrics: f"accuracy {metrics['val/accuracy']:.1%} of the validation problems",
-        write_samples=write_samples,
+        sample=sample,
         data_hash=data_hash,
         description=f"{task.name}, arm {name}; {config.steps:,} steps of {config.batch} {problems} of at most "
         f"{longest} tokens, vocabulary {shape.vocab_size:,}",

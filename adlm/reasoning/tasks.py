@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -53,19 +52,21 @@ def draw_numbers(total: int, seed: int, step: int, count: int) -> list[int]:
     return [_permute(seed, number // total, total)[number % total] for number in numbers]
 
 
-class Task(ABC):
-    """Problems for training and tests, by default in a vocabulary of whole words."""
+class Task:
+    """Problems in a vocabulary of whole words; by default new ones at every step, of 1 to `hops` hops."""
 
-    hops: int = 0  # the most of training: the number of stages
     length: int | None = None  # of a model from scratch; None: the longest problem decides
     can_train: bool = True  # whether there are training problems
     markers: Markers = WORD_MARKERS
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        self.name, self.path = str(settings.task), settings.path
-        if self.path is None and self.name not in GENERATORS:
+        self.name, self.path, self.folder = str(settings.task), settings.path, Path(settings.path or "")
+        self.hops = 0 if self.name == "sudoku" else settings.hops  # the most of training: the number of stages
+        if (generator := GENERATORS.get(self.name)) is not None:
+            if not 1 <= self.hops <= (limit := generator.MAX_HOPS - max(EXTRA_HOPS)):
+                raise ValueError(f"reasoning.hops={self.hops} is out of range for {self.name}: give 1 to {limit}")
+        elif self.path is None:
             raise ValueError(f"reasoning.path is required for {self.name}: the folder with its files")
-        self.folder = Path(self.path or "")
         if (module := WORD_TASKS.get(self.name)) is not None:
             bpe = tokenizers.Tokenizer(models.WordLevel(vocab=index_words(module.WORDS), unk_token=module.WORDS[0]))
             bpe.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -74,17 +75,26 @@ class Task(ABC):
             raise ValueError(f"{self.name} needs a tokenizer: give init=MODEL, or its name as reasoning.tokenizer")
         self.tokenizer = tokenizer
 
-    @abstractmethod
+    def _generate(self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int) -> list[Item]:
+        items: list[Item] = GENERATORS[self.name].draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
+        return items
+
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         """Return the problems of an optimizer step."""
+        return self._generate(seed, TRAIN, step, count, 1, self.hops)
 
-    @abstractmethod
     def load_tests(self, count: int) -> dict[str, list[Item]]:
         """Return the test sets by name, at most so many problems of each."""
+        hops = [self.hops + more for more in EXTRA_HOPS]
+        sets = {f"{n} hops": self._generate(0, TEST, n, count, n, n) for n in hops}
+        if self.path is not None and self.name in RECODED:
+            dataset, recode = RECODED[self.name]
+            sets[dataset] = datasets.recode_problems(dataset, self.folder, recode)[:count]
+        return sets
 
-    @abstractmethod
     def load_valid(self, count: int) -> list[Item]:
         """Return at most so many validation problems."""
+        return self._generate(0, VALID, self.hops, count, self.hops, self.hops)
 
     def load_sample(self) -> list[Item]:
         """Return problems that are as long as any in training."""
@@ -108,34 +118,6 @@ class Task(ABC):
         return self.tokenizer.decode([i for i in ids if i not in self.markers]).strip()
 
 
-class GeneratedTask(Task):
-    """New problems at every step, of 1 to `hops` hops."""
-
-    def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
-        super().__init__(settings, tokenizer)
-        self.hops, limit = settings.hops, GENERATORS[self.name].MAX_HOPS - max(EXTRA_HOPS)
-        if not 1 <= self.hops <= limit:
-            raise ValueError(f"reasoning.hops={self.hops} is out of range for {self.name}: give 1 to {limit}")
-
-    def _draw(self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int) -> list[Item]:
-        items: list[Item] = GENERATORS[self.name].draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
-        return items
-
-    def draw(self, seed: int, step: int, count: int) -> list[Item]:
-        return self._draw(seed, TRAIN, step, count, 1, self.hops)
-
-    def load_tests(self, count: int) -> dict[str, list[Item]]:
-        hops = [self.hops + more for more in EXTRA_HOPS]
-        sets = {f"{n} hops": self._draw(0, TEST, n, count, n, n) for n in hops}
-        if self.path is not None and self.name in RECODED:
-            dataset, recode = RECODED[self.name]
-            sets[dataset] = datasets.recode_problems(dataset, self.folder, recode)[:count]
-        return sets
-
-    def load_valid(self, count: int) -> list[Item]:
-        return self._draw(0, VALID, self.hops, count, self.hops, self.hops)
-
-
 class TextTask(Task):
     """Problems of files in the vocabulary of a model's tokenizer, which the markers follow.
 
@@ -144,7 +126,6 @@ class TextTask(Task):
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
         super().__init__(settings, tokenizer)
-        self.hops = settings.hops
         self.tokenizer, self.markers = add_markers(self.tokenizer)
 
     @cached_property
@@ -220,11 +201,7 @@ class SudokuTask(Task):
         return super().encode_question(" ".join(cells))
 
 
-TASKS: dict[str, type[GeneratedTask | TextTask | SudokuTask]] = {
-    **dict.fromkeys(GENERATORS, GeneratedTask),
-    **dict.fromkeys(datasets.DATASETS, TextTask),
-    "sudoku": SudokuTask,
-}
+TASKS = dict.fromkeys(GENERATORS, Task) | dict.fromkeys(datasets.DATASETS, TextTask) | {"sudoku": SudokuTask}
 
 
 def open_task(settings: ReasoningSettings, tokenizer: Tokenizer | None = None) -> Task:

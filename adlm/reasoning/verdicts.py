@@ -226,6 +226,21 @@ def build_verdict_table(verdicts: Sequence[Result]) -> Table:
     return Table(columns, rows, "verdicts at h, h+1, h+2 hops")
 
 
+def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
+    """Build the table of runs' results, by folder: one row for each test set."""
+    names = ("run", "task", "arm", "seed", "test", "accuracy, %", "problems", "tokens", "passes")
+    columns = [Column(name, 1, is_text=name in ("run", "task", "arm", "test")) for name in names]
+    rows: list[list[Cell]] = []
+    for folder, result in results.items():
+        for sampler, tests in result.get("samplers", {"": result["tests"]}).items():
+            for name, test in tests.items():
+                accuracy = Estimate(100 * test["accuracy"], 100 * test["stderr"])
+                start: list[Cell] = [folder, result["task"], result["arm"], result["seed"], f"{name} {sampler}".strip()]
+                rows.append([*start, accuracy, test["problems"], test["tokens"], test["passes"]])
+    metrics = {"runs": [{"run": folder, **result} for folder, result in results.items()]}
+    return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy ± standard error")])
+
+
 def read_accuracy(folder: Path) -> list[tuple[int, float]]:
     """Read a run's accuracy on validation problems during training, in percent."""
     path = folder / "metrics.jsonl"

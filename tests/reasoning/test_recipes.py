@@ -40,7 +40,7 @@ def test_a_gpt2_folder_is_fine_tuned_by_a_recipe(tmp_path: Path) -> None:
         transformers = pytest.importorskip("transformers", reason="transformers comes with the extra eval")
     base = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2))
     base.save_pretrained(tmp_path / "gpt2")
-    load_tokenizer("gpt2").bpe.model.save(str(tmp_path / "gpt2"))  # vocab.json and merges.txt
+    transformers.GPT2TokenizerFast(tokenizer_object=load_tokenizer("gpt2").bpe).save_pretrained(tmp_path / "gpt2")
     small = {"steps": 1, "batch": 2, "valid.rows": 2, "device": "cpu", "log.show": False, "optimizer.lr": 1e-9}
     settings = {"init": str(tmp_path / "gpt2"), "folder": str(tmp_path / "run")}
     train("prosqa", "acot", "reason-prosqa", **small, **settings, **{"reasoning.path": str(EXCERPT)})
