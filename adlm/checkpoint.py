@@ -65,10 +65,7 @@ class Snapshot:
 def copy_to_host(
     tensors: Mapping[str, Tensor], *, is_main: bool = True, host_mesh: DeviceMesh | None = None
 ) -> dict[str, Tensor]:
-    """Copy tensors to the host memory of rank 0, sharded ones unsharded or, with a mesh, every rank its shards.
-
-    All ranks must call this.
-    """
+    """Copy tensors to the host memory of rank 0, sharded ones whole or, with a mesh, each rank's shards to its own."""
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and host_mesh is not None:
@@ -77,7 +74,7 @@ def copy_to_host(
                 shard, host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
             continue
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # by all ranks
         if is_main:
             copies[name] = whole.detach().to("cpu", copy=True)
     return copies
@@ -210,10 +207,7 @@ def verify_checkpoint(path: Path) -> Path:
 
 
 def find_damage(folder: Path, *, is_loaded: bool = False) -> str:
-    """Compare the files of a checkpoint, or those that are loaded for inference, with checksums.json.
-
-    Return what is wrong, or nothing.
-    """
+    """Return how a checkpoint, or its files for inference, differs from its checksums.json; nothing if it does not."""
     try:
         expected = read_json(folder / "checksums.json")
     except (ValueError, OSError) as error:
@@ -329,11 +323,7 @@ def find_model_folder(path: str | Path) -> Path:
 
 
 def load_model(path: str | Path, *, verify: bool | None = None) -> LoadedModel:
-    """Load a trained model from a run folder (its latest checkpoint), a checkpoint or an exported model folder.
-
-    Its files are compared with their checksums: by default where there is a checksums.json, with `verify` always, with
-    `verify=False` never.
-    """
+    """Load the model of a run, a checkpoint or a folder; by default checksums are compared where there are any."""
     folder = find_model_folder(path)
     content, config = read_config_json(folder)
     model = build_on_meta(config)

@@ -115,16 +115,13 @@ def from_state_dict(
     state: Mapping[str, Tensor],
     *,
     mask_id: int | None,
-    shadow: Sequence[Tensor] | None = None,
+    shadow: Sequence[Tensor] | None = None,  # the EMA in the order of the parameters, which replaces the weights
     heads: int | None = None,
     time_conditioning: bool = False,
     length: int = 1024,
     dropout: float = 0.1,
 ) -> LanguageModel:
-    """Convert a lineage's state dict: ADLM, MDLM or AR by its keys, sizes by its shapes, in float32.
-
-    `shadow` are the moving averages, without names in the order of the parameters; they replace the weights.
-    """
+    """Convert a lineage's state dict: ADLM, MDLM or AR by its keys, sizes by its shapes, in float32."""
     vocab_size, dim = read_embedding_shape(state)
     state = rename_replica(state)
     blocks = {match[0] for name in state if (match := re.match(r"(?:backbone|denoiser)\.blocks\.\d+\.", name))}
@@ -179,10 +176,7 @@ def is_lineage(path: Path) -> bool:
 
 
 def read_lineage(path: Path) -> tuple[dict[str, Tensor], list[Tensor] | None, dict[str, Any], int]:
-    """Read the state dict, the EMA, the settings in our names and the step of a Lightning checkpoint or MDLM's folder.
-
-    The EMA has no names; it is in the order of the parameters.
-    """
+    """Read a checkpoint's state dict, EMA (a list in the order of the parameters), settings in our names, and step."""
     if path.is_file():
         content = found if isinstance(found := read_pickle(path), dict) else {}
         state = content.get("state_dict", content)
@@ -217,11 +211,7 @@ def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load_lineage(path: Path, *, weights: str | None = None, tokenizer: str | None = None) -> tuple[LoadedModel, str]:
-    """Load a model of the lineage with its weights `ema` or `raw`, and return which; by default ema if there is one.
-
-    Where the file has no settings, rows have 1,024 tokens and there is no time conditioning. By default the tokenizer
-    is that of the folder, or a bundled one by its name or the size of the vocabulary.
-    """
+    """Load a model with `ema` or `raw` weights, by default ema if there is one, and return which (docs/convert.md)."""
     try:
         return _load_lineage(path, weights, tokenizer)
     except (ValueError, RuntimeError) as error:  # RuntimeError: torch's for sizes that no memory holds

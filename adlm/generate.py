@@ -154,17 +154,14 @@ def stream_tokens(
     sampler: Plan | Order | None = None,
     *,
     seed: int,
-    rows: Tensor | None = None,
+    rows: Tensor | None = None,  # their own numbers: a row's text depends on the seed and its number alone
     sampling: SamplingParams | None = None,
     is_fixed: Tensor | None = None,
     valid: Tensor | None = None,
     limits: TokenLimits | None = None,
     block: int | None = None,
 ) -> Iterator[Frame]:
-    """Fill the mask tokens of xt (B, L) and return the frames; a causal model has no sampler and goes left to right.
-
-    `rows` are the rows' own numbers: a row's text depends on the seed and its number alone.
-    """
+    """Fill the mask tokens of xt (B, L) and return the frames; a causal model has no sampler and goes left to right."""
     config, xt = predictor.config, xt.to(predictor.device)
     if xt.shape[1] > config.length:
         raise ValueError(

@@ -48,16 +48,14 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class NllEstimate:
-    """Nats per token with a standard error: an upper bound for a masked model, exact for a causal one.
-
-    `row_nats` and `row_tokens` (n,) are the sums of each row: two models on the same rows and noise can be paired.
-    """
+    """Nats per token with a standard error: an upper bound for a masked model, exact for a causal one."""
 
     nll: float
     stderr: float  # over documents (or rows); it contains the noise
     tokens: int
     noise_stderr: float | None = None  # from the noise alone; None: one draw does not show it
     draws: int = 1
+    # Sums of each row: two models on the same rows and noise can be paired.
     row_nats: Tensor = field(default_factory=lambda: torch.zeros(0), compare=False, repr=False)
     row_tokens: Tensor = field(default_factory=lambda: torch.zeros(0), compare=False, repr=False)
 
@@ -158,10 +156,7 @@ def _estimate(
     skip_first: bool = False,
     times_seed: int | None = None,
 ) -> NllEstimate:
-    """Sum the nats (n,) that `compute_nats` returns for every batch, draw and the number of all rows.
-
-    With `times_seed` the draws are at the times of `draw_position`.
-    """
+    """Sum the nats (n,) that `compute_nats` returns for every batch, draw and the number of all rows."""
     if draws < 1 or batch < 1:
         raise ValueError(f"draws and batch must be at least 1, got {draws} and {batch}")
     dataset = TensorRows(rows) if isinstance(rows, Tensor) else rows
@@ -298,11 +293,9 @@ def choose_hidden_sets(tokens: int, draws: int, seed: int) -> tuple[Tensor, Tens
 
 
 def stratified_stderr(values: Tensor) -> float:
-    """The standard error of a sum of draws (n,), one from each stratum in order, from the differences of neighbors.
-
-    These include the trend over the strata: with few draws the error is on the safe side.
-    """
+    """The standard error of a sum of draws (n,), one from each stratum in order, from the differences of neighbors."""
     n = len(values)
+    # The differences include the trend over the strata: with few draws the error is on the safe side.
     return math.sqrt(float(values.diff().square().sum()) / 2 * n / (n - 1)) if n > 1 else math.nan
 
 
@@ -317,12 +310,7 @@ def estimate_token_nats(
     batch: int,
     score_entropy: bool = False,
 ) -> TokenNats:
-    """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one the NELBO.
-
-    Without time conditioning the NELBO is that of `choose_hidden_sets`, otherwise a mean over draws at times that are
-    spread evenly, whose standard error counts them as independent. The noise follows from (seed, draw), so the nats of
-    a row do not depend on the other rows.
-    """
+    """Nats of the scored tokens of each row, the others given: exact of a causal model, of a masked one the NELBO."""
     config, device, process = model.config, model.embed.weight.device, ForwardProcess(model.config.mask_id)
     places = [torch.tensor(each).nonzero()[:, 0] for each in is_scored]
     token_counts = torch.tensor([len(each) for each in places], dtype=torch.int64)
@@ -405,11 +393,7 @@ def estimate_order_nll(
 def _nats_in_order(
     model: LanguageModel, rows: RowBatch, scores: Tensor, score: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Nats of rows (n,) by revealing in each the hidden token with the highest of `scores` (n, L), one after another.
-
-    With a `score` of logits, it is computed of every hidden position before each reveal. Time is the masked share of
-    the counted tokens.
-    """
+    """Nats of rows (n,) by revealing in each the hidden token with the highest of `scores` (n, L), one by one."""
     device, mask_id = model.embed.weight.device, model.config.mask_id
     assert mask_id is not None
 

@@ -19,6 +19,7 @@ from adlm.data.sources import Source
 from adlm.data.tokenizers import Tokenizer
 
 DOCUMENT_CHUNK = 64  # documents that a stream tokenizes at a time
+# The start of a block in the source, and the rows taken from the block.
 STREAM_START: dict[str, Any] = {"epoch": 0, "start": [0, 0, 0], "block": 0, "taken": 0, "rows": 0}
 
 
@@ -98,11 +99,7 @@ class _NumberedRows(Dataset[Any]):
 
 
 class ShuffledBatches:
-    """An endless iterator of batches; every row once per epoch, except the last rows that do not fill a batch.
-
-    The k-th global batch has the same rows in the same places for any number of processes, so a run can resume on more
-    or fewer processes.
-    """
+    """Endless shuffled batches: the k-th has the same rows in the same places for any number of processes."""
 
     def __init__(
         self, rows: RowDataset, batch: int, *, seed: int = 0, rank: int = 0, size: int = 1, workers: int = 0
@@ -162,12 +159,7 @@ class _StreamedRows(IterableDataset[Any]):
 
 @dataclass
 class StreamedBatches:
-    """Batches of this process's share of a source's documents, endlessly: packed and shuffled within blocks of rows.
-
-    They are made ahead in a process of their own if there may be workers. The state is the start of the block in the
-    source and the number of rows taken from the block. The batches depend on the number of processes: a run must resume
-    on as many as it began with.
-    """
+    """Endless batches of this process's share of a source's documents: packed, and shuffled within blocks of rows."""
 
     source: Source
     tokenizer: Tokenizer

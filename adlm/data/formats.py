@@ -48,10 +48,7 @@ def read_bytes(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def read_chunks(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the text of a file with the number of bytes read from the disk so far.
-
-    It is UTF-8, or UTF-16 or UTF-32 with a byte order mark; NUL is refused, as no text has it.
-    """
+    """Yield the text of a file, in UTF-8 or by its byte order mark, with the bytes read from the disk so far."""
     encoding, offset = "UTF-8", 0  # of the chunk in the (decompressed) file
     decoder = codecs.getincrementaldecoder(encoding)()
     for chunk, position in chain(read_bytes(path), [(b"", path.stat().st_size)]):

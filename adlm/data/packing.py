@@ -70,10 +70,7 @@ class Packer:
         self.inside = 0  # tokens (wrapped) or bytes (one document per row) of a document that has come in part
 
     def feed(self, ids: Ids, lengths: Ids, sizes: Ids, *, is_whole: bool = True) -> PackedRows:
-        """Return the rows that these documents, at least one, complete; `sizes` are the documents' bytes.
-
-        If not `is_whole`, the last is a part of a document, which the next call continues with its first.
-        """
+        """Return the rows that these documents complete; if not `is_whole`, the next call continues the last one."""
         lengths, sizes = lengths.astype(np.int64), sizes.astype(np.int64)
         return (self._wrap if self.is_wrapped else self._frame)(ids, lengths, sizes, is_whole)
 

@@ -70,11 +70,7 @@ def prepare(
     overwrite: bool = False,
     on_progress: Callable[[PrepareProgress], None] | None = None,
 ) -> dict[str, Any]:
-    """Prepare the folder `out`, or resume or reuse it, and return its manifest; docs/prepare.md explains the choices.
-
-    A named corpus has its own tokenizer, length, rows and valid split; otherwise the defaults are gpt2, 1024, wrapped,
-    and the last rows of the stream.
-    """
+    """Prepare the folder `out`, or resume or reuse it, and return its manifest (docs/prepare.md)."""
     if train_tokenizer is not None and tokenizer is not None:
         raise ValueError(f"tokenizer {str(tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
     corpus = find_corpus(source)

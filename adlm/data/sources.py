@@ -91,11 +91,7 @@ def open_source(
     detokenizer: str | None = None,
     glob: str | Sequence[str] = (),
 ) -> Source:
-    """Open a file, a folder, a named dataset, `name:PATH` (its content in local files) or `owner/name:config` (Hub).
-
-    The arguments override the settings of a named dataset; `detokenizer="none"` switches its detokenizer off. `glob`
-    selects files of a folder by patterns of their names, or of their paths where a pattern has a slash.
-    """
+    """Open a file, a folder, a named dataset, `name:PATH` (its local files) or `owner/name:config` (docs/data.md)."""
     corpus, (name, colon, place) = find_corpus(spec), str(spec).partition(":")
     settings = corpus or Corpus()
     if detokenizer is not None:
@@ -249,11 +245,7 @@ def _sort_naturally(name: str) -> tuple[Any, ...]:
 
 
 def select_files(root: Path, extra: Sequence[str] = (), glob: Sequence[str] = ()) -> tuple[dict[str, Path], list[str]]:
-    """Return the files of a folder and its subfolders that are read, in natural order, and the names of the others.
-
-    These are the files that match a pattern of `glob`. Without one they are text, tables and what matches `extra`, or
-    markup and code where the folder has nothing else.
-    """
+    """Return the files of a folder that are read (docs/data.md), in natural order, and the names of the others."""
     every = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
     files = {name: path for name, path in every.items() if not re.search(r"(^|/)\.", name)}  # without hidden ones
 

@@ -159,10 +159,7 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = None, name: str = "bpe") -> Tokenizer:
-    """Train a byte-level BPE; `vocab_size` counts the mask, and the end token where there is one.
-
-    Texts with too few pairs to merge give a smaller vocabulary. The result does not depend on the number of threads.
-    """
+    """Train a byte-level BPE; `vocab_size` counts the mask, and the end token where there is one."""
     specials = [] if end_token is None else [AddedToken(end_token, special=True, normalized=False)]
     least = BYTES + len(specials)
     if vocab_size <= least:

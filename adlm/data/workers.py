@@ -100,10 +100,7 @@ def tokenize_chunks(
 def chunk_documents(
     parts: Iterable[tuple[str, int, bool]], *, skip: int = 0, characters: int = 2**20, max_documents: int = 4096
 ) -> Iterator[tuple[list[str], tuple[int, bool]]]:
-    """Yield lists of documents, without the first `skip`, with the bytes of the source read so far.
-
-    The last of a list may be a part of a document that the next list continues: then the flag is false.
-    """
+    """Yield lists of documents after the first `skip`, the bytes read so far, and whether the last one is whole."""
     texts: list[str] = []
     number = size = consumed = 0
     for text, consumed, is_last in parts:

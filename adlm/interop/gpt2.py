@@ -30,10 +30,7 @@ SUPPORTED: dict[str, Any] = {
 
 
 def load(folder: str | Path) -> LanguageModel:
-    """Load a GPT-2 folder as transformers saves it: the causal model with exactly the file's vocabulary, no mask.
-
-    Dropout is `resid_pdrop`, on the two outputs of a layer; embeddings and attention weights have none here.
-    """
+    """Load a GPT-2 folder as transformers saves it: the causal model with exactly the file's vocabulary, no mask."""
     transformers = import_extra("transformers", "a GPT-2 folder needs transformers", "hf")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -44,6 +41,7 @@ def load(folder: str | Path) -> LanguageModel:
         theirs, report = transformers.GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True, **options)
         if wrong := {problem: sorted(map(str, keys))[:4] for problem, keys in report.items() if keys}:
             raise ValueError(f"config.json does not fit the weights: {wrong}")
+        # Embeddings and attention weights have no dropout here.
         return from_state_dict(theirs.state_dict(), heads=config.n_head, dropout=config.resid_pdrop)
     except Exception as error:  # transformers raises errors of every kind at a damaged folder
         problem = " ".join(str(error).split())[:300]
@@ -51,10 +49,7 @@ def load(folder: str | Path) -> LanguageModel:
 
 
 def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float = 0.1) -> LanguageModel:
-    """Convert the state dict of a `GPT2LMHeadModel` or `GPT2Model`; sizes follow from its shapes.
-
-    The outputs equal those of transformers for gelu_new (tanh) and a layer-norm epsilon of 1e-5, GPT-2's settings.
-    """
+    """Convert the state dict of a `GPT2LMHeadModel` or `GPT2Model`; sizes follow from its shapes."""
     renamed: dict[str, Tensor] = {}
     for name, value in state.items():
         bare = name.removeprefix("transformer.")

@@ -1,8 +1,4 @@
-"""Exports models to Hugging Face folders; importing this registers the classes with transformers.
-
-A folder holds the weights once and loads in `adlm.load`, in transformers and, if the model is masked, in diffusers:
-with this package, or without it from the code files (`trust_remote_code=True`), copies of the package's modules.
-"""
+"""Exports models to Hugging Face folders (docs/huggingface.md); importing this registers them with transformers."""
 
 from __future__ import annotations
 

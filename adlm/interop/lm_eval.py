@@ -1,8 +1,4 @@
-"""Models for EleutherAI's evaluation harness (lm-eval): `--model adlm`.
-
-lm-eval finds the model by the entry point `lm_eval.models`. Releases up to 0.4.13 do not look there: for them the
-command `adlm-lm-eval` is their command line with the model registered.
-"""
+"""Models for lm-eval (`--model adlm`); `adlm-lm-eval` is its command line for releases without entry points."""
 
 from __future__ import annotations
 
@@ -47,10 +43,7 @@ class ScoredRow(NamedTuple):
 
 
 def iterate_windows(total: int, start: int, room: int) -> Iterator[tuple[int, int, int]]:
-    """Tokens `start` to `total` as windows (begin, end, first scored) of at most `room` tokens; each is scored once.
-
-    A window begins with at least one token of context, the last one with as much context as there is room for.
-    """
+    """Windows (begin, end, first scored) of at most `room` tokens with context, each token from `start` scored once."""
     if room < 2:
         raise ValueError(f"rows of {room} tokens have no room for context: give a model with longer rows")
     begin, scored = max(0, start - 1), start
@@ -61,13 +54,10 @@ def iterate_windows(total: int, start: int, room: int) -> Iterator[tuple[int, in
 
 
 def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
-    """The rows that score a continuation after its context: several where both do not fit into one.
-
-    Both are tokenized together. A token that ends after the context belongs to the continuation, and so do blanks at
-    the context's end, as everywhere in the harness.
-    """
+    """The rows that score a continuation after its context: several where both do not fit into one."""
     encoding = lm.tokenizer.bpe.encode(context + continuation, add_special_tokens=False)
     ids = tuple(encoding.ids)
+    # Blanks at the context's end belong to the continuation, as everywhere in the harness.
     start = sum(end <= len(context.rstrip()) for _, end in encoding.offsets)
     first = () if lm.tokenizer.bos_id is None else (lm.tokenizer.bos_id,)
     last = (lm.tokenizer.eos_id,) if lm.row_format.is_framed and lm.tokenizer.eos_id is not None else ()
@@ -81,10 +71,7 @@ def build_rows(lm: LM, context: str, continuation: str) -> list[ScoredRow]:
 
 
 def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
-    """Whether greedy decoding generates the scored tokens of each row.
-
-    A causal model decodes from left to right, a masked one a token a step, the most confident first.
-    """
+    """Whether greedy decoding (masked: the most confident token a step) generates the scored tokens of each row."""
     mask, layouts = lm.tokenizer.mask_id, list[Layout]()
     sampler = None if lm.row_format.is_causal else replace(confidence(1), steps=None)
     for row in rows:
@@ -97,11 +84,7 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
 
 
 class AdlmLM(HarnessModel):
-    """A model for the harness.
-
-    `--model_args pretrained=NAME_OR_FOLDER,draws=64,sampler=NAME,steps=N,seed=0,device=cpu` and a sampler's own
-    options, such as eta=0.02.
-    """
+    """A model for the harness; docs/lm_eval.md lists its arguments."""
 
     def __init__(
         self,

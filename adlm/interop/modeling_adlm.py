@@ -78,11 +78,7 @@ class AdlmPreTrainedModel(PreTrainedModel):
         noise_level: Tensor | None = None,
         **_: Any,
     ) -> MaskedLMOutput:
-        """Return logits (B, L, V), the mask's as good as minus infinity, and with labels the mean cross-entropy.
-
-        The noise level of a model with time conditioning is by default that of the share of tokens that are hidden.
-        A causal model predicts the next label; a label of -100 is not counted.
-        """
+        """Return logits (B, L, V), the mask's as good as minus infinity, and with labels the mean cross-entropy."""
         shape, loss = self.model.config, None
         valid = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
         if shape.time_conditioning and noise_level is None:

@@ -141,15 +141,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The format of a model's rows.
-
-    Where every document had a row of its own in training, a masked model's text has exactly `length` tokens between
-    the tokens that begin and end it. Elsewhere a text may end early, at an end token.
-    """
+    """The format of a model's rows (docs/generate.md, "Where a text ends")."""
 
     tokenizer: Tokenizer
     row: int  # the model's length
-    is_framed: bool
+    is_framed: bool  # a text has exactly `length` tokens between BOS and EOS; else it may end early, at an EOS
     is_causal: bool
 
     @property
@@ -237,11 +233,7 @@ class RowFormat:
 
 @torch.no_grad()
 def choose_hole_length(predictor: Predictor, layouts: dict[int, Layout], number: int) -> int:
-    """Choose the length of hole `number` among layouts with each length.
-
-    The score of a length is the sum of log p(token | all the rest, the hole hidden) over the given tokens next to the
-    hole (the same tokens for every length) and −LENGTH_PENALTY · log length.
-    """
+    """Choose the length of hole `number` under which the given tokens next to it are likeliest (docs/generate.md)."""
     # The length and the position that each row is for.
     targets = [(length, i) for length, layout in layouts.items() for i in find_neighbors(layout, number)]
     if not targets:  # nothing is given: all lengths are equal

@@ -1,8 +1,4 @@
-"""A trained model with its tokenizer: `load` one, then generate, fill in, stream and score text.
-
-A text depends on the seed, on its number among the `n` of its prompt, and on its own prompt and settings: not on the
-other prompts, on the batch, or on whether it is streamed.
-"""
+"""A trained model with its tokenizer: `load` one, then generate, fill in, stream and score text."""
 
 from __future__ import annotations
 
@@ -298,10 +294,7 @@ class LM(LMEngine):
         guesses: int = 0,
         **settings: Unpack[GenerationSettings],
     ) -> Iterator[StreamStep]:
-        """Yield the texts of `generate` (with a template: of `infill`) after every step.
-
-        A step holds the anchor network's `guesses` likeliest tokens for every position.
-        """
+        """Yield the texts of `generate` or `infill` after every step, with the anchor network's likeliest tokens."""
         return self.stream_request(self.build_request(prompt, template=template, **settings), guesses)
 
     def record(
@@ -320,10 +313,7 @@ class LM(LMEngine):
         return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)
 
     def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
-        """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte.
-
-        Up to 6 tokens the bound is computed without noise, except of a model with time conditioning.
-        """
+        """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte."""
         from adlm.likelihood import estimate_token_nats
 
         check_whole_numbers(1, draws=draws, batch=batch)

@@ -188,10 +188,7 @@ class Layout:
 
 
 def build_layout(pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may_end: bool = False) -> Layout:
-    """Lay pieces, each hole of one length, out as a row between BOS and EOS (if the tokenizer has them).
-
-    With `may_end` the text may also end inside a hole that is its last piece.
-    """
+    """Lay pieces, each hole of one length, out as a row; with `may_end` it may end inside a hole that is its last."""
     spans: list[Span] = []
     rows: list[tuple[int, bool, int]] = []  # each position's token, whether it is fixed, and its kind
     if tokenizer.bos_id is not None:
