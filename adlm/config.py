@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import yaml
 from omegaconf import MISSING, OmegaConf
@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
 
 from adlm.data.shards import write_atomically
+from adlm.models.language_model import ModelConfig
 from adlm.remedies import suggest_names
 
 PACKAGE = Path(__file__).resolve().parent
@@ -71,30 +72,11 @@ class DataSettings:
     verify: bool = True  # compare the shards with their checksums at the start
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """The model: a preset and changes to it; null is the preset's value, or that of init."""
-
-    preset: str | None = None  # null: small, or the architecture of init
-    dim: int | None = None
-    heads: int | None = None
-    anchor_layers: int | None = None
-    denoiser_layers: int | None = None
-    bridge: str | None = None
-    cond_dim: int | None = None  # 0: no modulation
-    time_conditioning: bool | None = None
-    dropout: float | None = None
-    positions: str | None = None
-    norm_bias: bool | None = None
-    attention_bias: bool | None = None
-    tied: bool | None = None
-    embed_norm: bool | None = None
-    qk_norm: bool | None = None
-    activation: str | None = None  # gelu, relu2
-    zero_init: bool | None = None
-    skips: str | None = None  # none, unet, input
-    value_embeddings: int | None = None
-    project_after: int | None = None
+# The model: a preset (null: small, or the architecture of init) and changes to it. The keys are those of ModelConfig,
+# except for what data and method say; null is the preset's value, or that of init, and cond_dim=0 is no modulation.
+FIXED = ("vocab_size", "mask_id", "length", "is_causal")
+MODEL_KEYS = [(key, kind | None, None) for key, kind in get_type_hints(ModelConfig).items() if key not in FIXED]
+ModelSettings = make_dataclass("ModelSettings", [("preset", str | None, None), *MODEL_KEYS], frozen=True)
 
 
 @dataclass(frozen=True)
@@ -230,7 +212,7 @@ class Config:
     resume: str = "auto"  # auto: from the folder's latest checkpoint; or the path of a checkpoint
     data: DataSettings = field(default_factory=DataSettings)
     reasoning: ReasoningSettings = field(default_factory=ReasoningSettings)
-    model: ModelSettings = field(default_factory=ModelSettings)
+    model: Any = field(default_factory=ModelSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     valid: ValidSettings = field(default_factory=ValidSettings)

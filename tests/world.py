@@ -85,10 +85,7 @@ def compute_log_probs(
 
 def shapes_only(config: ModelConfig) -> LanguageModel:
     """A model on the meta device: shapes without memory."""
-    model = LanguageModel.__new__(LanguageModel)
-    nn.Module.__init__(model)
-    with torch.device("meta"):
-        model._build(config)
+    model = LanguageModel(config, seed=None)
     if config.tied:
         model.head.weight = model.embed.weight
     return model

@@ -132,29 +132,27 @@ class Features(NamedTuple):
 class LanguageModel(nn.Module):
     """MDLM, ADLM, AR or A2R; objectives and samplers apply the linear heads where they need them."""
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int | None = 0) -> None:
+        """Build a model; without a seed its parameters have shapes and no memory."""
         super().__init__()
-        with torch.device("meta"):  # so that building draws nothing from the global generator
-            self._build(config)
-        self.to_empty(device="cpu")
-        if config.tied:
-            self.head.weight = self.embed.weight
-        initialize(self, torch.Generator().manual_seed(seed))
-
-    def _build(self, config: ModelConfig) -> None:
-        vocab, dim = config.vocab_size, config.dim
-        self.config = config
+        self.config, vocab, dim = config, config.vocab_size, config.dim
         self._rotary: Rotary | None = None
-        self.embed = empty_embedding(vocab, dim)
-        self.positions = empty_embedding(config.length, dim) if config.positions == "learned" else None
-        self.anchor = Stack(config, config.anchor_layers) if config.anchor_layers else None
-        self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
-        has_bridge = config.anchor_layers > 0 and config.bridge != "none"
-        self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if has_bridge else None
-        self.denoiser = Stack(config, config.denoiser_layers, config.project_after)
-        self.head = nn.Linear(dim, vocab, bias=not config.tied)
-        tables = config.value_embeddings
-        self.values = nn.Parameter(torch.zeros(vocab, tables * dim)) if tables else None
+        with torch.device("meta"):  # so that building draws nothing from the global generator
+            self.embed = empty_embedding(vocab, dim)
+            self.positions = empty_embedding(config.length, dim) if config.positions == "learned" else None
+            self.anchor = Stack(config, config.anchor_layers) if config.anchor_layers else None
+            self.anchor_head = nn.Linear(dim, vocab) if config.anchor_layers else None
+            has_bridge = config.anchor_layers > 0 and config.bridge != "none"
+            self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if has_bridge else None
+            self.denoiser = Stack(config, config.denoiser_layers, config.project_after)
+            self.head = nn.Linear(dim, vocab, bias=not config.tied)
+            tables = config.value_embeddings
+            self.values = nn.Parameter(torch.zeros(vocab, tables * dim)) if tables else None
+        if seed is not None:
+            self.to_empty(device="cpu")
+            if config.tied:
+                self.head.weight = self.embed.weight
+            initialize(self, torch.Generator().manual_seed(seed))
 
     def forward(
         self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
@@ -294,11 +292,7 @@ def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
 
 def build_on_meta(config: ModelConfig) -> LanguageModel:
     """Build a model whose parameters have shapes but no memory."""
-    model = LanguageModel.__new__(LanguageModel)
-    nn.Module.__init__(model)
-    with torch.device("meta"):
-        model._build(config)
-    return model
+    return LanguageModel(config, seed=None)
 
 
 @torch.no_grad()

@@ -23,8 +23,8 @@ class EMA:
         """Move the average towards the current weights."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        averages, weights = zip(*self._pairs(model), strict=True)
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        weights = dict(model.named_parameters())
+        torch._foreach_lerp_(list(self.shadow.values()), [weights[name] for name in self.shadow], 1 - decay)
 
     @contextmanager
     def swap_in(self, model: nn.Module) -> Iterator[None]:
@@ -37,27 +37,18 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self, model: nn.Module) -> None:
-        for average, weight in self._pairs(model):
+        for name, average in self.shadow.items():
+            weight = model.get_parameter(name)
             current = weight.clone()
             weight.copy_(average)
             average.copy_(current)
-
-    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of every averaged parameter: the average and the current weight."""
-        parameters = dict(model.named_parameters())
-        return [(_local(average), _local(parameters[name].detach())) for name, average in self.shadow.items()]
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], updates: int) -> None:
         """Resume from unsharded averaged weights, whether this average is sharded or not."""
         self.updates = updates
         for name, average in self.shadow.items():
-            full = weights[name]
+            full = weights[name].to(average.device)
             if isinstance(average, DTensor):
-                mesh, placements = average.device_mesh, average.placements
-                full = distribute_tensor(full.to(average.device), mesh, placements, src_data_rank=None)
-            _local(average).copy_(_local(full))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                full = distribute_tensor(full, average.device_mesh, average.placements, src_data_rank=None)
+            average.copy_(full)

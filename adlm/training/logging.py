@@ -1,5 +1,7 @@
 """Logs a run's metrics to metrics.jsonl, trackers and the terminal, and measures throughput."""
 
+from __future__ import annotations
+
 import json
 import math
 import os
@@ -10,22 +12,23 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from adlm.config import Config
 from adlm.data.batches import Batch
-from adlm.data.shards import PreparedData, fsync_path, write_atomically
+from adlm.data.shards import fsync_path, write_atomically
 from adlm.methods import look_up
 from adlm.models.costs import count_parameters, flops_per_token, peak_flops
-from adlm.models.language_model import ModelConfig
 from adlm.remedies import import_extra
 from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
 from adlm.view.console import SafeConsole
+
+if TYPE_CHECKING:
+    from adlm.training.setup import TrainingTask
 
 Record = dict[str, Any]  # "step", metrics ("train/loss", …) and "time"; only what is in "time" depends on the clock
 WriteRecord = Callable[[Record], None]
@@ -178,18 +181,11 @@ class RunLogger:
     `state` is that of the checkpoint that the run resumes from; `exit_stack` closes what is opened here.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        shape: ModelConfig,
-        length: int,  # tokens of a row
-        context: DistributedContext,
-        exit_stack: ExitStack,
-        state: Record,
-    ) -> None:
-        self.config, self.context, self.seconds_before, step = config, context, state["seconds"], state["step"]
-        self.tokens_per_step = config.batch * length
-        self.flops_per_token = flops_per_token(shape, length=length)
+    def __init__(self, task: TrainingTask, context: DistributedContext, exit_stack: ExitStack, state: Record) -> None:
+        config = self.config = task.config
+        self.context, self.seconds_before, step = context, state["seconds"], state["step"]
+        self.tokens_per_step = config.batch * task.length
+        self.flops_per_token = flops_per_token(task.shape, length=task.length)
         self.peak_flops = peak_flops(get_device_name(context.device))
         self.start = self.last_log = time.perf_counter()
         self.first_step = self.last_step = step  # the last logged step
@@ -266,35 +262,9 @@ class RunLogger:
             fsync_path(self.path)
 
 
-def describe_run(
-    config: Config, shape: ModelConfig, data: str, context: DistributedContext, kind: str, source: Path | None
-) -> str:
+def describe_run(task: TrainingTask, context: DistributedContext, kind: str, source: Path | None) -> str:
     """Describe the model, the device, the data and the checkpoint that a run starts from."""
+    config, size = task.config, f"{count_parameters(task.shape) / 1e6:.1f}M parameters"
     processes = "" if context.world_size == 1 else f" × {context.world_size} processes ({kind})"
-    return (
-        f"{config.method}, {count_parameters(shape) / 1e6:.1f}M parameters, on "
-        f"{get_device_name(context.device)}{processes}\n{data}"
-        + (f"\nresuming from {source}" if source else f"\nweights from {config.init}" if config.init else "")
-    )
-
-
-def describe_data(config: Config, shape: ModelConfig, data: PreparedData) -> str:
-    """Describe the rows of text that a run trains on."""
-    rows, epochs = f"{config.data.stream}, streamed, rows", ""
-    if not config.data.stream:
-        count = len(data.rows("train"))
-        rows, epochs = f"{count:,} rows", f" = {config.steps * config.batch / count:.3g} epochs"
-    return (
-        f"{rows} of {shape.length} tokens, vocabulary {shape.vocab_size:,}; {config.steps:,} steps of {config.batch} "
-        f"rows{epochs}"
-    )
-
-
-def format_validation(metrics: Mapping[str, float], *, is_causal: bool) -> str:
-    """Format the validation metrics and, for comparison, the unigram model's perplexity."""
-    bound = "" if is_causal else "at most "
-    return (
-        f"validation perplexity {bound}{metrics['val/ppl']:.2f} "
-        f"({metrics['val/nll']:.4f} ± {metrics['val/stderr']:.4f} nats per token); "
-        f"unigram model {metrics['unigram/ppl']:.2f}"
-    )
+    start = f"\nresuming from {source}" if source else f"\nweights from {config.init}" if config.init else ""
+    return f"{config.method}, {size}, on {get_device_name(context.device)}{processes}\n{task.description}{start}"

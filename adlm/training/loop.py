@@ -194,8 +194,8 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             group=context.checkpoint_group,
         )
         exit_stack.callback(writer.wait)  # after an error too, a checkpoint that was started is finished
-        logger = RunLogger(config, shape, task.length, context, exit_stack, state)
-        logger.print(describe_run(config, shape, task.description, context, parallel.kind, source))
+        logger = RunLogger(task, context, exit_stack, state)
+        logger.print(describe_run(task, context, parallel.kind, source))
 
         def validate(metrics: StepMetrics) -> None:
             start, step = time.perf_counter(), metrics.step
@@ -211,7 +211,16 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
 
         def write_samples(step: int) -> None:
             gathered = checkpoint.copy_to_host(weights, is_main=context.is_main)
-            logger.print(context.run_on_rank0(lambda: task.write_samples(gathered, step, device)))
+
+            def write() -> str:
+                averaged = LanguageModel(shape)
+                averaged.load_state_dict(checkpoint.restore_tied_head(gathered, averaged))
+                text, path = task.sample(averaged.to(device)), folder / "samples" / f"step-{step:08d}.txt"
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text + "\n", "utf-8")
+                return f"step {step:,}: {path}: {' '.join(text.split())[:160]}…"
+
+            logger.print(context.run_on_rank0(write))
 
         def save(metrics: StepMetrics) -> None:
             window.read()  # raises Diverged before anything is saved

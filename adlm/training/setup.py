@@ -32,7 +32,6 @@ from adlm.models.costs import estimate_memory
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.remedies import check_known
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
-from adlm.training.logging import describe_data, format_validation
 from adlm.training.objective import Objective, TrainingObjective
 
 
@@ -58,7 +57,7 @@ class TrainingTask:
     build_loss: Callable[[LanguageModel], LossModule]
     validate: Callable[[ParallelModel, int], dict[str, float]]  # of a model, in batches of so many rows
     format_metrics: Callable[[Mapping[str, float]], str]
-    write_samples: Callable[[dict[str, Tensor], int, torch.device], str]  # of weights at a step
+    sample: Callable[[LanguageModel], str]
     data_hash: str
     description: str
     length: int  # tokens of a row
@@ -94,11 +93,10 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         metrics = {"val/nll": estimate.nll, "val/ppl": estimate.ppl, "val/stderr": estimate.stderr}
         return metrics | {"unigram/ppl": unigram_ppl}
 
-    def write_samples(weights: dict[str, Tensor], step: int, device: torch.device) -> str:
-        """Write samples to the run's folder; return the path and the beginning of the first."""
-        model, settings = LanguageModel(shape), config.samples
-        model.load_state_dict(checkpoint.restore_tied_head(weights, model))
-        predictor, params = compile_for_sampling(model, device, is_compiled=False), SamplingParams(top_p=settings.top_p)
+    def sample(model: LanguageModel) -> str:
+        settings = config.samples
+        predictor = compile_for_sampling(model, context.device, is_compiled=False)
+        params = SamplingParams(top_p=settings.top_p)
         first = data.tokenizer.bos_id if shape.is_causal else data.mask_id
         assert first is not None  # every row of the data begins with it
         xt = torch.full((settings.rows, shape.length), first)
@@ -106,10 +104,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         frames = stream_tokens(predictor, xt, sampler, seed=config.seed, sampling=params, is_fixed=is_fixed)
         (frame,) = deque(frames, maxlen=1)
         texts = [data.tokenizer.decode(row, skip_special=True) for row in frame.tokens.tolist()]
-        path = Path(config.folder) / "samples" / f"step-{step:08d}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n\n<|endoftext|>\n\n".join(texts) + "\n", "utf-8")
-        return f"step {step:,}: {path}: {' '.join(texts[0].split())[:160]}…"
+        return "\n\n<|endoftext|>\n\n".join(texts)
 
     return TrainingTask(
         config,
@@ -124,13 +119,30 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         ),
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
-        write_samples=write_samples,
+        sample=sample,
         data_hash=hash_data(data, stream),
-        description=describe_data(config, shape, data),
+        description=describe_data(config, data),
         length=shape.length,
         tokenizer=data.tokenizer,
         rows=data.manifest["rows"],
     )
+
+
+def describe_data(config: Config, data: PreparedData) -> str:
+    """Describe the rows of text that a run trains on."""
+    rows, epochs = f"{config.data.stream}, streamed, rows", ""
+    if not config.data.stream:
+        count = len(data.rows("train"))
+        rows, epochs = f"{count:,} rows", f" = {config.steps * config.batch / count:.3g} epochs"
+    sizes = f"{data.length} tokens, vocabulary {data.vocab_size:,}"
+    return f"{rows} of {sizes}; {config.steps:,} steps of {config.batch} rows{epochs}"
+
+
+def format_validation(metrics: Mapping[str, float], *, is_causal: bool) -> str:
+    """Format the validation metrics and, for comparison, the unigram model's perplexity."""
+    bound = "" if is_causal else "at most "
+    nll = f"{metrics['val/nll']:.4f} ± {metrics['val/stderr']:.4f} nats per token"
+    return f"validation perplexity {bound}{metrics['val/ppl']:.2f} ({nll}); unigram model {metrics['unigram/ppl']:.2f}"
 
 
 def open_data_on_all_ranks(config: Config, context: DistributedContext) -> PreparedData:
