@@ -82,14 +82,6 @@ def map_names(config: ModelConfig) -> dict[str, str]:
     return names
 
 
-def rename_replica(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give the denoiser its current name; `replica` is an older one."""
-    renamed = {re.sub(r"^replica\.", "denoiser.", name): value for name, value in state.items()}
-    if len(renamed) < len(state):
-        raise ValueError("the state dict has keys of both `denoiser` and `replica`, its older name: remove one of them")
-    return renamed
-
-
 def list_names(names: list[str]) -> str:
     """List names, at most 20 of them."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
@@ -122,8 +114,10 @@ def from_state_dict(
     dropout: float = 0.1,
 ) -> LanguageModel:
     """Convert a lineage's state dict: ADLM, MDLM or AR by its keys, sizes by its shapes, in float32."""
-    vocab_size, dim = read_embedding_shape(state)
-    state = rename_replica(state)
+    (vocab_size, dim), count = read_embedding_shape(state), len(state)
+    state = {re.sub(r"^replica\.", "denoiser.", name): value for name, value in state.items()}
+    if len(state) < count:
+        raise ValueError("the state dict has keys of both `denoiser` and `replica`, its older name: remove one of them")
     blocks = {match[0] for name in state if (match := re.match(r"(?:backbone|denoiser)\.blocks\.\d+\.", name))}
     first = sum(block.startswith("backbone") for block in blocks)
     layers = (first, len(blocks) - first) if len(blocks) > first else (0, first)

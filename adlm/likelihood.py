@@ -228,12 +228,9 @@ def estimate_nll(
     """Estimate the NELBO of rows (n, L), Eq. 4 without an anchor term, with `draws` noises each; exact if causal.
 
     Continuous time, or with `steps` the bound of a process with that many steps. `given_tokens` are visible wherever
-    they occur and not counted. `documents` (n,) numbers the document in which each row begins: the standard error is
-    over documents, without it over rows. `ranks` share the rows; a sharded model is called through `loss_fn`, equally
-    often by each rank. `on_rows` is called with the rows done and all rows.
-
-    A row's noise follows from (seed, its number, the draw), not from batch size or ranks. Times are even over the rows
-    and over the draws of a row (`draw_position`); one draw has the lineage's time, in the row's own n-th of [0, 1).
+    they occur and not counted. The standard error is over the documents (n,) in which rows begin, else over rows.
+    `ranks` share the rows; a sharded model is called through `loss_fn`, equally often by each. A row's noise follows
+    from (seed, its number, the draw), its times are those of `draw_position`.
     """
     config, device, was_training = model.config, model.embed.weight.device, model.training
     draws = 1 if config.is_causal else draws
@@ -274,16 +271,15 @@ def choose_hidden_sets(tokens: int, draws: int, seed: int) -> tuple[Tensor, Tens
     """Choose the sets of hidden tokens from which the NELBO of a model without time conditioning is computed.
 
     Returned are is_hidden (s, tokens) and the weight (s,) of each set's nats. The NELBO is the sum over k = 1 … tokens
-    of 1/k · (mean over the sets of k hidden tokens of their nats): time is integrated out. Up to `MAX_ENUMERATED`
-    tokens the sets are all there are. Above, every draw has its own stratum of k and hides k random tokens. The density
-    of k is proportional to 1/√k, about the spread of a set's share of the sum: with a uniform one, few draws with small
-    k would make up most of the error, and its estimate would be unreliable.
+    of 1/k · (mean over the sets of k hidden tokens of their nats). Up to `MAX_ENUMERATED` tokens the sets are all there
+    are. Above, every draw has its own stratum of k and hides k random tokens.
     """
     sizes = torch.arange(1, tokens + 1)
     if tokens <= MAX_ENUMERATED:
         is_hidden = (torch.arange(1, 2**tokens)[:, None] >> (sizes - 1)) & 1 == 1
         share = torch.tensor([1 / (k * math.comb(tokens, k)) for k in sizes.tolist()], dtype=torch.float64)
         return is_hidden, share[is_hidden.sum(1) - 1]
+    # About the spread of a set's share of the sum; if uniform, few draws with small k would make up most of the error.
     rng, density = CounterRng.from_seed(seed, draws), sizes.double() ** -0.5
     density /= density.sum()
     places = (torch.arange(draws) + rng.uniform(0, 1, Purpose.TIME)[:, 0]) / draws

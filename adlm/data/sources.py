@@ -112,13 +112,18 @@ def open_source(
         return _open_files(Path(place), request)
     if corpus is not None:
         return _open_hub(corpus.hub, corpus.config, corpus.revision, request)
-    if isinstance(spec, Path) or Path(spec).expanduser().exists() or _looks_like_path(spec):
-        return _open_files(Path(spec), request)
-    if hub := HUB_NAME.fullmatch(spec):
+    text, path = str(spec), Path(spec).expanduser()
+    hub, is_path = HUB_NAME.fullmatch(text), isinstance(spec, Path) or path.exists()
+    if not is_path and not (hub and hub[3]):  # a revision may have slashes
+        is_path = text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1 or "\\" in text
+        is_path = is_path or get_suffix(path) in READABLE
+    if is_path:
+        return _open_files(path, request)
+    if hub:
         return _open_hub(hub[1], hub[2], hub[3], request)
-    hint = suggest_names(spec, CORPORA)
     known = ", ".join([*CORPORA, "owner/name[:config][@revision] of the Hub"])
-    raise FileNotFoundError(f"{spec!r} is no file, no folder and no named dataset{hint}: check the name ({known})")
+    problem = f"{spec!r} is no file, no folder and no named dataset{suggest_names(text, CORPORA)}"
+    raise FileNotFoundError(f"{problem}: check the name ({known})")
 
 
 @dataclass(frozen=True)
@@ -156,13 +161,6 @@ class SourceRequest:
         yield from parts
 
 
-def _looks_like_path(spec: str) -> bool:
-    if HUB_NAME.fullmatch(spec) and "@" in spec:
-        return False  # a revision may have slashes
-    is_path = spec.startswith((".", "/", "~")) or spec.endswith("/") or spec.count("/") > 1 or "\\" in spec
-    return is_path or get_suffix(Path(spec)) in READABLE
-
-
 # Local files.
 
 
@@ -187,7 +185,13 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     if request.documents != "auto" and len(tables) == len(files):
         raise ValueError(f"documents={request.documents!r} is for plain text; in {request.name} a row is a document")
     rule = corpus.documents if request.documents == "auto" else request.documents
-    columns = _find_columns(tables, request) if tables else ()
+    columns: tuple[str, ...] = ()
+    if tables:  # of the first one that has a row
+        path, known = next(((path, found) for path in tables if (found := formats.read_columns(path))), (root, {}))
+        if not known:
+            raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
+        is_numbered = get_suffix(path) in formats.NUMBERED
+        columns = choose_columns(known, request.column or corpus.column, str(path), is_numbered=is_numbered)
     characters = None
     if corpus.characters and not tables and len(files) == 1 and not detect_split(*files):
         characters = corpus.characters["valid" if request.split == "validation" else request.split]
@@ -319,15 +323,6 @@ def _cut_characters(documents: Documents, start: int, stop: int, name: str) -> P
         if len(text) < stop:
             raise ValueError(f"{name} has {len(text):,} characters, its splits need {stop:,}: give the whole file")
         yield text[start:stop], position, True
-
-
-def _find_columns(tables: list[Path], request: SourceRequest) -> tuple[str, ...]:
-    """Return the columns to read, from the first table that has a row."""
-    for path in tables:
-        if columns := formats.read_columns(path):
-            is_numbered = get_suffix(path) in formats.NUMBERED
-            return choose_columns(columns, request.column or request.corpus.column, str(path), is_numbered=is_numbered)
-    raise ValueError(f"{request.name} is empty: give a file or a folder with text in it")
 
 
 def choose_columns(

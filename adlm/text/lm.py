@@ -405,11 +405,8 @@ def load(
 ) -> LM:
     """Load a trained model: one that comes with the package by name, a run folder, or a checkpoint's folder.
 
-    Also a checkpoint of the lineage (docs/convert.md): a Lightning .ckpt, a folder in MDLM's layout, or either by its
-    name on the Hub, OWNER/NAME.
-
-    On a CPU in float32, a seed gives one text. On a GPU, whose kernels round by the size of a batch, that takes
-    `deterministic`: every evaluation then has the same number of rows.
+    Also a checkpoint of the lineage, from its file, folder or OWNER/NAME on the Hub (docs/convert.md). On a GPU a seed
+    gives one text only if `deterministic`: every evaluation then has the same number of rows.
     """
     path = find_model(model)
     loaded = load_lineage(path)[0] if is_lineage(path) else checkpoint.load_model(path, verify=verify)
