@@ -34,10 +34,8 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         if device.index is None:
             device = torch.device("cuda", local_rank)
         if device.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"there is no {device}: this node has {torch.cuda.device_count()} GPUs; start as many processes as it "
-                "has (torchrun --nproc-per-node), or name one that is there"
-            )
+            problem = f"there is no {device}: this node has {torch.cuda.device_count()} GPUs"
+            raise ValueError(f"{problem}; start as many processes (torchrun --nproc-per-node), or name one of them")
     return device
 
 
@@ -88,10 +86,8 @@ class Predictor:
         is_cuda = device.type == "cuda"
         broken = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
         if broken:
-            raise ValueError(
-                f"{len(broken)} parameters are not finite, for example {broken[0]}: training of this model has "
-                "diverged; use an earlier checkpoint"
-            )
+            problem = f"{len(broken)} parameters are not finite, for example {broken[0]}"
+            raise ValueError(f"{problem}: training of this model has diverged; use an earlier checkpoint")
         self.model = model.fold().to(device, dtype or (torch.bfloat16 if is_cuda else torch.float32))
         self.config, self.device, self.fixed_batch, self.max_batch = model.config, device, fixed_batch, 1
         head = self.model.head
@@ -153,7 +149,7 @@ def stream_tokens(
     xt: Tensor,
     sampler: Plan | Order | None = None,
     *,
-    seed: int,
+    seed: int | Tensor,  # or one for each row
     rows: Tensor | None = None,  # their own numbers: a row's text depends on the seed and its number alone
     sampling: SamplingParams | None = None,
     is_fixed: Tensor | None = None,
@@ -164,10 +160,7 @@ def stream_tokens(
     """Fill the mask tokens of xt (B, L) and return the frames; a causal model has no sampler and goes left to right."""
     config, xt = predictor.config, xt.to(predictor.device)
     if xt.shape[1] > config.length:
-        raise ValueError(
-            f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: give shorter rows, or use a "
-            "model with longer ones"
-        )
+        raise ValueError(f"a row has {xt.shape[1]} tokens, this model's at most {config.length}: give shorter rows")
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
     is_fixed, valid = (None if x is None else x.to(xt.device) for x in (is_fixed, valid))
@@ -187,9 +180,7 @@ def stream_tokens(
 
         return continue_tokens(xt, predict_next, predictor.logits_at, is_fixed=is_fixed, **same)
     if sampler is None or isinstance(sampler, str):
-        raise ValueError(
-            f"sampler is {sampler!r}: make one with adlm.build_sampler(NAME, ...), as a masked model needs"
-        )
+        raise ValueError(f"sampler is {sampler!r}: a masked model needs one of adlm.build_sampler(NAME, ...)")
     assert config.mask_id is not None
     same |= {"mask_id": config.mask_id, "is_fixed": is_fixed, "valid": valid, "block": block}
     return denoise(xt, sampler, predictor.predict, predictor.logits_at, **same)

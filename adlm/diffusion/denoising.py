@@ -38,6 +38,7 @@ class Frame:
     is_masked: Tensor  # (B, L)
     changed: Tensor  # (B, L): revealed where not masked now, hidden again where masked
     nfe: Tensor  # (B,): network evaluations that each row has had
+    logits: Tensor | None = None  # (B, V): of a causal model, those that the next token was drawn from
 
 
 @dataclass
@@ -318,6 +319,6 @@ def continue_tokens(
         is_masked[:, position] = False
         changed = torch.zeros_like(is_fixed)
         changed[:, position] = is_new
-        yield Frame(position - given + 1, xt.clone(), is_masked.clone(), changed, nfe.clone())
+        yield Frame(position - given + 1, xt.clone(), is_masked.clone(), changed, nfe.clone(), logits)
     if given == length:
         yield Frame(1, xt, is_masked, torch.zeros_like(is_fixed), nfe)

@@ -59,14 +59,14 @@ class CounterRng:
     start: Tensor | int = 0  # or (B,): added to every step, for rows that have begun at different times
 
     @staticmethod
-    def from_seed(seed: int, rows: int | Tensor) -> CounterRng:
-        """Make the generator of `rows`, a count (rows 0, 1, …) or the rows' own numbers."""
+    def from_seed(seed: int | Tensor, rows: int | Tensor) -> CounterRng:
+        """Make the generator of `rows`: a count (rows 0, 1, …) or their own numbers, with one seed or one for each."""
         numbers = torch.arange(rows) if isinstance(rows, int) else rows.cpu()
-        if not 0 <= seed < 2**63:
+        if isinstance(seed, int) and not 0 <= seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
         if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**56:
             raise ValueError(f"row numbers must be between 0 and 2**56 - 1, got {numbers.min()} to {numbers.max()}")
-        return CounterRng(torch.tensor(seed), numbers)
+        return CounterRng(torch.as_tensor(seed), numbers)
 
     def uniform(self, step: int, length: int, purpose: Purpose) -> Tensor:
         """Return (B, length) numbers of one step."""

@@ -185,7 +185,7 @@ class Answer:
         if self.body.logprobs is not None and (is_end or self.body.stream):
             choice["logprobs"] = reader.read_logprobs(frame)
         if self.body.has_drafts:
-            choice["draft"] = describe_draft(frame, self.request, self.body.guesses)
+            choice["draft"] = describe_draft(frame, self.request)
         return choice if text or is_end or "draft" in choice else None
 
     def count_usage(self) -> dict[str, int]:

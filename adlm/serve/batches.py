@@ -25,7 +25,7 @@ from adlm.diffusion.plans import Plan, Transition, confidence_remask_prob, mean_
 from adlm.diffusion.rng import CounterRng
 from adlm.generate import Predictor
 from adlm.text.generation import GenerationRequest
-from adlm.text.lm import Guesses, stack_layouts
+from adlm.text.lm import Guesses, denoise_rows, stack_layouts
 from adlm.text.templates import Layout, classify_tokens
 
 NUMBERS_AHEAD = 4  # steps whose random numbers are made at once
@@ -323,26 +323,9 @@ class _CausalGroup:
 
     def __init__(self, predictor: Predictor, rows: Sequence[Row]) -> None:
         self.all_rows, self.live = list(rows), torch.arange(len(rows))
-        layouts = [row.layout for row in rows]
-        self.length = torch.tensor([len(layout) for layout in layouts])
-        xt, self.is_fixed, kinds = stack_layouts(layouts, predictor.device)
-        seeds, numbers = torch.tensor([(row.request.config.seed, row.number) for row in rows]).unbind(1)
-        cache = predictor.model.new_cache(*xt.shape)
-        self.limits = predictor.pad_limits(TokenLimits(kinds, classify_tokens(layouts[0].tokenizer).banned))
-
-        def logits_at(features: Tensor) -> Tensor:
-            self.logits = predictor.logits_at(features)
-            return self.logits
-
-        self.frames = denoising.continue_tokens(
-            xt,
-            lambda tokens: predictor.model(tokens, cache=cache).final[:, -1],
-            logits_at,
-            is_fixed=self.is_fixed,
-            rng=CounterRng(seeds, numbers),
-            sampling=rows[0].request.sampling,
-            limits=self.limits,
-        )
+        self.length = torch.tensor([len(row.layout) for row in rows])
+        seeds = torch.tensor([row.request.config.seed for row in rows])
+        self.frames = denoise_rows(predictor, rows[0].request, [(row.layout, row.number) for row in rows], seeds=seeds)
 
     @property
     def rows(self) -> list[Row]:
@@ -353,10 +336,11 @@ class _CausalGroup:
         """Draw the next token of every row."""
         frame = next(self.frames)
         has_logprobs = torch.tensor([row.top_logprobs is not None for row in self.all_rows])
-        if (index := (frame.changed & has_logprobs[:, None]).flatten().nonzero()[:, 0]).numel():
-            logits = self.logits[(index // frame.tokens.shape[1]).to(self.logits.device)]
-            record_logprobs(self.all_rows, frame.tokens, self.limits.apply(logits, index), index)
-        is_hidden = frame.is_masked & ~self.is_fixed
-        settled = torch.minimum((~is_hidden).long().cumprod(-1).sum(-1), self.length)
-        columns = (frame.tokens, is_hidden, frame.changed, settled, ~is_hidden.any(-1), frame.nfe, frame.nfe)
+        index = (frame.changed & has_logprobs[:, None]).flatten().nonzero()[:, 0]
+        if index.numel() and frame.logits is not None:
+            logits = frame.logits[(index // frame.tokens.shape[1]).to(frame.logits.device)]
+            record_logprobs(self.all_rows, frame.tokens, logits, index)
+        settled = torch.minimum((~frame.is_masked).long().cumprod(-1).sum(-1), self.length)
+        is_done = ~frame.is_masked.any(-1)
+        columns = (frame.tokens, frame.is_masked, frame.changed, settled, is_done, frame.nfe, frame.nfe)
         return StepResult(*(x[self.live.to(x.device)] for x in columns))

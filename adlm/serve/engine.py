@@ -20,7 +20,6 @@ from adlm.serve.batches import CausalBatch, MaskedBatch, Row, StepResult, TokenL
 from adlm.text.generation import GenerationRequest
 from adlm.text.lm import LM, GeneratedRow, StreamStep, predict_guesses
 from adlm.text.templates import Layout
-from adlm.view.trajectory import TokenState
 
 log = logging.getLogger("adlm.serve")
 T = TypeVar("T")
@@ -120,11 +119,6 @@ class RowFrame:
     def row(self) -> GeneratedRow:
         """The row as `LM.generate` returns it."""
         return GeneratedRow(self.layout, self.ids, self.nfe)
-
-    @property
-    def tokens(self) -> tuple[TokenState, ...] | None:
-        """The tokens as the player draws them, where guesses are wanted."""
-        return None if self.stream_step is None else self.stream_step.trajectory_frame().tokens
 
 
 Notify = Callable[[list[RowFrame] | Exception], None]

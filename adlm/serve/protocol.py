@@ -31,19 +31,10 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class ErrorDetail(BaseModel):
-    """What was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class ErrorBody(BaseModel):
     """An error in OpenAI's form."""
 
-    error: ErrorDetail
+    error: dict[Literal["message", "type", "param", "code"], str | None]
 
 
 class SamplingSettings(StrictBody):
@@ -210,13 +201,13 @@ def build_filling(lm: LM, texts: Sequence[Template], settings: dict[str, Any]) -
     return lm.build_request(template=texts, **settings)
 
 
-def describe_draft(frame: RowFrame, request: GenerationRequest, guesses: int | None) -> dict[str, Any]:
+def describe_draft(frame: RowFrame, request: GenerationRequest) -> dict[str, Any]:
     """Return a frame as a stream carries it: its tokens where guesses are wanted, the settings in the last one."""
     draft: dict[str, Any] = {"step": frame.step, "nfe": frame.nfe, "text": frame.layout.text(frame.ids)}
-    if (tokens := frame.tokens) is not None:
+    if frame.stream_step is not None:
         draft["tokens"] = [
-            [each.state, each.text, each.is_anchor, [[text, round(p, 3)] for text, p in each.guesses[:guesses]]]
-            for each in tokens
+            [each.state, each.text, each.is_anchor, [[text, round(p, 3)] for text, p in each.guesses]]
+            for each in frame.stream_step.trajectory_frame().tokens
         ]
     return draft | ({"settings": request.settings} if frame.is_done else {})
 

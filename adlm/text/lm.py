@@ -348,9 +348,14 @@ def stack_layouts(layouts: Sequence[Layout], device: torch.device) -> tuple[Tens
 
 
 def denoise_rows(
-    predictor: Predictor, request: GenerationRequest, rows: Sequence[tuple[Layout, int]], *, with_start: bool = False
+    predictor: Predictor,
+    request: GenerationRequest,
+    rows: Sequence[tuple[Layout, int]],
+    *,
+    seeds: Tensor | None = None,
+    with_start: bool = False,
 ) -> Iterator[Frame]:
-    """Sample rows of a request together; with the start, the first frame is what they begin as."""
+    """Sample rows of requests that differ in their seeds alone; with the start, it is the first frame."""
     layouts = [layout for layout, _ in rows]
     xt, is_fixed, kinds = stack_layouts(layouts, predictor.device)
     valid = torch.arange(xt.shape[1]) < torch.tensor([len(layout) for layout in layouts])[:, None]
@@ -358,7 +363,7 @@ def denoise_rows(
         predictor,
         xt,
         request.sampler,
-        seed=request.config.seed,
+        seed=request.config.seed if seeds is None else seeds,
         rows=torch.tensor([number for _, number in rows]),
         sampling=request.sampling,
         is_fixed=is_fixed,
@@ -422,7 +427,6 @@ def find_model(model: str | Path) -> Path:
         return folder
     if not folder.exists():
         hint = suggest_names(str(model), MODELS)
-        raise FileNotFoundError(
-            f"there is no model {str(model)!r}{hint}: give a run folder, a checkpoint's, or one of {', '.join(MODELS)}"
-        )
+        known = f"give a run folder, a checkpoint's, or one of {', '.join(MODELS)}"
+        raise FileNotFoundError(f"there is no model {str(model)!r}{hint}: {known}")
     return checkpoint.find_model_folder(folder)
