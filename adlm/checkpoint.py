@@ -235,10 +235,9 @@ def read_state(path: Path) -> dict[str, Any]:
     content = read_json(path / "state.json")
     version = content.get("format", 1) if isinstance(content, dict) else None
     if version != RUN_FORMAT:
-        raise ValueError(
-            f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}: start a new run "
-            "(folder=NEW), or resume with the version that wrote it; the model itself can still be loaded"
-        )
+        problem = f"{path} has run format {version}, and this version of adlm resumes format {RUN_FORMAT}"
+        remedy = "start a new run (folder=NEW), or resume with the version that wrote it; the model can be loaded"
+        raise ValueError(f"{problem}: {remedy}")
     return read_object(path / "state.json", STATE_FORM, COPY_AGAIN)
 
 
@@ -276,10 +275,8 @@ def load_training_tensors(path: Path, tensors: Mapping[str, Tensor], group: dist
         shape = getattr(saved.get(name), "size", None)
         if shape != tensor.shape:
             problem = f"has no {name}" if shape is None else f"has {name} of shape {tuple(shape)}"
-            raise ValueError(
-                f"{path.name} {problem}, expected shape {tuple(tensor.shape)}: it was written with another model or "
-                "optimizer; restore those settings to resume, or start a new run (folder=NEW)"
-            )
+            problem = f"{path.name} {problem}, expected shape {tuple(tensor.shape)}, of another model or optimizer"
+            raise ValueError(f"{problem}: restore those settings to resume, or start a new run (folder=NEW)")
     dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
 
 

@@ -96,10 +96,8 @@ def rotary_frequencies(size: int) -> Tensor:
 def read_embedding_shape(state: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return the size of the vocabulary and the width of a lineage's state dict."""
     if EMBEDDING not in state or state[EMBEDDING].dim() != 2:
-        raise ValueError(
-            f"the state dict has no matrix {EMBEDDING!r}, its keys start with {list_names(sorted(state)[:3])}: give "
-            "the lineage's `state_dict` itself, with its names unchanged"
-        )
+        problem = f"the state dict has no matrix {EMBEDDING!r}, its keys start with {list_names(sorted(state)[:3])}"
+        raise ValueError(f"{problem}: give the lineage's `state_dict` itself, with its names unchanged")
     return state[EMBEDDING].shape[0], state[EMBEDDING].shape[1]
 
 

@@ -74,17 +74,13 @@ def summarize_rows(row_nats: Tensor, row_tokens: Tensor, documents: Tensor | Non
     row_nats, row_tokens = row_nats.cpu().double(), row_tokens.cpu().double()
     infinite = (~torch.isfinite(row_nats)).nonzero()[:, 0].tolist()
     if infinite:
-        raise FloatingPointError(
-            f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}: check the weights, "
-            "then the rows"
-        )
+        problem = f"the loss of {len(infinite)} held-out rows is not finite, first in row {infinite[0]}"
+        raise FloatingPointError(f"{problem}: check the weights, then the rows")
     unit, units = group_rows(len(row_nats), documents)
     sums = torch.zeros(2, units, dtype=torch.float64).index_add_(1, unit, torch.stack([row_nats, row_tokens]))
     tokens, (_, stderr) = float(row_tokens.sum()), estimate_ratio(*sums.numpy())
     if math.isnan(stderr):
-        raise ValueError(
-            f"a standard error needs counted tokens in 2 of {units} units, got {int(tokens)}: give more text"
-        )
+        raise ValueError(f"a standard error needs counted tokens in 2 units, got {int(tokens)}: give more text")
     return NllEstimate(float(row_nats.sum()) / tokens, stderr, int(tokens), row_nats=row_nats, row_tokens=row_tokens)
 
 

@@ -128,10 +128,8 @@ class ShuffledBatches:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch that had this state."""
         if state["rows"] % self.batch:
-            raise ValueError(
-                f"{state['rows']} rows of an epoch were taken, which is no multiple of the batch {self.batch}: "
-                "resume with the batch size that the run began with"
-            )
+            problem = f"{state['rows']} rows of an epoch were taken, which is no multiple of the batch {self.batch}"
+            raise ValueError(f"{problem}: resume with the batch size that the run began with")
         self.epoch, self.taken = state["epoch"], state["rows"] // self.batch
 
     def __iter__(self) -> Iterator[Batch]:
@@ -215,10 +213,8 @@ class StreamedBatches:
                     length = self.length if packed.lengths is None else packed.lengths[place]
                     yield packed.rows[place].astype(np.int64), np.int64(length), np.int64(number), dict(state)
             if is_empty and state["start"] == [0, 0, 0]:
-                raise ValueError(
-                    f"{self.source.name} does not fill one row of {self.length} tokens for each of "
-                    f"{self.size} processes: give more text or a smaller length"
-                )
+                problem = f"{self.source.name} does not fill one row of {self.length} tokens for each process"
+                raise ValueError(f"{problem}: give more text or a smaller length")
             state |= {"epoch": state["epoch"] + 1, "start": [0, 0, 0], "block": 0, "taken": 0}
 
     def _pack_documents(self, start: list[int]) -> Iterator[PackedRows]:

@@ -65,11 +65,9 @@ def read_chunks(path: Path) -> Iterator[tuple[str, int]]:
                 problem += "convert the file first, for example with iconv -f latin1 -t utf-8"
             raise ValueError(problem) from error
         if (place := text.find("\0")) >= 0:
-            raise ValueError(
-                f"{path}: byte {start + len(text[:place].encode())} is NUL, which no UTF-8 text has: leave out a file "
-                "that is not text; convert UTF-16 without byte order mark with iconv -f utf-16le -t utf-8; remove "
-                "stray NULs with tr -d '\\0'"
-            )
+            problem = f"{path}: byte {start + len(text[:place].encode())} is NUL, which no UTF-8 text has"
+            remedy = "convert UTF-16 without byte order mark with iconv -f utf-16le -t utf-8"
+            raise ValueError(f"{problem}: leave out what is not text; {remedy}; remove stray NULs with tr -d '\\0'")
         if text := text if start else text.removeprefix("\ufeff"):
             yield text, position
         offset += len(chunk)

@@ -58,10 +58,8 @@ class Packer:
         if length < 3:
             raise ValueError(f"length is {length}: expected at least 3 (BOS, one token, EOS)")
         if tokenizer.bos_id is None or tokenizer.eos_id is None:
-            raise ValueError(
-                f"tokenizer {tokenizer.name!r} has no BOS or no EOS token: name bos_token and eos_token in a "
-                "tokenizer_config.json next to its tokenizer.json"
-            )
+            problem = f"tokenizer {tokenizer.name!r} has no BOS or no EOS token"
+            raise ValueError(f"{problem}: name bos_token and eos_token in its tokenizer_config.json")
         self.length, self.is_wrapped = length, is_wrapped
         self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
         self.pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id

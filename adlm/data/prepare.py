@@ -283,10 +283,8 @@ def cut_valid(job: Preparation, share: float) -> None:
         kept = len(rows) - count_valid_rows(len(rows), share)
         if kept < 1:
             remove_files(job.folder)
-            raise ValueError(
-                f"{len(rows)} rows of length {job.length} are too few for a train and a valid split: "
-                "choose a smaller --length, more text, or --valid-share 0"
-            )
+            problem = f"{len(rows)} rows of length {job.length} are too few for a train and a valid split"
+            raise ValueError(f"{problem}: choose a smaller --length, more text, or --valid-share 0")
         moved: list[dict[str, Any]] = []
         for part in torch.arange(kept, len(rows)).split(job.shard_rows):
             tokens, lengths = rows.fetch(part)

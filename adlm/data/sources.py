@@ -358,10 +358,8 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         splits = builder.as_streaming_dataset()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         local = f"; to read local files, give {request.name}:PATH" if request.corpus.hub else ""
-        raise FileNotFoundError(
-            f"{request.name} is no file, and loading {repo} from the Hub failed ({error}): check the name and the "
-            f"connection{local}"
-        ) from error
+        problem = f"{request.name} is no file, and loading {repo} from the Hub failed ({error})"
+        raise FileNotFoundError(f"{problem}: check the name and the connection{local}") from error
     except RuntimeError as error:  # a repository that is a script
         raise ValueError(f"{repo} cannot be read ({error}): try {request.name}@{CONVERTED}") from error
     if split.base == "valid" and "valid" not in splits:

@@ -54,10 +54,8 @@ class Tokenizer:
 
     def __post_init__(self) -> None:
         if self.vocab_size > MAX_VOCAB_SIZE:
-            raise ValueError(
-                f"{self.name} has ids up to {self.vocab_size - 1:,}: expected fewer than {MAX_VOCAB_SIZE:,}; check the "
-                "ids of its vocabulary"
-            )
+            problem = f"{self.name} has ids up to {self.vocab_size - 1:,}: expected fewer than {MAX_VOCAB_SIZE:,}"
+            raise ValueError(f"{problem}; check the ids of its vocabulary")
         self.bpe.no_padding()
         self.bpe.no_truncation()
         self.bpe.encode_special_tokens = True  # "[MASK]" in a text is six characters, never the mask
@@ -66,10 +64,8 @@ class Tokenizer:
             if token is None:
                 raise ValueError(f"{self.name}: special token {token_id} is not in the vocabulary: check its files")
             if token_id in self.encode(token):
-                raise ValueError(
-                    f"{self.name}: the text {token!r} is encoded to special token {token_id}: mark it as special in "
-                    "tokenizer.json (added_tokens, special: true)"
-                )
+                problem = f"{self.name}: the text {token!r} is encoded to special token {token_id}"
+                raise ValueError(f"{problem}: mark it as special in tokenizer.json (added_tokens, special: true)")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

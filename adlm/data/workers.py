@@ -56,10 +56,8 @@ class WorkerProcess:
             self.connection.send(texts)
             return TokenizedChunk(*self.connection.recv())
         except (OSError, EOFError) as error:
-            raise ChildProcessError(
-                f"a tokenizing process ended with code {self.process.wait()}; its messages are above. "
-                "If it was killed, memory may be short: try fewer --workers"
-            ) from error
+            problem = f"a tokenizing process ended with code {self.process.wait()}; its messages are above"
+            raise ChildProcessError(f"{problem}. If memory was short, try fewer --workers") from error
 
 
 def tokenize_chunks(

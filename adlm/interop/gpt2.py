@@ -60,10 +60,8 @@ def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float =
         elif not bare.endswith(IGNORED):
             renamed[NAMES.get(bare, bare)] = value
     if "embed.weight" not in renamed or "positions.weight" not in renamed:
-        raise ValueError(
-            f"the state dict has no 'wte.weight' or 'wpe.weight', its keys start with {sorted(state)[:3]}: give the "
-            "state_dict() of transformers' GPT2LMHeadModel, with its names unchanged"
-        )
+        problem = f"the state dict has no 'wte.weight' or 'wpe.weight', its keys start with {sorted(state)[:3]}"
+        raise ValueError(f"{problem}: give the state_dict() of transformers' GPT2LMHeadModel, with its names unchanged")
     if not bool((renamed.setdefault("head.weight", renamed["embed.weight"]) == renamed["embed.weight"]).all()):
         raise ValueError("lm_head.weight is not wte.weight: convert a GPT-2 with tied embeddings")
     vocab_size, dim = renamed["embed.weight"].shape

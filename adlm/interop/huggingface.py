@@ -76,9 +76,7 @@ def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:
         token = AddedToken(MASK_TOKEN, lstrip=classify_tokens(own).joins_blanks, normalized=False, special=True)
         bpe.add_special_tokens([token])
         if (actual := bpe.token_to_id(MASK_TOKEN)) != mask_id:
-            raise ValueError(
-                f"{MASK_TOKEN} gets id {actual}, the model's mask is {mask_id}: set the tokenizer's mask_token"
-            )
+            raise ValueError(f"{MASK_TOKEN} gets id {actual}, the model's mask is {mask_id}: set its mask_token")
     names = {i: bpe.id_to_token(i) for i in (own.bos_id, own.eos_id) if i is not None}
     first = [names[own.bos_id]] if own.bos_id is not None else []
     last = [names[own.eos_id]] if own.eos_id is not None and lm.row_format.is_framed else []

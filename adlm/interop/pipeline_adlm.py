@@ -35,9 +35,7 @@ class AdlmPipeline(DiffusionPipeline):
 
     def save_pretrained(self, save_directory: Any, *_: Any, **__: Any) -> None:
         """Refuse to write a folder without the code files, which nothing could load."""
-        raise NotImplementedError(
-            f"save pipe.model and pipe.tokenizer into {save_directory}; `adlm export` makes it a pipeline's folder"
-        )
+        raise NotImplementedError("save pipe.model and pipe.tokenizer; `adlm export` makes them a pipeline's folder")
 
     @torch.no_grad()
     def __call__(

@@ -107,9 +107,8 @@ class GenerationConfig:
         check_whole_numbers(1, **{name: getattr(config, name) for name in counts})
         check_whole_numbers(0, seed=config.seed)
         if config.length is not None and config.max_new_tokens is not None:
-            raise ValueError(
-                f"length={config.length} counts the prompt, max_new_tokens={config.max_new_tokens} does not: give one"
-            )
+            given = f"length={config.length} and max_new_tokens={config.max_new_tokens}"
+            raise ValueError(f"{given}: the first counts the prompt, the second does not: give one")
         return config
 
 
@@ -168,23 +167,18 @@ class RowFormat:
     def layout_prompt(self, prompt: str, length: int | None = None, max_new_tokens: int | None = None) -> Layout:
         """Lay a prompt and the tokens after it out: `length` in all or `max_new_tokens`, by default as many as fit."""
         if length is not None and (not isinstance(length, Integral) or not 1 <= length <= self.longest):
-            raise ValueError(
-                f"length must be a whole number between 1 and {self.longest}, got {length}: this model's rows have "
-                f"{self.row} tokens, {self.row - self.longest} of which begin or end a text"
-            )
+            row = f"this model's rows have {self.row} tokens, {self.row - self.longest} of which begin or end a text"
+            raise ValueError(f"length must be a whole number between 1 and {self.longest}, got {length}: {row}")
         taken = self.count_prompt_tokens(prompt)
         length = self.longest if length is None else length
         if taken >= length:
             larger = f"make length larger (at most {self.longest}) or " if taken < self.longest else ""
-            raise ValueError(
-                f"the prompt {shorten(prompt)} has {taken} tokens and the text is to have {length} in all, the "
-                f"prompt's among them: {larger}make the prompt shorter"
-            )
+            problem = f"the prompt {shorten(prompt)} has {taken} tokens and the text is to have {length} in all"
+            raise ValueError(f"{problem}, the prompt's among them: {larger}make the prompt shorter")
         if max_new_tokens is not None and max_new_tokens > length - taken:
-            raise ValueError(
-                f"max_new_tokens is {max_new_tokens} and the prompt {shorten(prompt)} has {taken} tokens: this model's "
-                f"texts have at most {length}; use max_new_tokens up to {length - taken}, or a shorter prompt"
-            )
+            problem = f"max_new_tokens is {max_new_tokens} and the prompt {shorten(prompt)} has {taken} tokens"
+            remedy = f"use max_new_tokens up to {length - taken}, or a shorter prompt"
+            raise ValueError(f"{problem}: this model's texts have at most {length}; {remedy}")
         return self.build_layout(parse_template((prompt, Hole.of_length(max_new_tokens or length - taken))))
 
     def count_prompt_tokens(self, prompt: str) -> int:
@@ -198,15 +192,11 @@ class RowFormat:
         shown = shorten("".join(str(piece) for piece in pieces))
         holes = [piece for piece in pieces if isinstance(piece, Hole)]
         if not holes:
-            raise ValueError(
-                f"the template {shown} has no hole: write ___ where something is to be filled in, "
-                "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
-            )
+            remedy = "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
+            raise ValueError(f"the template {shown} has no hole: write ___ where a text is to be filled in, {remedy}")
         if self.is_causal and any(isinstance(piece, Hole) for piece in pieces[:-1]):
-            raise ValueError(
-                f"the template {shown} has text after a hole, and a causal model sees only what is before it: "
-                "fill in with a masked model (adlm, mdlm), or continue with generate(prompt=…)"
-            )
+            problem = f"the template {shown} has text after a hole, and a causal model sees only what is before it"
+            raise ValueError(f"{problem}: use a masked model (adlm, mdlm), or generate(prompt=…)")
         # Counted before it is laid out: a hole may be longer than any memory.
         room = self.row + len(holes) - len(self.build_layout(set_hole_lengths(pieces, [1] * len(holes))))
         lengths = [hole.min_tokens for hole in holes]
@@ -225,10 +215,8 @@ class RowFormat:
 
     def _require_room(self, tokens: int, name: str) -> None:
         if tokens > self.row:
-            raise ValueError(
-                f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}: "
-                "make it shorter, or use a model with longer rows"
-            )
+            problem = f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}"
+            raise ValueError(f"{problem}: make it shorter, or use a model with longer rows")
 
 
 @torch.no_grad()

@@ -167,10 +167,8 @@ class LMEngine:
         self, loaded: checkpoint.LoadedModel, name: str, *, device: str = "auto", deterministic: bool = False
     ) -> None:
         if loaded.tokenizer is None:
-            raise ValueError(
-                f"{name} has no tokenizer.json, so its tokens cannot be read as text: copy the one that its data was "
-                "prepared with (`adlm prepare` writes it into the data's folder) into the checkpoint's folder"
-            )
+            remedy = "copy the one that its data was prepared with (`adlm prepare` writes it into the data's folder)"
+            raise ValueError(f"{name} has no tokenizer.json, so its tokens cannot be read as text: {remedy}")
         self.model, self.tokenizer, config = loaded.model.eval(), loaded.tokenizer, loaded.model.config
         method, largest, problem = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id, ""
         if config.is_causal and self.tokenizer.bos_id is None:

@@ -39,9 +39,7 @@ class Hole:
         if low < 1:
             raise ValueError(f"a hole has at least 1 token, got {self}: remove the hole if it should be empty")
         if high < low:
-            raise ValueError(
-                f"a hole's min_tokens must not be above its max_tokens, got {self}: write {Hole(high, low)}"
-            )
+            raise ValueError(f"a hole's min_tokens is above its max_tokens in {self}: write {Hole(high, low)}")
 
     @classmethod
     def of_length(cls, length: int) -> Hole:
