@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adlm.config import Config
 from adlm.diffusion.categorical import SamplingParams
-from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt
+from adlm.diffusion.masking import NoisyBatch, corrupt
 from adlm.diffusion.rng import CounterRng
 from adlm.generate import Predictor, stream_tokens
-from adlm.methods import METHODS, build_anchor_rule, build_sampler, build_schedule, look_up, takes_steps
+from adlm.methods import METHODS, build_anchor_rule, build_sampler, look_up, takes_steps
 from adlm.models.language_model import LanguageModel
 from adlm.reasoning import arithmetic, sudoku
 from adlm.reasoning.arms import ARMS, LAST, RowLayout, lay_out
@@ -29,6 +29,7 @@ from adlm.reasoning.decoding import Decoded, decode_in_batches, find_answer
 from adlm.reasoning.items import WORD_MARKERS, Item, index_words, pad_rows
 from adlm.reasoning.tasks import ItemBatch, Task
 from adlm.training.objective import Objective
+from adlm.training.setup import build_process
 
 NUMBERS = index_words(arithmetic.WORDS)
 CELLS = index_words(sudoku.WORDS)
@@ -95,37 +96,30 @@ def pad_holes(rows: Sequence[list[int]], multiple: int = 1) -> tuple[Tensor, Ten
 
 
 @dataclass(frozen=True)
-class HoleObjective:
+class HoleObjective(Objective):
     """Hides tokens of the holes, and fills the holes of questions."""
 
+    _: KW_ONLY
     task: HoleTask
-    objective: Objective
     sampling: HoleSampling
     multiple: int = 1
 
     @staticmethod
     def from_config(config: Config, task: Task, *, multiple: int = 1, sampler: str | None = None) -> HoleObjective:
         """Build the objective of a run; `sampler` is by default the first of reasoning.samplers."""
+        names, arm = config.reasoning.samplers, config.reasoning.arm
         if config.init is not None:
-            raise ValueError(f"init={config.init}: arm {config.reasoning.arm} is trained from scratch; leave init out")
-        if not config.reasoning.samplers:
+            raise ValueError(f"init={config.init}: arm {arm} is trained from scratch; leave init out")
+        if not names:
             raise ValueError(f"reasoning.samplers is empty: give at least one of {', '.join(SAMPLINGS)}")
-        samplings = [look_up(SAMPLINGS, name, "sampler of holes") for name in config.reasoning.samplers]
-        sampling, settings = SAMPLINGS[sampler] if sampler else samplings[0], config.objective
-        holes = look_up(HOLE_TASKS, task.name, f"task of arm {config.reasoning.arm}")
-        rule = None
-        if METHODS[config.reasoning.arm].two_stages:
+        samplings = [look_up(SAMPLINGS, name, "sampler of holes") for name in names]
+        holes, rule = look_up(HOLE_TASKS, task.name, f"task of arm {arm}"), None
+        if METHODS[arm].two_stages:
             rule = build_anchor_rule("listed", ids=holes.numbers, vocab_size=task.tokenizer.vocab_size)
-        process = ForwardProcess(
-            task.tokenizer.mask_id,
-            schedule=build_schedule(settings.schedule, **settings.schedule_options),
-            anchor_rule=rule,
-            anchor_scope=settings.anchor_scope,
-            steps=settings.discrete_steps,
-            multiple=64 if multiple > 1 else 1,
-        )
-        objective = Objective(process, False, settings.anchor_weight, settings.anchor_ramp)
-        return HoleObjective(holes, objective, sampling, multiple)
+        process = build_process(config, task.tokenizer.mask_id, rule, on_gpu=multiple > 1)
+        weight = config.objective.anchor_weight, config.objective.anchor_ramp
+        sampling = SAMPLINGS[sampler] if sampler else samplings[0]
+        return HoleObjective(process, False, *weight, task=holes, sampling=sampling, multiple=multiple)
 
     def lay_out(self, item: Item, stage: int = LAST) -> RowLayout:
         """Lay out a problem with its solution; there are no stages, and what is given need not come first."""
@@ -135,30 +129,13 @@ class HoleObjective:
         """Return the tokens of a problem's row."""
         return len(self.task.complete(item))
 
-    def corrupt(self, batch: ItemBatch, seed: int, step: int) -> NoisyBatch:
+    def corrupt(self, batch: ItemBatch, seed: int, step: int) -> NoisyBatch:  # type: ignore[override]
         """Hide tokens of the holes at an optimizer step."""
         layouts, _ = pad_holes([self.task.lay_out(item.question) for item in batch.items], self.multiple)
         x0, valid = pad_holes([self.task.complete(item) for item in batch.items], self.multiple)
-        is_fixed = layouts != self.task.hole
-        if layouts.shape != x0.shape or not torch.equal(layouts[is_fixed], x0[is_fixed]):
-            raise ValueError(
-                f"questions laid out as rows {tuple(layouts.shape)} and their solutions {tuple(x0.shape)} do not fit: "
-                "expected one step for each assignment, and a board with the puzzle's givens"
-            )
-        return corrupt(
-            x0,
-            self.objective.process,
-            CounterRng.from_seed(seed, batch.number),
-            step,
-            index=batch.place,
-            total=batch.total,
-            valid=valid,
-            is_fixed=is_fixed,
-        )
-
-    def anchor_weight(self, step: int, steps: int) -> float | None:
-        """Gamma of the anchor term at a step; None where there are no anchors."""
-        return self.objective.anchor_weight(step, steps)
+        rng = CounterRng.from_seed(seed, batch.number)
+        places: dict[str, Any] = {"index": batch.place, "total": batch.total, "valid": valid}
+        return corrupt(x0, self.process, rng, step, is_fixed=layouts != self.task.hole, **places)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
 from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data
 from adlm.data.sources import Source, open_source
 from adlm.data.tokenizers import Tokenizer
+from adlm.diffusion.anchors import AnchorRule
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.masking import ForwardProcess
 from adlm.generate import compile_for_sampling, stream_tokens
@@ -293,8 +294,15 @@ def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, o
         if "document_counts" in known:
             options |= count_documents(data)
         rule = methods.build_anchor_rule(settings.anchor_rule, **options)
-    process = ForwardProcess(
-        model.mask_id,
+    process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
+    return Objective(process, model.is_causal, settings.anchor_weight, settings.anchor_ramp)
+
+
+def build_process(config: Config, mask_id: int | None, rule: AnchorRule | None, *, on_gpu: bool) -> ForwardProcess:
+    """Build the forward process of a recipe."""
+    settings = config.objective
+    return ForwardProcess(
+        mask_id,
         schedule=methods.build_schedule(settings.schedule, **settings.schedule_options),
         anchor_rule=rule,
         anchor_scope=settings.anchor_scope,
@@ -303,7 +311,6 @@ def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, o
         time_std=settings.time_std,
         multiple=64 if on_gpu else 1,
     )
-    return Objective(process, model.is_causal, settings.anchor_weight, settings.anchor_ramp)
 
 
 def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, Any]:
@@ -311,10 +318,8 @@ def count_documents(data: PreparedData, max_rows: int = 100_000) -> dict[str, An
     rows, counts = data.rows("train"), torch.zeros(data.vocab_size, dtype=torch.int64)
     count = min(len(rows), max_rows)
     for numbers in torch.arange(count).split(1024):
-        ordered = rows.fetch(numbers)[0].sort(-1).values
-        is_first = torch.ones_like(ordered, dtype=torch.bool)
-        is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        counts += torch.bincount(ordered[is_first], minlength=data.vocab_size)
+        tokens = rows.fetch(numbers)[0].long()
+        counts += torch.zeros(len(tokens), data.vocab_size, dtype=torch.bool).scatter_(1, tokens, True).sum(0)
     return {"document_counts": counts, "documents": count}
 
 

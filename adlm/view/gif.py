@@ -19,13 +19,8 @@ ASCII = str.maketrans({"—": "--", "–": "-", "‘": "'", "’": "'", "“": '
 Box = tuple[int, int, int]  # of a token: its left edge, row and width
 
 
-def write_gif(
-    trajectories: Sequence[Trajectory], path: Path, *, seconds: float = 6.0, font: Path | None = None
-) -> Path:
-    """Write the trajectories, next to each other, as a looping GIF of so many seconds; return its path.
-
-    Pillow's own font has the letters of English; give a `font` file for other scripts.
-    """
+def write_gif(trajectories: Sequence[Trajectory], path: Path, *, seconds: float = 6.0) -> Path:
+    """Write the trajectories, next to each other, as a looping GIF of so many seconds; return its path."""
     path, count = Path(path), len(trajectories)
     if not trajectories:
         raise ValueError("there are 0 trajectories: give at least one")
@@ -35,7 +30,7 @@ def write_gif(
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
         raise ImportError(f"a GIF needs Pillow ({error}): {install_command('view')}") from error
-    fonts = [ImageFont.truetype(str(font), size) if font else ImageFont.load_default(size) for size in SIZES]
+    fonts = [ImageFont.load_default(size) for size in SIZES]
     width = 720 if count == 1 else 540 * count
     panel_width = (width - MARGIN) // count - MARGIN
     panels = [

@@ -12,7 +12,7 @@ from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel
 from adlm.reasoning import evaluation, runs, sudoku
 from adlm.reasoning.diffusion import SAMPLINGS, HoleObjective, fill_holes, pad_holes
-from adlm.reasoning.items import MARKERS, Item
+from adlm.reasoning.items import MARKERS
 from adlm.reasoning.tasks import ItemBatch, ItemBatches, Task, open_task
 from tests.reasoning.test_sudoku import make_boards, write
 
@@ -188,7 +188,3 @@ def test_bad_settings_get_one_line(boards: Path) -> None:
         with pytest.raises(ValueError, match=message.replace("[", r"\[")) as caught:
             HoleObjective.from_config(config, open_task(config.reasoning))
         assert "\n" not in str(caught.value)
-    task, objective = open_objective("arithmetic", "mdlm", boards)
-    batch = replace(draw_batch(task, 1), items=[Item([0, 9], [[8, 8, 8, 8]], [], [8], [])])
-    with pytest.raises(ValueError, match=r"rows \(1, 6\) and their solutions \(1, 10\) do not fit: expected one step"):
-        objective.corrupt(batch, 0, 1)
