@@ -255,11 +255,8 @@ def load_config(
             if key in ("folder", "init", "data.path") and text != "null":  # names such as 2026-11-15 or 1e3 stay text
                 OmegaConf.update(merged, key, text)
             else:
-                try:
-                    _refuse_nesting(key, text)
-                    merged.merge_with_dotlist([source])
-                except YAMLError as error:
-                    raise ValueError(f"config: {key}={text!r:.80} is no YAML value: put quotes around it") from error
+                _refuse_nesting(key, text)
+                merged.merge_with_dotlist([source])
         for source, value in settings.items():
             OmegaConf.update(merged, source, _refuse_interpolation(source, value))
         for key, value in DEFAULTS.items():
@@ -275,6 +272,8 @@ def load_config(
             if value := OmegaConf.select(merged, key):
                 OmegaConf.update(merged, key, os.path.expanduser(value))
         return cast(Config, OmegaConf.to_object(merged))
+    except YAMLError as error:
+        raise ValueError(f"config: {key}={text!r:.80} is no YAML value: put quotes around it") from error
     except RecursionError as error:  # by YAML aliases, or by a mapping of the caller
         raise ValueError(f"{source} is nested {TOO_DEEP}") from error
     except OmegaConfBaseException as error:

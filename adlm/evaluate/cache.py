@@ -118,7 +118,7 @@ class Cache:
         if context is None:
             self.merge()
             return
-        context.barrier()
+        context.any(False)  # waits for all ranks
         context.run_on_rank0(self.merge)
         self.entries = context.all_gather(self.entries if context.is_main else {})[0]
 

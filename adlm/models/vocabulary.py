@@ -1,6 +1,5 @@
 """Adds tokens to a model's vocabulary."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,11 +12,11 @@ ROWS = ("embed.weight", "values", "head.weight", "head.bias", "anchor_head.weigh
 
 
 @torch.no_grad()
-def extend_vocabulary(model: LanguageModel, count: int, init: int | Sequence[int] | None = None) -> LanguageModel:
+def extend_vocabulary(model: LanguageModel, count: int, init: int | None = None) -> LanguageModel:
     """Return a copy of a model with `count` more tokens, whose ids follow the old ones; old logits are unchanged.
 
     The embedding and the heads (a tied one stays tied) get the mean of the old rows without the mask's, or with `init`
-    the row of that token; a list has one token for each new one. All old ids stay, the mask's too, so it is no longer
+    the row of that token. All old ids stay, the mask's too, so it is no longer
     the last id. A factored bridge gets zero columns: the denoiser's input is the same until training changes them.
     Extend a model before its optimizer and its EMA are made, for they hold the old parameters.
     """
@@ -30,16 +29,12 @@ def extend_vocabulary(model: LanguageModel, count: int, init: int | Sequence[int
             "the model has bridge 'softmax', where new tokens take probability from the old ones: extend a model with "
             "the bridge 'factored' or 'direct'"
         )
-    tokens = None if init is None else [init] * count if isinstance(init, int) else list(init)
-    if tokens is not None:
-        wrong = [token for token in tokens if not is_whole(token) or not 0 <= token < vocab]
-        if wrong or len(tokens) != count:
-            problem = f"has token {wrong[0]!r:.80}" if wrong else f"has {len(tokens)} tokens"
-            raise ValueError(f"init {problem}: expected one token, or a list of {count}, below {vocab}")
+    if init is not None and not (is_whole(init) and 0 <= init < vocab):
+        raise ValueError(f"init is {init!r:.80}: expected a token below {vocab}")
 
     def make_rows(old: Tensor) -> Tensor:
-        if tokens is not None:
-            return old[tokens]
+        if init is not None:
+            return old[[init] * count]
         kept = torch.arange(vocab, device=old.device) != config.mask_id if config.mask_id is not None else slice(None)
         return old[kept].double().mean(0, keepdim=True).to(old.dtype).expand(count, *old.shape[1:])
 

@@ -94,10 +94,6 @@ class DistributedContext:
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.any(False)
-
 
 def get_device_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the processor and its architecture."""

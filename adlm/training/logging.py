@@ -50,39 +50,6 @@ class StepMetrics:
     stall: float  # seconds spent waiting for the dataloader
 
 
-class MetricWindow:
-    """The metrics since the last log line; saved in checkpoints, so that a resumed run logs the same means."""
-
-    def __init__(self, guard: LossGuard, context: DistributedContext) -> None:
-        self.guard, self.context = guard, context
-        self.unread: list[StepMetrics] = []
-        self.values: list[list[float]] = []
-        self.stall = 0.0
-
-    def add(self, metrics: StepMetrics) -> None:
-        """Add a step without waiting for the device."""
-        self.unread.append(metrics)
-        self.stall += metrics.stall
-
-    def read(self) -> None:
-        """Wait for the device, average over ranks, and raise Diverged if the loss or the gradient did."""
-        if not self.unread:
-            return
-        values = torch.stack([metrics.values for metrics in self.unread]).cpu().double()
-        values = self.context.all_reduce_sum(values) / self.context.world_size
-        for metrics, row in zip(self.unread, values.tolist(), strict=True):
-            self.guard.check(row[1], row[3], metrics.step, metrics.batch)
-            self.values.append(row)
-        self.unread.clear()
-
-    def mean(self) -> tuple[dict[str, float], float]:
-        """Return the mean of each metric and the seconds spent waiting for data, and empty the window."""
-        self.read()
-        columns, stall = list(zip(*self.values, strict=True)), self.stall
-        self.values, self.stall = [], 0.0
-        return {name: sum(column) / len(column) for name, column in zip(STEP_METRICS, columns, strict=True)}, stall
-
-
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record to a file as one line."""
     with path.open("a", encoding="utf-8") as file:
@@ -189,7 +156,12 @@ class RunLogger:
         self.peak_flops = peak_flops(get_device_name(context.device))
         self.start = self.last_log = time.perf_counter()
         self.first_step = self.last_step = step  # the last logged step
-        self.paused = 0.0  # seconds not spent training since then
+        self.paused = self.stall = 0.0  # seconds since then: not spent training, spent waiting for data
+        self.unread: list[StepMetrics] = []
+        # What is not logged yet is saved in checkpoints, so that a resumed run logs the same means.
+        self.values: list[list[float]] = state.get("window", [])
+        self.guard = LossGuard(config.guard.spike, config.guard.window)
+        self.guard.recent.extend(state.get("recent", []))
         self.trackers: list[WriteRecord] = []
         folder = Path(config.folder)
         self.path = folder / "metrics.jsonl"
@@ -228,10 +200,30 @@ class RunLogger:
             for write in self.trackers:
                 write(record)
 
-    def log_step(self, metrics: StepMetrics, window: MetricWindow) -> None:
+    def add(self, metrics: StepMetrics) -> None:
+        """Add a step without waiting for the device."""
+        self.unread.append(metrics)
+        self.stall += metrics.stall
+        self.bar.update(self.task, completed=metrics.step)
+
+    def read(self) -> None:
+        """Wait for the device, average over ranks, and raise Diverged if the loss or the gradient did."""
+        if not self.unread:
+            return
+        values = torch.stack([metrics.values for metrics in self.unread]).cpu().double()
+        values = self.context.all_reduce_sum(values) / self.context.world_size
+        for metrics, row in zip(self.unread, values.tolist(), strict=True):
+            self.guard.check(row[1], row[3], metrics.step, metrics.batch)
+            self.values.append(row)
+        self.unread.clear()
+
+    def log_step(self, metrics: StepMetrics) -> None:
         """Log the means since the last call, and the speed."""
-        means, stall = window.mean()
-        now = time.perf_counter()
+        self.read()
+        columns = zip(*self.values, strict=True)
+        means = {name: sum(column) / len(column) for name, column in zip(STEP_METRICS, columns, strict=True)}
+        now, stall = time.perf_counter(), self.stall
+        self.values, self.stall = [], 0.0
         seconds = max(now - self.last_log - self.paused, 1e-9)
         speed = (metrics.step - self.last_step) * self.tokens_per_step / seconds
         self.last_log, self.last_step, self.paused = now, metrics.step, 0.0

@@ -16,19 +16,10 @@ from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
 from adlm.models.language_model import LanguageModel
-from adlm.training import setup
+from adlm.training import guard, setup
 from adlm.training.distributed import DistributedContext, ParallelModel, init_distributed, parallelize
 from adlm.training.ema import EMA
-from adlm.training.guard import (
-    EXIT_CODES,
-    Diverged,
-    LossGuard,
-    Preempted,
-    catch_stop_signals,
-    save_failed_batch,
-    suggest_remedy,
-)
-from adlm.training.logging import MetricWindow, RunLogger, StepMetrics, describe_run
+from adlm.training.logging import RunLogger, StepMetrics, describe_run
 from adlm.training.objective import TrainingObjective
 from adlm.training.optim import build_optimizers, get_lr_multiplier, get_training_tensors, set_lr, step_optimizers
 
@@ -83,12 +74,12 @@ def train_steps(
             with sync, seed_dropout(seed, step, context.rank, number, device):
                 with torch.autocast(device.type, precision, enabled=precision != torch.float32):
                     loss = parallel.module(micro, gamma)
-                # Checked before it reaches the weights; on a GPU or with several ranks MetricWindow.read checks it.
+                # Checked before it reaches the weights; on a GPU or with several ranks RunLogger.read checks it.
                 if not on_gpu and context.world_size == 1:
                     try:
                         loss.check(rows[number].number)
                     except FloatingPointError as error:
-                        raise Diverged(f"step {step}: {error}", step, batch) from error
+                        raise guard.Diverged(f"step {step}: {error}", step, batch) from error
                 loss.total.backward()  # inside seed_dropout: checkpointed activations repeat their dropout here
             values[:3] += torch.stack([loss.total.detach(), loss.nll.detach(), loss.anchor.detach()])
         values[3] = step_optimizers(parallel.model, optimizers, clip, ema, parallel.module)
@@ -130,7 +121,7 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
         raise ValueError("device 'mps' does not train: expected auto, cpu, cuda or cuda:N; use device=cpu")
     folder = Path(config.folder)
     latest = folder / "checkpoints" / checkpoint.LATEST
-    with init_distributed(config.device) as context, catch_stop_signals() as signals, ExitStack() as exit_stack:
+    with init_distributed(config.device) as context, guard.catch_stop_signals() as signals, ExitStack() as exit_stack:
         # Where we run: the device, its precision, and the rows of this process.
         device, on_gpu = context.device, context.device.type == "cuda"
         is_bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
@@ -155,11 +146,10 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
         learner = task.build_loss(model).to(device)
         parallel = parallelize(learner, context, config.parallel)
 
-        # How: optimizers, the average of the weights, and a guard against divergence.
+        # How: optimizers, and the average of the weights.
         optimizers = build_optimizers(learner, config.optimizer)
         ema = EMA(model, config.ema) if config.ema is not None else None
         weights = ema.shadow if ema is not None else dict(model.named_parameters())  # for inference
-        window = MetricWindow(LossGuard(config.guard.spike, config.guard.window), context)
 
         # From where: `state` is a plain dict, and with the tensors it is all that a checkpoint holds.
         state: dict[str, Any] = {"step": 0, "batches": None, "valid": {}, "best": None, "seconds": 0.0}
@@ -176,8 +166,6 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             except (TypeError, KeyError, AttributeError) as error:
                 problem = f"{source / 'state.json'} has batches {restored!r:.120}"
                 raise ValueError(f"{problem}: {checkpoint.COPY_AGAIN}") from error
-            window.values = state["window"]
-            window.guard.recent.extend(state["recent"])
         state["data"] = task.data_hash
 
         # What it writes: config.yaml, checkpoints, metrics.
@@ -204,7 +192,7 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
                 with averaged, torch.autocast(device.type, precision, enabled=is_bfloat16):
                     valid = task.validate(parallel, config.valid.batch or micro_batch)
             except FloatingPointError as error:
-                raise Diverged(f"after step {step} {error}", step, metrics.batch) from error
+                raise guard.Diverged(f"after step {step} {error}", step, metrics.batch) from error
             state["valid"] = valid | {"step": step}
             logger.log({"step": step, **valid, "time": {"seconds": time.perf_counter() - start}})
             logger.print(f"step {step:,}: {task.format_metrics(valid)}")
@@ -223,7 +211,7 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
             logger.print(context.run_on_rank0(write))
 
         def save(metrics: StepMetrics) -> None:
-            window.read()  # raises Diverged before anything is saved
+            logger.read()  # raises Diverged before anything is saved
             step, valid = metrics.step, state["valid"]
             best = torch.inf if state["best"] is None else state["best"]
             is_best = valid.get("step") == step and valid[task.best_metric] < best
@@ -231,7 +219,7 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
                 state["best"] = valid[task.best_metric]
             state.update(step=step, batches=context.all_gather(metrics.batch.state), seconds=logger.seconds)
             state.update(ema_updates=ema.updates if ema else 0)
-            state.update(window=list(window.values), recent=list(window.guard.recent))
+            state.update(window=list(logger.values), recent=list(logger.guard.recent))
             logger.sync()
             writer.wait()  # at most one snapshot in host memory
             inference = checkpoint.copy_to_host(weights, is_main=context.is_main)
@@ -258,11 +246,10 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
         try:
             for metrics in training:
                 step, is_last = metrics.step, metrics.step == config.steps
-                window.add(metrics)
-                logger.bar.update(logger.task, completed=step)
+                logger.add(metrics)
                 is_logged = step % config.log.every == 0 or is_last
                 if is_logged:
-                    logger.log_step(metrics, window)
+                    logger.log_step(metrics)
                 with logger.pause_timer():
                     if step % config.valid.every == 0 or is_last:
                         validate(metrics)
@@ -277,11 +264,11 @@ def run_training(config: Config, open_task: Callable[[Config, DistributedContext
                     writer.wait()
                     command = "the same command" + ("" if config.resume == "auto" else " without resume=")
                     message = f"stopped after step {step:,}, which is saved; {command} resumes the run"
-                    raise Preempted(message, EXIT_CODES[signals[0] if signals else signal.SIGTERM])
-        except Diverged as error:
-            saved = save_failed_batch(folder, context.rank, error)
-            message = f"{error}. The batch is in {saved}. {suggest_remedy(error, latest, state['step'])}"
-            raise Diverged(message, error.step, error.batch, is_spike=error.is_spike) from error
+                    raise guard.Preempted(message, guard.EXIT_CODES[signals[0] if signals else signal.SIGTERM])
+        except guard.Diverged as error:
+            saved = guard.save_failed_batch(folder, context.rank, error)
+            message = f"{error}. The batch is in {saved}. {guard.suggest_remedy(error, latest, state['step'])}"
+            raise guard.Diverged(message, error.step, error.batch, is_spike=error.is_spike) from error
         writer.wait()
         logger.print(f"step {state['step']:,} of {config.steps:,} is in {latest}")
         valid = {name: value for name, value in state["valid"].items() if name != "step"}

@@ -46,7 +46,7 @@ def compute_logits(model: LanguageModel) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("init", [None, 5, [5, 22, 0]])
+@pytest.mark.parametrize("init", [None, 5])
 def test_old_tokens_keep_their_rows_and_logits(name: str, init: Any) -> None:
     old = make(name)
     new = extend_vocabulary(old, 3, init)
@@ -105,13 +105,8 @@ def test_what_does_not_fit_is_refused() -> None:
     model = make("ar")
     with pytest.raises(ValueError, match="count is 0: expected"):
         extend_vocabulary(model, 0)
-    for init, problem in (
-        (23, "has token 23"),
-        (-1, "has token -1"),
-        ([1], "has 1 tokens"),
-        ([1, 2.5], "has token 2.5"),
-    ):
-        with pytest.raises(ValueError, match=f"init {problem}: expected one token, or a list of 2, below 23"):
+    for init in (23, -1, 2.5):
+        with pytest.raises(ValueError, match=f"init is {init}: expected a token below 23"):
             extend_vocabulary(model, 2, init)  # type: ignore[arg-type]
     config = ModelConfig(**SIZE | {"anchor_layers": 1, "bridge": "softmax"})
     with pytest.raises(ValueError, match=r"bridge 'softmax'.*: extend a model with"):

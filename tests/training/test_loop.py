@@ -1,5 +1,6 @@
 """The loop: the same seed gives the same run in any micro-batches; every method trains; divergence stops it."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from adlm.config import OptimizerSettings, ParallelSettings
+from adlm.config import OptimizerSettings, ParallelSettings, load_config
 from adlm.data.batches import Batch, ShuffledBatches, TensorRows
 from adlm.data.shards import open_data
 from adlm.diffusion.anchors import AnchorRule, every_token, rare_in_sequence
@@ -16,11 +17,12 @@ from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
 from adlm.training.distributed import DistributedContext, LossModule, parallelize
 from adlm.training.guard import Diverged, LossGuard, suggest_remedy
-from adlm.training.logging import MetricWindow, StepMetrics
+from adlm.training.logging import RunLogger, StepMetrics
 from adlm.training.loop import train_steps
 from adlm.training.objective import Objective
 from adlm.training.optim import build_optimizers, get_lr_multiplier, set_lr
-from tests.training.runs import curve, data, run, tiny_config
+from adlm.training.setup import open_text_task
+from tests.training.runs import arguments, curve, data, run, tiny_config
 
 FAST = OptimizerSettings(lr=3e-3, betas=(0.9, 0.95))
 
@@ -204,13 +206,18 @@ BATCH = Batch(torch.zeros(1, 1, dtype=torch.int64), None, torch.zeros(1), torch.
 
 
 @pytest.mark.parametrize("bad", [[1.0, float("nan"), 0.0, 1.0], [1.0, 1.0, 0.0, float("inf")]])
-def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(bad: list[float]) -> None:
-    window = MetricWindow(LossGuard(None, 4), DistributedContext(torch.device("cpu")))
-    window.add(StepMetrics(1, torch.ones(4), 1.0, 0.0, BATCH, 0.0))
-    window.read()
-    window.add(StepMetrics(2, torch.tensor(bad), 1.0, 0.0, BATCH, 0.0))
-    with pytest.raises(Diverged, match="step 2") as caught:
-        window.read()
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_run_before_it_is_saved(
+    bad: list[float], tmp_path: Path
+) -> None:
+    context = DistributedContext(torch.device("cpu"))
+    task = open_text_task(load_config(*arguments(tmp_path)), context)
+    with ExitStack() as exit_stack:
+        logger = RunLogger(task, context, exit_stack, {"step": 0, "seconds": 0.0})
+        logger.add(StepMetrics(1, torch.ones(4), 1.0, 0.0, BATCH, 0.0))
+        logger.read()
+        logger.add(StepMetrics(2, torch.tensor(bad), 1.0, 0.0, BATCH, 0.0))
+        with pytest.raises(Diverged, match="step 2") as caught:
+            logger.read()
     assert caught.value.step == 2 and caught.value.batch is BATCH
 
 

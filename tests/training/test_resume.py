@@ -11,7 +11,7 @@ import pytest
 
 from adlm.checkpoint import compute_checksums, find_latest_checkpoint, load_model, read_state, write_json
 from adlm.methods import METHODS
-from adlm.training.logging import MetricWindow, StepMetrics
+from adlm.training.logging import RunLogger, StepMetrics
 from tests.training.runs import assert_same, curve, data, get_exit_code, in_process, run, tensors, wait_until
 
 
@@ -23,15 +23,15 @@ class Crash(Exception):
 def crash_at(step: int) -> Iterator[None]:
     """A context in which a run ends in the middle of a step."""
 
-    add = MetricWindow.add
+    add = RunLogger.add
 
-    def stop(self: MetricWindow, metrics: StepMetrics) -> None:
+    def stop(self: RunLogger, metrics: StepMetrics) -> None:
         add(self, metrics)
         if metrics.step == step:
             raise Crash
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetricWindow, "add", stop)
+        patch.setattr(RunLogger, "add", stop)
         with pytest.raises(Crash):
             yield
 
