@@ -173,12 +173,8 @@ def stream_tokens(
             raise ValueError("is_fixed is None: a causal model has no mask token, so say which tokens are given")
         is_fixed = is_fixed if valid is None else is_fixed | ~valid  # padding is never generated
         model, cache = predictor.model, predictor.model.new_cache(*xt.shape)
-
-        def predict_next(tokens: Tensor) -> Tensor:
-            features: Tensor = model(tokens, cache=cache).final[:, -1]
-            return features
-
-        return continue_tokens(xt, predict_next, predictor.logits_at, is_fixed=is_fixed, **same)
+        same |= {"predict_next": lambda tokens: model(tokens, cache=cache).final[:, -1], "is_fixed": is_fixed}
+        return continue_tokens(xt, logits_at=predictor.logits_at, **same)
     if sampler is None or isinstance(sampler, str):
         raise ValueError(f"sampler is {sampler!r}: a masked model needs one of adlm.build_sampler(NAME, ...)")
     assert config.mask_id is not None

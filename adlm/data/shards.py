@@ -101,9 +101,8 @@ class ShardedRows:
     def count_tokens(self, vocab_size: int) -> NDArray[np.int64]:
         """Count the occurrences of every token, without padding."""
         counts = np.zeros(vocab_size, dtype=np.int64)
-        step = max(1, COUNT_BYTES // (8 * self.length))
-        for first in range(0, len(self), step):
-            tokens, lengths = self.fetch(range(first, min(first + step, len(self))))
+        for index in torch.arange(len(self)).split(max(1, COUNT_BYTES // (8 * self.length))):
+            tokens, lengths = self.fetch(index)
             chunk = tokens if lengths is None else tokens[torch.arange(self.length) < lengths[:, None]]
             if int(chunk.max()) >= vocab_size:
                 raise ValueError(f"{self.folder} holds token {chunk.max()} of {vocab_size} tokens: {PREPARE_AGAIN}")

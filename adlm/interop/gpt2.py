@@ -65,21 +65,10 @@ def from_state_dict(state: Mapping[str, Tensor], *, heads: int, dropout: float =
     if not bool((renamed.setdefault("head.weight", renamed["embed.weight"]) == renamed["embed.weight"]).all()):
         raise ValueError("lm_head.weight is not wte.weight: convert a GPT-2 with tied embeddings")
     vocab_size, dim = renamed["embed.weight"].shape
-    config = ModelConfig(
-        vocab_size=vocab_size,
-        mask_id=None,
-        dim=dim,
-        heads=heads,
-        denoiser_layers=len({name.split(".")[2] for name in renamed if name.startswith("denoiser.layers.")}),
-        length=renamed["positions.weight"].shape[0],
-        is_causal=True,
-        cond_dim=None,
-        dropout=dropout,
-        positions="learned",
-        norm_bias=True,
-        attention_bias=True,
-        tied=True,
-    )
-    model = LanguageModel(config)
+    layers = len({name.split(".")[2] for name in renamed if name.startswith("denoiser.layers.")})
+    settings: dict[str, Any] = {"denoiser_layers": layers, "length": renamed["positions.weight"].shape[0]}
+    settings |= {"is_causal": True, "cond_dim": None, "dropout": dropout, "positions": "learned"}
+    settings |= dict.fromkeys(("norm_bias", "attention_bias", "tied"), True)
+    model = LanguageModel(ModelConfig(vocab_size, None, dim, heads, **settings))
     model.load_state_dict(renamed)
     return model.eval()

@@ -144,6 +144,9 @@ class AdlmPreTrainedModel(PreTrainedModel):
         elif sampler is not None or steps is not None or options:
             raise ValueError("a causal model samples from left to right: leave sampler, steps and their options out")
         kinds = is_free.long() if is_framed else torch.where(is_new, 2, 1)
+        banned = torch.zeros(3, shape.vocab_size, dtype=torch.bool)  # none; special ones; all of these but the end
+        banned[1:, config.special_token_ids] = True
+        banned[2, [] if eos is None else [eos]] = False
         frames = stream_tokens(
             # In memory of its own: sums round by the alignment of their addresses, and so would tokens.
             Predictor(copy.deepcopy(self.model).eval(), self.device, self.dtype, is_compiled=False),
@@ -154,7 +157,7 @@ class AdlmPreTrainedModel(PreTrainedModel):
             sampling=SamplingParams(temperature if do_sample else 0.0, top_k, top_p),
             is_fixed=~is_free,
             valid=None if bool((positions < lengths).all()) else positions < lengths,
-            limits=TokenLimits(kinds, find_banned_ids(config)),
+            limits=TokenLimits(kinds, banned),
             block=block,
         )
         tokens = show_frames(frames, rows[0][: int(is_free[0].long().argmax())], streamer).tokens
@@ -172,15 +175,6 @@ class AdlmForMaskedLM(AdlmPreTrainedModel):
 
 class AdlmForCausalLM(AdlmPreTrainedModel):
     """AR and A2R: predicts the next token."""
-
-
-def find_banned_ids(config: Any) -> Tensor:
-    """Return the banned tokens (3, V): none; special ones; special ones except the end token."""
-    banned = torch.zeros(3, config.vocab_size, dtype=torch.bool)
-    banned[1:, config.special_token_ids] = True
-    if config.eos_token_id is not None:
-        banned[2, config.eos_token_id] = False
-    return banned
 
 
 def show_frames(frames: Iterator[Frame], prompt: Tensor, streamer: Any) -> Frame:

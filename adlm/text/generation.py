@@ -31,12 +31,9 @@ from adlm.text.templates import (
 
 DEFAULT_BATCH = 16  # rows that are sampled at a time
 Templates = Template | Sequence[Template]
-ALIASES = {  # names of transformers, diffusers and LLaDA
-    "num_return_sequences": "n",
-    "num_inference_steps": "steps",
-    "gen_length": "max_new_tokens",
-    "block_length": "block",
-}
+# Names of transformers, diffusers and LLaDA.
+ALIASES = {"num_return_sequences": "n", "num_inference_steps": "steps"}
+ALIASES |= {"gen_length": "max_new_tokens", "block_length": "block"}
 MAX_NEIGHBORS = 4  # given tokens on each side of a hole that are scored
 MAX_ROWS = 64  # evaluated at a time
 # The prior of n tokens is n ** -LENGTH_PENALTY. Without it holes are too long: distant tokens say little about each

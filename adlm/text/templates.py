@@ -76,10 +76,9 @@ def _split_template(template: str) -> Iterator[str | Hole]:
         yield template[end : match.start()]
         least, most, wrong = match.groups()
         if wrong is not None:
-            raise ValueError(
-                f"{match[0][:40]!r} is not a hole: write ___ for any length, ___{{5}} for five tokens or ___{{2,8}} "
-                "for two to eight; for a brace just after a hole, give a list of strings and adlm.Hole(…)"
-            )
+            forms = "___ for any length, ___{5} for five tokens or ___{2,8} for two to eight"
+            remedy = "for a brace just after a hole, give a list of strings and adlm.Hole(…)"
+            raise ValueError(f"{match[0][:40]!r} is not a hole: write {forms}; {remedy}")
         yield Hole() if least is None else Hole(int(least), int(most or least))
         end = match.end()
     yield template[end:]
@@ -218,10 +217,8 @@ def tokenize_piece(tokenizer: Tokenizer, text: str, stop: int | None = None) -> 
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair: "
-            "decode the text with errors='replace', or leave the character out"
-        ) from error
+        problem = f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair"
+        raise ValueError(f"{problem}: decode the text with errors='replace', or leave it out") from error
     encoding = tokenizer.bpe.encode(text[:stop], add_special_tokens=False)
     marks = [0]
     for _, end in encoding.offsets[:-1]:
