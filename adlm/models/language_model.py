@@ -183,13 +183,7 @@ class LanguageModel(nn.Module):
         return self._run_stage(self.denoiser, self.apply_bridge(anchor), noise_level, valid, caches)
 
     def _run_stage(
-        self,
-        stack: Stack,
-        x: Tensor,
-        noise_level: Tensor | None,
-        valid: Tensor | None,
-        cache: Caches,
-        is_first: bool = False,
+        self, stack: Stack, x: Tensor, level: Tensor | None, valid: Tensor | None, cache: Caches, is_first: bool = False
     ) -> Tensor:
         """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
         config, values = self.config, None
@@ -197,11 +191,10 @@ class LanguageModel(nn.Module):
         length = start + x.shape[1]
         if length > config.length:
             raise ValueError(f"{length} tokens are longer than this model's length of {config.length}: shorten them")
-        if config.time_conditioning and (noise_level is None or noise_level.shape != x.shape[:1]):
-            got = "none" if noise_level is None else f"shape {tuple(noise_level.shape)}"
+        if config.time_conditioning and (level is None or level.shape != x.shape[:1]):
+            got = "none" if level is None else f"shape {tuple(level.shape)}"
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
-        level = noise_level if config.time_conditioning else None
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)
@@ -209,7 +202,7 @@ class LanguageModel(nn.Module):
         mask = None if valid is None else attention_mask(valid, config.is_causal, cache is not None)
         if is_first:
             values, x = self._look_up_values(x), self._embed_tokens(x, start)
-        return stack(x, level, rotary, mask, cache, values)
+        return stack(x, level if config.time_conditioning else None, rotary, mask, cache, values)
 
     def _embed_tokens(self, tokens: Tensor, start: int) -> Tensor:
         """Embed tokens with learned positions, if there are any, in the dtype of autocast."""

@@ -50,13 +50,9 @@ class LossGuard:
         if self.spike is not None and len(self.recent) == self.recent.maxlen:
             mean, deviation = statistics.fmean(self.recent), statistics.pstdev(self.recent)
             if deviation > 0 and loss > mean + self.spike * deviation:
-                raise Diverged(
-                    f"the loss at step {step} is {loss:.4g}, more than guard.spike={self.spike:g} standard deviations "
-                    f"({deviation:.2g}) above the mean of the last {len(self.recent)} steps ({mean:.4g})",
-                    step,
-                    batch,
-                    is_spike=True,
-                )
+                limit = f"guard.spike={self.spike:g} standard deviations ({deviation:.2g})"
+                above = f"more than {limit} above the mean of the last {len(self.recent)} steps ({mean:.4g})"
+                raise Diverged(f"the loss at step {step} is {loss:.4g}, {above}", step, batch, is_spike=True)
         self.recent.append(loss)
 
 

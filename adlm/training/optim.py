@@ -49,8 +49,7 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
                 "optimizer.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp or adamw"
             )
         muon = Muon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
-        muon.param_groups[0]["peak_momentum"] = settings.muon_momentum
-        muon.param_groups[0]["momentum_warmup"] = settings.momentum_warmup
+        muon.param_groups[0] |= {"peak_momentum": settings.muon_momentum, "momentum_warmup": settings.momentum_warmup}
         optimizers.append(muon)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -77,6 +77,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     objective = build_objective(config, shape, data, on_gpu=context.device.type == "cuda")
     sampler = None if shape.is_causal else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
+    is_sedd = methods.METHODS[str(config.method)].score_entropy
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
         estimate = estimate_nll(
@@ -113,11 +114,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         init,
         objective,
         build_dataloader(config, data, stream, context),
-        build_loss=partial(
-            LossModule,
-            score_entropy=methods.METHODS[str(config.method)].score_entropy,
-            max_weight=config.objective.max_weight,
-        ),
+        build_loss=partial(LossModule, score_entropy=is_sedd, max_weight=config.objective.max_weight),
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
         sample=sample,
