@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
-BARS = " ▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
 LOG_SECONDS = 10.0  # between lines of progress where there is no terminal
@@ -176,18 +176,14 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
         yield update
 
 
-def draw_curve(losses: Sequence[float], *, width: int = 60, height: int = 8) -> str:
-    """Draw losses as a bar chart of text: `width` means of equal parts, `height` lines."""
+def draw_curve(losses: Sequence[float], *, width: int = 60) -> str:
+    """Draw losses as a line of bars, means of equal parts, with the first and the last mean."""
     width = min(width, len(losses))
     parts = [losses[i * len(losses) // width : (i + 1) * len(losses) // width] for i in range(width)]
     means = [sum(part) / len(part) for part in parts]
-    low, high = min(means), max(means)
-    eighths = [round((mean - low) / ((high - low) or 1.0) * (height * 8 - 1)) + 1 for mean in means]
-    labels, lines = {height - 1: f"{high:6.2f}", 0: f"{low:6.2f}"}, []
-    for level in reversed(range(height)):
-        bars = "".join(BARS[min(max(e - level * 8, 0), 8)] for e in eighths)
-        lines.append(f"{labels.get(level, ''):6} ┤{bars}")
-    return "\n".join([*lines, f"       └{'─' * width} step {len(losses)} (nats)"])
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    bars = "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+    return f"loss {means[0]:.2f} {bars} {means[-1]:.2f} nats, {len(losses)} steps"
 
 
 def check_output_files(files: Mapping[str, Path | None]) -> None:

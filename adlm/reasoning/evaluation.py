@@ -204,11 +204,7 @@ def draw_graph(question: str, kind: str, nodes: Sequence[str], answer: str | Non
         column.sort(key=lambda node: np.mean([places[a][1] for a, b in edges if b == node and a in places] or [0]))
         shift = 0.3 * (across % 2) - (len(column) - 1) / 2
         places |= {node: (across, up + shift) for up, node in enumerate(column)}
-    notes: dict[str, list[str]] = {node: ["answer"] * (node == answer) for node in places}
-    fills = dict.fromkeys(places, LIGHT)
-    for number, node in enumerate(nodes, 1):
-        notes.setdefault(node, []).append(f"{kind} {number}")
-        fills[node] = COLORS[2 if path[number : number + 1] == [node] else 1]
+    numbers = dict(zip(range(1, len(nodes) + 1), nodes))
 
     with new_figure(file, len(columns) + 1, 0.6 * max(map(len, columns)) + 1) as figure:
         axes = figure.subplots()
@@ -219,10 +215,13 @@ def draw_graph(question: str, kind: str, nodes: Sequence[str], answer: str | Non
             look |= {"color": COLORS[0], "linewidth": 2.5} if (start, end) in pairwise(path) else {}
             axes.annotate("", places[end], places[start], arrowprops=look | {"connectionstyle": "arc3,rad=0.1"})
         for node, place in places.items():
+            own = [number for number in numbers if numbers[number] == node]
+            notes = ["answer"] * (node == answer) + [f"{kind} {number}" for number in own]
+            fill = COLORS[2 if path[own[-1] : own[-1] + 1] == [node] else 1] if own else LIGHT
             shape = "s" if node in options else "D" if node == root else "o"
             edge = COLORS[0] if node in path else GRAY
-            axes.plot(*place, shape, markersize=15, color=fills[node], markeredgecolor=edge, markeredgewidth=1.5)
+            axes.plot(*place, shape, markersize=15, color=fill, markeredgecolor=edge, markeredgewidth=1.5)
             axes.annotate(node, place, ha="center", va="center")
-            axes.annotate(", ".join(notes[node]), place, (0, 12), textcoords="offset points", ha="center", fontsize=7)
+            axes.annotate(", ".join(notes), place, (0, 12), textcoords="offset points", ha="center", fontsize=7)
         reply = f"{kind}s: {' '.join(nodes) or 'none'}  answer: {answer or 'none'}"
         axes.set_title(f"from {root}: {' or '.join(options)}?  {reply}")

@@ -166,7 +166,7 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
         holds = {each["task"]: judge_claim(claim, each["arms"]) for each in sets if each["level"] == level}
         overall = {"holds": judge_tasks(holds)} if claim is ANCHORS_HELP else {}
         verdicts.append({"claim": claim.text, "level": level, "tasks": holds} | overall)
-    tables += [build_comparison_table(comparisons), build_verdict_table(verdicts)]
+    tables += build_verdict_tables(comparisons, verdicts)
     metrics: dict[str, Any] = {"verdicts": verdicts, "comparisons": comparisons, "runs": list(results.values())}
     if out is not None:
         metrics["files"] = ["reasoning_table.md"]
@@ -203,27 +203,23 @@ def build_table(task: str, arms: Mapping[str, Sequence[Result]]) -> Table:
     return Table(columns, rows, f"{task}: arms", [note])
 
 
-def build_comparison_table(comparisons: Sequence[Result]) -> Table:
-    """Build the table of compared arms."""
+def build_verdict_tables(comparisons: Sequence[Result], verdicts: Sequence[Result]) -> list[Table]:
+    """Build the table of compared arms, and that of claims: a row for each claim and task, a column for each level."""
     names = ("task", "test", "arms", "difference", "SD", "verdict")
-    rows = [
-        [c["task"], c["test"], f"{c['arm']} – {c['other']}", c["difference"], c["sd"], c["verdict"] or WORDS[None]]
-        for c in comparisons
-    ]
     columns = [Column(name, 2, is_text=name not in ("difference", "SD")) for name in names]
-    return Table(columns, rows, "compared arms, in points", [RULE])
-
-
-def build_verdict_table(verdicts: Sequence[Result]) -> Table:
-    """Build the table of claims: a row for each claim and task, a column for each level."""
+    compared = []
+    for each in comparisons:
+        pair, verdict = f"{each['arm']} – {each['other']}", each["verdict"] or WORDS[None]
+        compared.append([each["task"], each["test"], pair, each["difference"], each["sd"], verdict])
     cells: dict[tuple[str, str], list[Cell]] = {}
     for each in verdicts:
         overall = {"two of the generated tasks": each["holds"]} if "holds" in each else {}
         for task, value in (each["tasks"] | overall).items():
             cells.setdefault((each["claim"], task), []).append(WORDS[value])
-    rows = [[*key, *row, *[None] * (len(LEVELS) - len(row))] for key, row in cells.items()]
-    columns = [Column(name, is_text=True) for name in ("claim", "task", *LEVELS)]
-    return Table(columns, rows, "verdicts at h, h+1, h+2 hops")
+    claims = [[*key, *row, *[None] * (len(LEVELS) - len(row))] for key, row in cells.items()]
+    texts = [Column(name, is_text=True) for name in ("claim", "task", *LEVELS)]
+    compared_arms = Table(columns, compared, "compared arms, in points", [RULE])
+    return [compared_arms, Table(texts, claims, "verdicts at h, h+1, h+2 hops")]
 
 
 def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
