@@ -93,9 +93,7 @@ class CheckpointWriter:
     background: bool = True
     group: dist.ProcessGroup | None = None
     pending: Future[None] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"), init=False)
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a snapshot after the one before it is written."""

@@ -71,11 +71,9 @@ def prepare(
     on_progress: Callable[[PrepareProgress], None] | None = None,
 ) -> dict[str, Any]:
     """Prepare the folder `out`, or resume or reuse it, and return its manifest (docs/prepare.md)."""
-    if train_tokenizer is not None and tokenizer is not None:
-        raise ValueError(f"tokenizer {str(tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
     corpus = find_corpus(source)
     defaults = corpus or Corpus()
-    tokenizer, length, rows = tokenizer or defaults.tokenizer, length or defaults.length, rows or defaults.rows
+    length, rows = length or defaults.length, rows or defaults.rows
     if rows not in ROW_LAYOUTS:
         raise ValueError(f"rows is {rows!r}: expected {' or '.join(ROW_LAYOUTS)}")
     if not 0 <= valid_share < 1:
@@ -85,6 +83,8 @@ def prepare(
     if train_tokenizer is not None and not 258 <= train_tokenizer <= MAX_VOCAB_SIZE:
         expected = f"expected at least 258 tokens (bytes, end, mask) and at most {MAX_VOCAB_SIZE:,}"
         raise ValueError(f"train_tokenizer is {train_tokenizer}: {expected}")
+    if train_tokenizer is not None and tokenizer is not None:
+        raise ValueError(f"tokenizer {str(tokenizer)!r:.60} and train_tokenizer are both given: leave one out")
     hashes = Path(out) / HASHES
     KNOWN_HASHES.update(read_hashes(hashes))
     reading: dict[str, Any] = {"column": column, "documents": documents, "detokenizer": detokenizer, "glob": glob}
@@ -102,7 +102,7 @@ def prepare(
     loaded = None
     described: dict[str, Any] = {"trained": train_tokenizer, "on_bytes": TOKENIZER_BYTES}
     if train_tokenizer is None:
-        loaded = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
+        loaded = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer or defaults.tokenizer)
         described = {key: value for key, value in shards.describe_tokenizer(loaded).items() if key != "name"}
     settings = {
         "source": sources["train"].identity,

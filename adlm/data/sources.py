@@ -226,16 +226,11 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     if len(files) > MAX_LISTED_FILES:  # a hash of the list: it is compared, written and read often
         digest = hashlib.sha256(json.dumps(fingerprints).encode("utf-8")).hexdigest()
         fingerprints = {"count": len(files), "bytes": total, "sha256": digest}
-    identity = {
-        "kind": "files",
-        "reader": READER,
-        "files": fingerprints,
-        "column": "+".join(columns) if tables else None,
-        "documents": rule if len(tables) < len(files) else None,
-        "detokenizer": corpus.detokenizer,
-        "slice": split.part or None,
-        "characters": list(characters) if characters else None,
-    }
+    identity = {"kind": "files", "reader": READER, "files": fingerprints}
+    identity["column"] = "+".join(columns) if tables else None
+    identity["documents"] = rule if len(tables) < len(files) else None
+    identity |= {"detokenizer": corpus.detokenizer, "slice": split.part or None}
+    identity["characters"] = list(characters) if characters else None
     if label := corpus.stand_ins.get("+".join(columns)):
         identity["stand_in"] = label
     folder = root if root.is_dir() else None
@@ -386,15 +381,7 @@ def _open_hub(repo: str, config: str | None, revision: str | None, request: Sour
         for number, row in enumerate(chosen if stop is None else chosen.take(max(0, stop - start)), start):
             yield formats.join_columns(row, names, f"{request.name}, row {number}"), 0, True
 
-    identity = {
-        "kind": "hub",
-        "reader": READER,
-        "repo": repo,
-        "config": config,
-        "split": split.base,
-        "slice": [start, stop],
-        "revision": builder.hash,
-        "column": "+".join(names),
-        "detokenizer": request.corpus.detokenizer,
-    }
+    identity = {"kind": "hub", "reader": READER, "repo": repo, "config": config, "split": split.base}
+    identity |= {"slice": [start, stop], "revision": builder.hash, "column": "+".join(names)}
+    identity["detokenizer"] = request.corpus.detokenizer
     return Source(request.name, identity, None, lambda: request.clean_documents(read_rows(), split))
