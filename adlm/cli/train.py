@@ -59,7 +59,7 @@ def plot(
     is_json: options.Json = False,
 ) -> None:
     """Plot runs: likelihood, learning rate and γ, throughput."""
-    from adlm.cli.plot import build_runs_table, plot_runs, read_run
+    from adlm.evaluate.plots import build_runs_table, plot_runs, read_run
 
     check_output_files({"--out": out})
     with json_stdout(is_json):

@@ -12,11 +12,10 @@ if TYPE_CHECKING:
     from adlm.evaluate.anchor_study import anchors
     from adlm.evaluate.code_eval import code
     from adlm.evaluate.frontiers import frontier
-    from adlm.evaluate.ppl import perplexity
+    from adlm.evaluate.ppl import perplexity, zero_shot
     from adlm.evaluate.reports import report
     from adlm.evaluate.results import Estimate, EvalResult
-    from adlm.evaluate.sampling import samples
-    from adlm.evaluate.zeroshot import zero_shot
+    from adlm.evaluate.sample_metrics import samples
 
 # Name -> the module that defines it.
 _EXPORTS = {
@@ -27,8 +26,8 @@ _EXPORTS = {
     "frontier": "frontiers",
     "perplexity": "ppl",
     "report": "reports",
-    "samples": "sampling",
-    "zero_shot": "zeroshot",
+    "samples": "sample_metrics",
+    "zero_shot": "ppl",
 }
 __all__ = [*_EXPORTS]
 

@@ -5,7 +5,6 @@ A point is one setting of the sampler: `n` texts, measured and timed.
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,6 @@ NOTE = (
     "A low Gen-PPL at a low entropy is repetition; texts that end early have less entropy. ± is a standard error over "
     "texts; of seconds, the standard deviation over timings."
 )
-
-
-@dataclass(frozen=True)
-class SamplerSetting:
-    """A sampler with its steps, temperature and nucleus."""
-
-    sampler: str
-    steps: int | None  # None: the sampler has no steps
-    temperature: float
-    top_p: float
-
-    def as_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `LM.generate`."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, LEFT_TO_RIGHT)}
 
 
 @lock_output
@@ -79,7 +64,7 @@ def frontier(
         raise ValueError("samplers, steps, temperatures or top_p is empty: give at least one of each")
     for lm, own in zip(models, grids, strict=True):  # wrong settings are refused before anything runs
         for setting in own:
-            lm.build_request(length=length, n=1, seed=seed, **setting.as_arguments())
+            lm.build_request(**get_arguments(setting, length, seed))
     tokenizer = models[0].tokenizer  # counts the tokens of all models
     texts, about = draw_reference_texts(reference, tokenizer, length, n) if reference else (None, None)
     loaded = None if scorer is None else load_scorer(scorer, device=models[0].device)
@@ -93,18 +78,18 @@ def frontier(
         described.append(identity | {"parameters": sum(each.numel() for each in lm.model.parameters())})
         is_warm = False
         for setting in own:
-            on_progress(f"{lm.name}: {setting.sampler}", len(points), sum(map(len, grids)))
+            on_progress(f"{lm.name}: {setting['sampler']}", len(points), sum(map(len, grids)))
             # The machine is part of the key, because time is one of the metrics.
-            parts = (described[-1], asdict(setting), size, measure.settings, machine, get_device_name(lm.device))
+            parts = (described[-1], setting, size, measure.settings, machine, get_device_name(lm.device))
             key = f"point-{hash_settings(parts)}"
             if key not in cache:
-                arguments = {"length": length, "seed": seed, **setting.as_arguments()}
+                arguments = get_arguments(setting, length, seed)
                 # The first texts of a process take longer; on a GPU the first of every setting, which may have batch
                 # sizes that no graph was captured of.
                 if not is_warm or lm.device.type == "cuda":
                     time_batch(lm, arguments, min(batch, n))
                     is_warm = True
-                point = {"model": lm.name, "method": lm.method, **asdict(setting)}
+                point = {"model": lm.name, "method": lm.method, **setting}
                 cache.put(key, point | measure_point(lm, arguments, n, batch, repeats, measure), is_flushed=True)
             points.append(cache.get(key))
     cache.merge()
@@ -141,14 +126,21 @@ def tabulate_points(points: Sequence[Point], reference: Point | None, settings: 
     return Table(columns, rows, notes=notes)
 
 
+def get_arguments(setting: Point, length: int, seed: int) -> dict[str, Any]:
+    """The keyword arguments of `LM.generate`."""
+    given = {name: value for name, value in setting.items() if value not in (None, LEFT_TO_RIGHT)}
+    return {"length": length, "seed": seed, **given}
+
+
 def build_grid(
     lm: LM, samplers: Sequence[str], steps: Sequence[int], temperatures: Sequence[float], top_p: Sequence[float]
-) -> list[SamplerSetting]:
+) -> list[Point]:
     """The settings in the order of the lists; a causal model has no samplers, and some samplers have no steps."""
     own: list[tuple[str, int | None]] = [(LEFT_TO_RIGHT, None)] if lm.row_format.is_causal else []
     for sampler in samplers if not own else ():
         own += [(sampler, count) for count in steps] if takes_steps(sampler) else [(sampler, None)]
-    return [SamplerSetting(*each, *others) for each, *others in product(own, temperatures, top_p)]
+    names = ("sampler", "steps", "temperature", "top_p")
+    return [dict(zip(names, (*each, *others))) for each, *others in product(own, temperatures, top_p)]
 
 
 def measure_point(

@@ -19,7 +19,7 @@ from adlm.evaluate.code_eval import code as measure_code
 from adlm.evaluate.data import RowLayout
 from adlm.evaluate.frontiers import frontier
 from adlm.evaluate.plots import draw_figures
-from adlm.evaluate.ppl import list_models, perplexity
+from adlm.evaluate.ppl import list_models, perplexity, zero_shot
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import (
     Column,
@@ -31,9 +31,8 @@ from adlm.evaluate.results import (
     save_json,
     to_json,
 )
-from adlm.evaluate.sampling import samples
+from adlm.evaluate.sample_metrics import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
-from adlm.evaluate.zeroshot import zero_shot
 from adlm.methods import takes_steps
 from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers

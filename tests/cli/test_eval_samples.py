@@ -13,7 +13,7 @@ from adlm.bundled import DEFAULT
 from adlm.cli.output import SEPARATOR
 from adlm.evaluate import cache as caches
 from adlm.evaluate.cache import read_entries
-from adlm.evaluate.sampling import read_texts
+from adlm.evaluate.sample_metrics import read_texts
 from tests.cli.eval_answers import held_out
 from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, encoder_folder, needs, numbers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adlm.cli.main import app
-from adlm.evaluate.zeroshot import SETS
+from adlm.evaluate.ppl import SETS
 from tests.cli.eval_answers import evaluate, narrow_table
 from tests.cli.terminal import assert_error, invoke, trained
 from tests.evaluate.test_zeroshot import write_sets

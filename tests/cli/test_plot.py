@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adlm.cli.plot import plot_runs, read_run, smooth_curve
+from adlm.evaluate.plots import plot_runs, read_run, smooth_curve
 from adlm.training.logging import append_record
 from tests.cli.terminal import assert_error, invoke
 from tests.evaluate.scorers import with_matplotlib

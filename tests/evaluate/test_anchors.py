@@ -20,9 +20,17 @@ from adlm.diffusion.objectives import diffusion_loss, training_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear
 from adlm.evaluate import anchor_study
-from adlm.evaluate.anchor_study import correlate_studies, find_guess
+from adlm.evaluate.anchor_study import (
+    LEVELS,
+    NONE,
+    Perturbation,
+    check_two_stages,
+    correlate_studies,
+    find_guess,
+    measure_losses,
+    sample_rows,
+)
 from adlm.evaluate.data import load_eval_data
-from adlm.evaluate.perturbation import LEVELS, NONE, Perturbation, check_two_stages, measure_losses, sample_rows
 from adlm.evaluate.results import Estimate, ProgressCallback, ignore_progress, render_markdown
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.likelihood import draw_position, estimate_nll

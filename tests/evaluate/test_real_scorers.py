@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import adlm
-from adlm.evaluate.sample_metrics import compute_gen_ppl, measure_mauve, warn_few_texts
-from adlm.evaluate.sampling import cut_passages
+from adlm.evaluate.sample_metrics import compute_gen_ppl, cut_passages, measure_mauve, warn_few_texts
 from adlm.evaluate.scorer import ScoringRequest, TokenizedText, score_texts
 from tests.evaluate.scorers import documents, needs, real
 

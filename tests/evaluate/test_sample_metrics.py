@@ -16,11 +16,11 @@ from adlm.evaluate.sample_metrics import (
     TextScorer,
     compute_entropies,
     compute_gen_ppl,
+    cut_passages,
     estimate_mean,
     is_counted,
     measure_distinct,
 )
-from adlm.evaluate.sampling import cut_passages
 from adlm.evaluate.scorer import ScoringRequest, TokenizedText, score_texts, token_nats
 from tests.evaluate.scorers import END, causal, documents, encoder, needs
 from tests.goldens import arrays

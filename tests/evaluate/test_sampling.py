@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from adlm.evaluate import sampling
+from adlm.evaluate import sample_metrics as sampling
 from adlm.evaluate.cache import open_cache
 from adlm.evaluate.results import EvalResult
-from adlm.evaluate.sampling import cut_passages, read_texts, samples, select_texts, split_document
+from adlm.evaluate.sample_metrics import cut_passages, read_texts, samples, select_texts, split_document
 from adlm.text.lm import LM, load
 from tests.cli.terminal import trained
 from tests.evaluate.scorers import PROSE, causal_folder, documents, needs, numbers

@@ -11,7 +11,7 @@ from adlm.data.corpora import CORPORA
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.data import EvalDataset, load_eval_data
-from adlm.evaluate.zeroshot import PAPER, SETS, SPLIT, compare_with_paper, find_set, locate_set, zero_shot
+from adlm.evaluate.ppl import PAPER, SETS, SPLIT, compare_with_paper, find_set, locate_set, zero_shot
 from adlm.likelihood import estimate_nll
 from tests.data.test_corpora import hub, write_parquet  # noqa: F401
 from tests.data.test_packing import wrap_rows
