@@ -167,7 +167,7 @@ class CachedEncoder:
 def run_worker(dtype: str) -> None:
     """Receive a tokenizer and then chunks on standard input, a socket, and send ids back until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
-    with suppress(EOFError, ConnectionError), Connection(sys.stdin.fileno()) as parent:
+    with suppress(EOFError, OSError), Connection(sys.stdin.fileno()) as parent:
         encoder = CachedEncoder(parent.recv(), dtype)
         while True:
             texts = parent.recv()

@@ -1,6 +1,7 @@
 """Encoding word by word, in one process or several, gives the tokenizer's own ids."""
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,14 @@ def test_an_error_of_the_source_is_raised_and_ends_the_workers(processes: list[W
     with pytest.raises(ValueError, match="line 7"):
         list(tokenize_chunks(FAST["gpt2"].json, "uint16", broken(), workers=2))
     assert len(processes) == 2 and all(each.process.returncode is not None for each in processes)
+
+
+@pytest.mark.parametrize("message", [b"", b"\0\0\1\0the beginning of 256 bytes"])
+def test_a_process_ends_quietly_with_its_parent(message: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    worker = WorkerProcess(FAST["gpt2"].json, "uint16")
+    os.write(worker.connection.fileno(), message)
+    worker.connection.close()
+    assert worker.process.wait(20) == 0 and capfd.readouterr().err == ""
 
 
 def test_which_tokenizers_allow_a_cut() -> None:
