@@ -88,11 +88,7 @@ def print_bytes(content: bytes) -> None:
 
 
 def print_table(table: Table, console: SafeConsole | None = None) -> None:
-    """Print a table; numbers are never cut.
-
-    On a narrow terminal optional columns are left out and, where that is not enough, errors go below their values or
-    every cell has a line of its own.
-    """
+    """Print a table, in a narrow terminal with fewer columns, or every cell on its own line; no number is cut."""
     from rich.markup import escape
     from rich.table import Table as RichTable
 

@@ -150,10 +150,7 @@ def choose_anchors(layout: RowLayout, item: Item, u: Sequence[float] | None) -> 
 
 @dataclass(frozen=True)
 class ReasoningBatch(NoisyBatch):
-    """Rows of problems for a causal model: `hidden` are the tokens and slots with a loss, `x0` their targets.
-
-    With a second loss `tokens` has three counts: of this batch's targets, of the auxiliary ones, and of rows.
-    """
+    """Rows of problems for a causal model: `hidden` are the tokens and slots with a loss, `x0` their targets."""
 
     slot: Tensor | None = None  # (B, L): the number of the slot at a position, from 1; 0 elsewhere. None: no feedback
     slot_ends: tuple[int, ...] = ()  # so much of the rows comes before the slots of each number
@@ -164,16 +161,13 @@ class ReasoningBatch(NoisyBatch):
 def collate(
     layouts: Sequence[RowLayout],
     labels: Sequence[Labels],
-    anchors: Sequence[Sequence[int]] | None = None,
+    anchors: Sequence[Sequence[int]] | None = None,  # positions of tokens with A2R's anchor term
     *,
     feedback: bool = False,
     label_weight: float = 1.0,
     multiple: int = 1,
 ) -> ReasoningBatch:
-    """Make the batch of a causal model: position i has the token i as input and the token i + 1 as its target.
-
-    A slot's own position has its label as the target. `anchors` are positions of tokens with A2R's anchor term.
-    """
+    """Make the batch of a causal model: position i reads token i; its target is token i + 1, at a slot its label."""
     inputs, _ = pad_rows([each.tokens[:-1] for each in layouts], multiple)
     targets, is_target = pad_rows([each.tokens[1:] for each in layouts], multiple)
     length, place = inputs.shape[1], np.arange(inputs.shape[1])
@@ -275,8 +269,8 @@ class ReasoningObjective:
             made = replace(made, links=torch.tensor(places, dtype=torch.int64))
         if others:
             auxiliary = collate(others, [()] * len(others), multiple=self.multiple if arm.auxiliary == "codi" else 1)
-        counts = [made.tokens, torch.tensor(0.0) if auxiliary is None else auxiliary.tokens]
-        return replace(made, auxiliary=auxiliary, tokens=torch.stack([*counts, torch.tensor(float(len(items)))]))
+        counts = [float(made.tokens), 0.0 if auxiliary is None else float(auxiliary.tokens), float(len(items))]
+        return replace(made, auxiliary=auxiliary, tokens=torch.tensor(counts))  # of both losses' targets, and of rows
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma of A2R's anchor term at a step; None where there are no anchors."""

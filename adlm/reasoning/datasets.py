@@ -103,9 +103,8 @@ def _read_problems(path: Path, find_steps: Callable[[str], list[str]] | None) ->
             trace, mark, answer = answer.rpartition(ANSWER_MARK)
             steps, answer = find_steps(trace), answer.replace(",", "").strip()
             if not mark or not answer:
-                raise ValueError(
-                    f"{place} ends in {row['answer'][-40:]!r}: expected '{ANSWER_MARK}' and the answer; {REMEDY}"
-                )
+                end = row["answer"][-40:]
+                raise ValueError(f"{place} ends in {end!r}: expected '{ANSWER_MARK}' and the answer; {REMEDY}")
         yield Problem(row["question"], tuple(steps), answer)
 
 
@@ -132,10 +131,8 @@ def load_problems(task: str, path: Path | str, split: str = "test") -> list[Prob
     if split not in files:
         there = ", ".join(f"{name} ({file.name})" for name, file in files.items()) or "none"
         expected = ", ".join(each for names in dataset.files.values() for each in names)
-        raise ValueError(
-            f"{task} has no split {split!r} in {path}, where the splits are: {there}; choose one of these, give a "
-            f"file, or add one of {expected} (.gz)"
-        )
+        problem = f"{task} has no split {split!r} in {path}, where the splits are: {there}"
+        raise ValueError(f"{problem}; choose one of these, give a file, or add one of {expected} (.gz)")
     if not (problems := list(_read_problems(files[split], dataset.find_steps))):
         raise ValueError(f"{files[split]} holds no problem: expected at least one of {task}; make or fetch it again")
     return problems
@@ -155,16 +152,11 @@ def recode_problems(
 
 
 def encode_problems(task: str, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Item]:
-    """Encode problems as Coconut lays them out: the question and each step end in a newline.
-
-    The answer has a leading space, as after Coconut's "###". An anchor is the first token of its word with a leading
-    space, or the next token where the first is only the space. `off_path` has the question's words of the same kind
-    that are not in the trace, each token once, none that is also an anchor.
-    """
+    """Encode problems as Coconut does: question and steps end in a newline, the answer has a leading space."""
     find_words = DATASETS[task].find_words
 
     @cache
-    def encode_word(word: str) -> int:
+    def encode_word(word: str) -> int:  # the first token of a word with a leading space that is not only the space
         return next(token for token in tokenizer.encode(f" {word}") if tokenizer.decode([token]).strip())
 
     texts = [[f"{each.question}\n", *(f"{step}\n" for step in each.steps), f" {each.answer}"] for each in problems]

@@ -19,7 +19,7 @@ from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import ProgressCallback, ignore_progress, save_json
 from adlm.models.costs import count_parameters, flops_per_token
 from adlm.reasoning import sudoku
-from adlm.reasoning.arms import ARMS, Curriculum, ReasoningObjective, RowLayout, choose_anchors, collate
+from adlm.reasoning.arms import Curriculum, ReasoningObjective, choose_anchors, collate
 from adlm.reasoning.decoding import Decoded, apply_head, decode_greedily
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
 from adlm.reasoning.items import Item
@@ -35,15 +35,12 @@ COUNTED_ROWS = 256  # problems whose lengths the FLOPs are counted from
 def evaluate(
     folder: str | Path,
     *changes: str,
-    data: str | Path | None = None,
+    data: str | Path | None = None,  # folder with published problems: of a text task, or a second test
     tests: int | None = None,
     device: str = "auto",
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
-    """Measure a run on at most `tests` problems of each test set, and write the result to reasoning.json in its folder.
-
-    `data` is the folder with published problems: of a text task, or a second test of *graphs* and *chains*.
-    """
+    """Measure a run on at most `tests` problems of each test set, and write reasoning.json into its folder."""
     given = {"reasoning.path": None if data is None else str(data), "reasoning.tests": tests}
     run = load_run(folder, *changes, device=device, **{key: value for key, value in given.items() if value is not None})
     config, settings, task = run.config, run.config.reasoning, run.task
@@ -81,10 +78,7 @@ def evaluate(
 
 
 def measure_results(task: Task, items: Sequence[Item], results: Sequence[Decoded]) -> dict[str, Any]:
-    """Compute the accuracy on a test set and its cost; on Sudoku, the share of right cells too.
-
-    `right` has a bit for each problem, the first one in the highest bit of the first byte.
-    """
+    """Compute the accuracy on a test set and its cost; on Sudoku, the share of right cells too."""
     is_right = np.array([result.answer == item.answer for result, item in zip(results, items, strict=True)])
     accuracy, count = float(is_right.mean()), len(items)
     example = int(is_right.argmax())  # the first right one, or the first
@@ -95,7 +89,7 @@ def measure_results(task: Task, items: Sequence[Item], results: Sequence[Decoded
         "tokens": sum(len(result.tokens) for result in results) / count,
         "passes": sum(result.passes for result in results) / count,
         "example": format_solution(task, items[example], results[example]),
-        "right": np.packbits(is_right).tobytes().hex(),
+        "right": np.packbits(is_right).tobytes().hex(),  # the first problem in the highest bit of the first byte
         "sha256": hash_items(items),
     }
     if task.name == "sudoku":
@@ -113,11 +107,7 @@ def count_stages(curriculum: Curriculum, steps: int) -> np.ndarray:
 
 
 def count_training_flops(run: LoadedRun) -> float:
-    """Count the training FLOPs of a run from the lengths of its rows, without padding.
-
-    A slot with feedback takes a pass of its own over the positions before it, SIM-CoT's decoder one layer over the step
-    of each slot, and CODI's teacher a pass over the problem laid out as cot.
-    """
+    """Count the training FLOPs of a run from the lengths of its rows, without padding."""
     objective, shape, items = run.objective, run.model.config, run.task.draw(0, 1, COUNTED_ROWS)
     decoder = replace(shape, anchor_layers=0, denoiser_layers=1)
 
@@ -128,6 +118,7 @@ def count_training_flops(run: LoadedRun) -> float:
             return flops_per_token(shape, length=length) * length
         arm = objective.arm
         share = len(choose_anchors(layout, item, None)) / length if arm.has_anchor_term else 0
+        # A slot with feedback takes a pass of its own over the positions before it.
         passes = [(shape, n) for n in (length - 1, *(layout.slots if arm.feedback else ()))]
         reader = shape if arm.auxiliary == "codi" else decoder
         passes += [(reader, len(row.tokens) - 1) for row in objective.lay_out_auxiliary(item, layout)]
@@ -140,18 +131,13 @@ def count_training_flops(run: LoadedRun) -> float:
 
 @torch.no_grad()
 def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path | None = None) -> dict[str, Any]:
-    """Answer a question: what the model writes, its guesses at labelled slots, and the answer.
-
-    With `plot`, draw a question of *graphs* to that file.
-    """
+    """Answer a question: what the model writes, its guesses at labelled slots, and the answer; plot a graph's."""
     run = load_run(folder, device=device)
     task, objective = run.task, run.objective
     if not question.strip():
         raise ValueError("the question is empty: give its text")
     if plot is not None and (task.name != "graphs" or not QUESTION.fullmatch(question)):
-        raise ValueError(
-            f"--plot {plot} takes a question of graphs such as '3 5 | 0 3 ? 0 5 4': change it or leave it out"
-        )
+        raise ValueError(f"--plot {plot} takes a question of graphs such as '3 5 | 0 3 ? 0 5 4': leave it out")
     ids, guesses, arm = task.encode_question(question), None, run.config.reasoning.arm
     layout, length = objective.lay_out(Item(ids, [], [], [], [])), run.model.config.length
     size = len(objective.task.lay_out(ids)) if isinstance(objective, HoleObjective) else layout.prompt + 1
@@ -163,7 +149,10 @@ def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path |
     else:
         options: dict[str, Any] = {"feedback": objective.arm.feedback, "max_new_tokens": length - layout.prompt}
         (result,) = decode_greedily(run.model, [layout], task.markers, **options)
-        guesses = None if objective.arm.labels == "none" else guess_slots(run, layout)
+        if objective.arm.labels != "none":
+            batch = collate([layout], [[]], feedback=objective.arm.feedback).to(run.device)
+            logits = apply_head(run.model, compute_features(run.model, batch).final[0, list(layout.slots)])
+            guesses = [task.tokenizer.decode([token]).strip() for token in logits.argmax(-1).tolist()]
     answer = None if result.answer is None else task.decode(result.answer)
     text = task.tokenizer.decode(result.tokens)
     if plot is not None:
@@ -172,18 +161,8 @@ def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path |
     return {"question": question, "slots": guesses, "text": text, "answer": answer, "passes": result.passes}
 
 
-def guess_slots(run: LoadedRun, layout: RowLayout) -> list[str]:
-    """Return the model's most likely token at each slot of a prompt."""
-    batch = collate([layout], [[]], feedback=ARMS[run.config.reasoning.arm].feedback).to(run.device)
-    features = compute_features(run.model, batch).final[0, list(layout.slots)]
-    return [run.task.tokenizer.decode([i]).strip() for i in apply_head(run.model, features).argmax(-1).tolist()]
-
-
 def draw_graph(question: str, kind: str, nodes: Sequence[str], answer: str | None, file: Path) -> None:
-    """Draw a graph, the shortest path to an option (a square), the model's nodes at slots or steps, and its answer.
-
-    The right node of a slot or step, which is that of the path at its place, is green, another one orange.
-    """
+    """Draw a graph, the path to an option (a square), the model's nodes (right ones green) and its answer."""
     from adlm.evaluate.plots import new_figure
     from adlm.view.look import COLORS, GRAY, LIGHT
 

@@ -180,10 +180,7 @@ def _parse_sentence(pattern: re.Pattern[str], sentence: str, example: str) -> tu
 
 
 def recode_prosqa(problem: Problem, rng: np.random.Generator) -> Item:
-    """Write a published ProsQA problem in this vocabulary: the edges in the order of the sentences, the path as there.
-
-    off_path has all other nodes but the distractor.
-    """
+    """Write a published ProsQA problem in this vocabulary, with edges and path in the order of their sentences."""
     *facts, query = re.split(r"(?<=\.) ", problem.question.strip())
     edges = [_parse_sentence(_EDGE, fact, "Every gerpus is a terpus.") for fact in facts]
     root, *options = _parse_sentence(_QUERY, query, "Is Max a terpus or gerpus?")

@@ -20,10 +20,7 @@ CAPTURED_LENGTHS = 16  # rows are padded to a multiple, so that a graph serves m
 
 
 class StepDecoder(nn.Module):
-    """SIM-CoT's decoder: a causal layer that reads a slot's hidden state and writes the step that the slot replaces.
-
-    It has the model's embedding and head, and only training needs it.
-    """
+    """SIM-CoT's decoder: a causal layer that reads a slot's hidden state and writes the step that the slot replaces."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -41,14 +38,11 @@ class StepDecoder(nn.Module):
 
 
 def feed_back(model: LanguageModel, batch: NoisyBatch) -> Tensor:
-    """Return a batch's inputs: with slots that are fed back, embeddings with the states before these (Coconut).
-
-    The hidden states are those after the final norm. A slot needs the slots before it: there is one pass for each.
-    """
+    """Return a batch's inputs; of slots that are fed back, the states before them after the final norm (Coconut)."""
     if not isinstance(batch, ReasoningBatch) or batch.slot is None:
         return batch.xt
     inputs = model.embed(batch.xt)
-    for number, end in enumerate(batch.slot_ends, 1):
+    for number, end in enumerate(batch.slot_ends, 1):  # a slot needs those before it
         before = model(inputs[:, :end]).final.to(inputs.dtype)
         shifted = F.pad(before, (0, 0, 1, inputs.shape[1] - end - 1))
         inputs = torch.where((batch.slot == number)[..., None], shifted, inputs)
@@ -117,11 +111,7 @@ def reasoning_loss(
     run: Callable[[LanguageModel, NoisyBatch], Features] = compute_features,
     decoder: StepDecoder | None = None,
 ) -> Loss:
-    """Compute the mean cross-entropy over tokens and labelled slots, or the NELBO of holes; with anchors, their term.
-
-    SIM-CoT (with a decoder) and CODI (a batch with `auxiliary` and without one) add their own terms with weight 1,
-    which are reported like the anchor term.
-    """
+    """Compute the mean cross-entropy over tokens and labelled slots, or the NELBO of holes, and the anchor term."""
     term, means = None, batch
     if not isinstance(batch, ReasoningBatch) or batch.tokens.ndim == 0:
         features = run(model, batch)
@@ -139,7 +129,7 @@ def reasoning_loss(
     if anchor_weight is not None:
         anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
     loss = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id, check=False, **anchors)
-    if term is not None:
+    if term is not None:  # of SIM-CoT (with a decoder) or CODI, with weight 1; reported like the anchor term
         loss = loss._replace(total=loss.total + term, anchor=term, row_anchor=loss.row_anchor + term.detach())
     return loss.check() if check else loss
 
@@ -155,11 +145,7 @@ def compute_step_loss(model: LanguageModel, decoder: StepDecoder, features: Tens
 
 
 def compute_distillation_loss(model: LanguageModel, states: Sequence[Tensor], batch: ReasoningBatch) -> Tensor:
-    """Compute the cross-entropy of the written steps and the distance of the states before the answer (CODI).
-
-    The distance is the smooth L1 from the states of the row with written steps, which is not moved by it, divided by
-    their standard deviation; a mean over rows and layers.
-    """
+    """Compute the cross-entropy of the written steps and the distance of the states before the answer (CODI)."""
     teacher = batch.auxiliary
     assert teacher is not None and teacher.links is not None
     with model.denoiser.collect_states() as targets:
@@ -168,5 +154,6 @@ def compute_distillation_loss(model: LanguageModel, states: Sequence[Tensor], ba
     nll = diffusion_loss(features.final, model.head, means, mask_id=model.config.mask_id, check=False).total
     mine = torch.stack([state.flatten(0, 1)[batch.links] for state in states]).float()
     theirs = torch.stack([state.detach().flatten(0, 1)[teacher.links] for state in targets]).float()
+    # Smooth L1 from the states of the written row, divided by their standard deviation; a mean over rows and layers.
     distance = F.smooth_l1_loss(mine, theirs, reduction="none").mean(-1) / theirs.std(-1)
     return nll + distance.mean(0).sum() / batch.tokens[2]

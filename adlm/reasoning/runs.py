@@ -96,11 +96,7 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
 
 
 def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
-    """Open the task and the model of `init`: a bundled one, a run or model folder, or a GPT-2 folder of transformers.
-
-    A text task has the model's tokens, by default GPT-2's. The markers of the task follow them, and the mask, which a
-    causal model never reads, follows the markers. The model of a run that resumes has them, and its weights come later.
-    """
+    """Open the task and the model of `init`, whose vocabulary the markers of the task and then the mask follow."""
     if config.init is None:
         name = config.reasoning.tokenizer or "gpt2"
         return open_task(config.reasoning, load_tokenizer(name) if config.reasoning.task in DATASETS else None), None

@@ -24,29 +24,22 @@ def read_boards(path: Path) -> Boards:
     lines = read_whole(path, MAX_WHOLE_BYTES, "divide it").splitlines()
     for number, line in enumerate(lines, 1):
         if len(line) != 81 or not line.isdigit():
-            raise ValueError(
-                f"{path}, line {number} is {line.decode('utf-8', 'replace')!r:.90} ({len(line)} bytes): expected 81 "
-                "digits, 0 for an empty cell; correct it or leave it out, with its line in the other file"
-            )
+            problem = f"{path}, line {number} is {line.decode('utf-8', 'replace')!r:.90} ({len(line)} bytes)"
+            remedy = "correct it or leave it out, with its line in the other file"
+            raise ValueError(f"{problem}: expected 81 digits, 0 for an empty cell; {remedy}")
     if not lines:
         raise ValueError(f"{path} holds no board: expected 81 digits to a line; make or fetch it again")
     return np.frombuffer(b"".join(lines), dtype=np.uint8).reshape(-1, 81) - ord("0")
 
 
 def is_for_testing(puzzles: Boards) -> NDArray[np.bool_]:
-    """Whether a puzzle is in the test split: `TEST_EVERY` divides the SHA-256 of its 81 digits, a big-endian integer.
-
-    The rule sees one puzzle only, so that neither their order nor other puzzles matter and equal ones stay together.
-    """
+    """Whether puzzles are for testing: `TEST_EVERY` divides the SHA-256 of the 81 digits, a big-endian integer."""
     digests = (hashlib.sha256(puzzle.tobytes()).digest() for puzzle in puzzles + np.uint8(ord("0")))
     return np.array([int.from_bytes(digest, "big") % TEST_EVERY == 0 for digest in digests], dtype=bool)
 
 
 def load_sudoku(folder: Path | str, levels: Iterable[str] = LEVELS, *, split: str | None) -> tuple[Boards, Boards]:
-    """Load the puzzles of these levels and their solutions from <level>_puzzles.txt and <level>_solutions.txt (.gz).
-
-    `split` is train (about 8,000 of 10,000), test, or None for both.
-    """
+    """Load puzzles and their solutions from <level>_puzzles.txt and <level>_solutions.txt (.gz): train, test or all."""
     parts = [_load_level(Path(folder).expanduser(), level) for level in levels]
     puzzles, solutions = map(np.concatenate, zip(*parts))
     keep = np.ones(len(puzzles), bool) if split is None else is_for_testing(puzzles) == (split == "test")
@@ -79,10 +72,7 @@ def make_items(puzzles: Boards, solutions: Boards) -> list[Item]:
 
 
 def draw_symmetries(rng: np.random.Generator, puzzles: Boards, solutions: Boards) -> tuple[Boards, Boards]:
-    """Turn every puzzle and its solution into an equivalent pair by a random symmetry.
-
-    Digits are renamed, bands, stacks and the lines within them permuted, and half of the boards transposed.
-    """
+    """Rename digits, permute bands, stacks and lines within them, and transpose half of the boards, at random."""
     count = len(puzzles)
 
     def draw_lines() -> NDArray[np.int64]:

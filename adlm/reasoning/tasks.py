@@ -119,10 +119,7 @@ class Task:
 
 
 class TextTask(Task):
-    """Problems of files in the vocabulary of a model's tokenizer, which the markers follow.
-
-    ProsQA's training problems are not published: where there is no file of them, they are generated as *graphs*.
-    """
+    """Problems of files in the vocabulary of a model's tokenizer, which the markers follow."""
 
     def __init__(self, settings: ReasoningSettings, tokenizer: Tokenizer | None) -> None:
         super().__init__(settings, tokenizer)
@@ -133,7 +130,7 @@ class TextTask(Task):
         return datasets.find_splits(self.name, self.folder)
 
     @property
-    def is_generated(self) -> bool:
+    def is_generated(self) -> bool:  # ProsQA's training problems are not published: without a file, they are graphs
         return self.name == "prosqa" and "train" not in self.splits
 
     @property

@@ -89,10 +89,7 @@ def judge_tasks(holds: Mapping[str, bool | None]) -> bool | None:
 
 
 def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
-    """Read the results of runs and of folders of runs, by run folder, in the order of tasks, arms and seeds.
-
-    A seed of an arm must not be there twice, and the runs of a task must have the same test problems.
-    """
+    """Read the results of runs and of folders of runs, by run folder, in the order of tasks, arms and seeds."""
     found: dict[str, Result] = {}
     for place in map(Path, places):
         folders = [place] if (place / "config.yaml").is_file() else [p.parent for p in place.rglob("config.yaml")]
@@ -111,10 +108,8 @@ def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
             raise ValueError(f"{one} and {other} are both {names}: leave one of them out")
         mine, theirs = ({name: test["sha256"] for name, test in each["tests"].items()} for each in (first, second))
         if first["task"] == second["task"] and mine != theirs:
-            raise ValueError(
-                f"{one} and {other} have different test problems ({', '.join(mine)}; {', '.join(theirs)}): run "
-                "`adlm reason eval` with the same --tests and --data on runs with the same reasoning.hops"
-            )
+            names = f"{one} and {other} have different test problems ({', '.join(mine)}; {', '.join(theirs)})"
+            raise ValueError(f"{names}: run `adlm reason eval` with the same --tests and --data, at the same hops")
     return results
 
 

@@ -288,10 +288,7 @@ def create_app(
     name: str | None = None,
     others: Sequence[LM] = (),
 ) -> FastAPI:
-    """Make the ASGI app of a model, and of others that requests name; their engines start and stop with it.
-
-    The signature is stable: `adlm serve` and the Ray deployment call it. `app.state.engine` is the engine of `lm`.
-    """
+    """Make the ASGI app of a model, and of others that requests name; their engines start and stop with it."""
     engine, model = Engine(lm, limits), name or lm.name
     engines = {model: engine} | {each.name: Engine(each, limits) for each in others}
     if len(engines) <= len(others):

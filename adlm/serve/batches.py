@@ -153,10 +153,7 @@ class MaskedBatch:
         return self._end_step(changed)
 
     def _change_by_plan(self, is_last: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what changes (B, L) in the rows with a plan, and their noise levels (B,).
-
-        The last step of a plan's row fills what is still hidden, at the noise level at which nothing is.
-        """
+        """Return what changes (B, L) in the rows with a plan, and their noise levels (B,); the last step fills all."""
         columns, state = self.columns, self.state
         at = self.offset + torch.minimum(columns["step"], columns["steps"] - 1).clamp(min=0) * self.is_plan
         transition = Transition(*self.table[at][..., None].unbind(1))

@@ -145,10 +145,7 @@ class Ticket:
 
 
 class Engine:
-    """Samples the requests of many clients with one model.
-
-    A text does not depend on the other requests: it is the one that `LM.generate` or `LM.infill` returns.
-    """
+    """Samples the requests of many clients with one model; each gets the texts of `LM.generate` or `LM.infill`."""
 
     def __init__(self, lm: LM, limits: EngineLimits | None = None) -> None:
         self.lm, self.limits, self.stats = lm, limits or EngineLimits(), EngineStats()
@@ -199,10 +196,7 @@ class Engine:
         guesses: int | None = None,
         logprobs: int | None = None,
     ) -> Ticket:
-        """Put a request into the queue; raise QueueFullError where its texts do not fit.
-
-        A row in `skipped` leaves the batch before the next step. Frames have so many `guesses` and `logprobs`.
-        """
+        """Put a request into the queue; a row in `skipped` leaves the batch before the next step."""
         self.limits.check_request(request)
         ticket = Ticket(request, notify, frames, set() if skipped is None else skipped, guesses)
         rows = [Row(layout, request, number, i, ticket, logprobs) for i, (layout, number) in enumerate(request.rows)]
@@ -303,10 +297,7 @@ def stream_rows(
     skipped: set[int] | None = None,
     **wants: int | None,
 ) -> AsyncGenerator[RowFrame]:
-    """Submit a request and return the frames of its rows, but of those in `skipped`, to which the caller may add.
-
-    Closing the iterator cancels what is left of the request.
-    """
+    """Submit a request and return the frames of its rows that are not in `skipped`; closing them cancels it."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[RowFrame] | Exception]()
 
     def notify(news: list[RowFrame] | Exception) -> None:
@@ -381,10 +372,7 @@ def collect_frames(lm: LM, rows: Sequence[Row], result: StepResult) -> dict[Tick
 
 
 def guess_tokens(lm: LM, row: Row, result: StepResult, place: int) -> StreamStep | None:
-    """Return the step of a row with guesses, where its request wants them; they are not counted as NFE.
-
-    A row in which nothing has changed keeps its guesses.
-    """
+    """Return the step of a row with guesses, where its request wants them; they are not counted as NFE."""
     if row.owner.guesses is None:
         return None
     frame = Frame(0, *(x[[place]] for x in (result.tokens, result.is_hidden, result.changed, result.nfe)))

@@ -131,10 +131,7 @@ def watch(
     pause: float = 0.0,
     show_guesses: bool = True,
 ) -> list[list[TrajectoryFrame]]:
-    """Draw the streams as they arrive, a frame of each at a time, and return the frames of every stream.
-
-    The last drawing stays, even after an interrupt. Without a terminal only the last texts are printed, plainly.
-    """
+    """Draw the streams as they arrive, without a terminal only the last texts, and return the frames of each."""
     seen: list[list[TrajectoryFrame]] = [[] for _ in streams]
     is_live = console.is_terminal and not console.is_dumb_terminal
     view, drawn = DenoisingView([], titles, steps, show_guesses), -MIN_REFRESH
