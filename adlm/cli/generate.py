@@ -160,6 +160,7 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
 def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, Any]) -> list[GenerationRun]:
     """Load the model, and with --compare a second one or sampler; build and check their requests."""
     from adlm.bundled import DEFAULT, MODELS
+    from adlm.evaluate.results import shorten_names
     from adlm.methods import SAMPLERS, takes_steps
     from adlm.text.lm import load
 
@@ -175,19 +176,17 @@ def build_runs(model: str | None, settings: GenerationOptions, texts: dict[str, 
         elif name in MODELS or Path(name).exists():
             pairs.append((load(name, **place), sampler))
         else:
-            raise ValueError(
-                f"--compare {name!r} is neither a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, "
-                "or a folder): check the name"
-            )
+            known = f"a sampler ({', '.join(SAMPLERS)}) nor a model ({', '.join(MODELS)}, or a folder)"
+            raise ValueError(f"--compare {name!r} is neither {known}: check the name")
         # A causal model samples left to right, without the options of the other's sampler.
         pairs = [(each, {} if each.row_format.is_causal and own is sampler else own) for each, own in pairs]
     shared = {name: getattr(settings, name) for name in ("n", "temperature", "top_p", "top_k", "seed", "batch")}
     requests = [each.build_request(**texts, **shared, **own) for each, own in pairs]
-    samplers = [request.settings["sampler"] for request in requests]
-    titles = [f"{Path(each.name).name} · {name}" for (each, _), name in zip(pairs, samplers)]
-    if len(set(titles)) < len(titles):  # two folders of one name
-        titles = [f"{each.name} · {name}" for (each, _), name in zip(pairs, samplers)]
-    return [GenerationRun(each, request, title) for (each, _), request, title in zip(pairs, requests, titles)]
+    names = shorten_names([each.name for each, _ in pairs])
+    return [
+        GenerationRun(each, request, f"{names[each.name]} · {request.settings['sampler']}")
+        for (each, _), request in zip(pairs, requests)
+    ]
 
 
 def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:

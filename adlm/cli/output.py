@@ -20,7 +20,8 @@ from typer.core import TyperGroup
 from adlm.view.console import SafeConsole, escape_controls
 
 if TYPE_CHECKING:
-    from adlm.evaluate.results import Column, EvalResult, ProgressCallback, Table
+    from adlm.evaluate.cache import ProgressCallback
+    from adlm.evaluate.results import Column, EvalResult, Table
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
 BARS = "▁▂▃▄▅▆▇█"
@@ -200,9 +201,8 @@ def check_output_files(files: Mapping[str, Path | None]) -> None:
             elif existing.is_file():
                 existing.open("ab").close()
         except OSError as error:
-            raise ValueError(
-                f"{option} {path} cannot be written ({existing}: {error.strerror}): give another name"
-            ) from error
+            problem = f"{option} {path} cannot be written ({existing}: {error.strerror})"
+            raise ValueError(f"{problem}: give another name") from error
         if target in options:
             raise ValueError(f"{option} and {options[target]} are the same file, {path}: give two names")
         options[target] = option

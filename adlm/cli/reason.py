@@ -32,10 +32,7 @@ def train(
         list[str] | None, Argument(help="key=value: seed=1 steps=1000 reasoning.hops=3 reasoning.path=FOLDER …")
     ] = None,
     out: Annotated[Path | None, Option(help="Run folder. [default: TASK-ARM, with --quick TASK-ARM-quick]")] = None,
-    recipe: Annotated[
-        str | None,
-        Option(help="YAML file or name of a bundled recipe. [default: reason]"),
-    ] = None,
+    recipe: Annotated[str | None, Option(help="YAML file or name of a bundled recipe. [default: reason]")] = None,
     quick: Annotated[
         bool, Option("--quick", help="Small model, 1 to 2 hops: two minutes on two CPU cores, then test it.")
     ] = False,

@@ -15,8 +15,7 @@ SECONDS_TO_DRAIN = 30
 
 def serve(
     models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP + " Several can be compared."),
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP + " Several can be compared.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
@@ -45,9 +44,8 @@ def serve(
     try:
         listener.bind((host, port))
     except OSError as error:
-        raise ValueError(
-            f"{host} port {port} cannot be used ({error.strerror}): give another --host or --port"
-        ) from None
+        problem = f"{host} port {port} cannot be used ({error.strerror})"
+        raise ValueError(f"{problem}: give another --host or --port") from None
     lm, *others = [load(each, device=device, deterministic=deterministic) for each in models or [DEFAULT]]
     limits = EngineLimits(max_rows=max_rows, max_waiting=max_waiting)
     app = create_app(lm, limits=limits, api_key=api_key, others=others)

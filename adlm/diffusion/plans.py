@@ -211,10 +211,8 @@ def check_steps(steps: int) -> int:
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     if steps > MAX_STEPS:
-        raise ValueError(
-            f"steps must be at most {MAX_STEPS:,}, got {steps:,}: use fewer, or the sampler first_hitting, which is "
-            "the limit of many steps"
-        )
+        remedy = "use fewer, or the sampler first_hitting, which is the limit of many steps"
+        raise ValueError(f"steps must be at most {MAX_STEPS:,}, got {steps:,}: {remedy}")
     return steps
 
 

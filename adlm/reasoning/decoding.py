@@ -45,10 +45,8 @@ def decode_greedily(
     longest = max(layout.prompt for layout in layouts)
     length = longest + max_new_tokens
     if length > model.config.length:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into this model's "
-            f"{model.config.length}: shorten the question, or generate fewer tokens"
-        )
+        problem = f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into this model's"
+        raise ValueError(f"{problem} {model.config.length}: shorten the question, or generate fewer tokens")
     was_training = model.training
     model.eval()
     rows = [layout._replace(tokens=layout.tokens[: layout.prompt + 1]) for layout in layouts]  # read up to the prompt

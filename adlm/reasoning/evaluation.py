@@ -15,8 +15,9 @@ import torch
 
 from adlm.checkpoint import read_state
 from adlm.data.shards import hash_file
+from adlm.evaluate.cache import ProgressCallback, ignore_progress
 from adlm.evaluate.provenance import collect_provenance
-from adlm.evaluate.results import ProgressCallback, ignore_progress, save_json
+from adlm.evaluate.results import save_json
 from adlm.models.costs import count_parameters, flops_per_token
 from adlm.reasoning import sudoku
 from adlm.reasoning.arms import Curriculum, ReasoningObjective, choose_anchors, collate

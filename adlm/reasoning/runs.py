@@ -55,10 +55,8 @@ def open_run(config: Config, context: DistributedContext) -> setup.TrainingTask:
     longest = max(map(objective.count_tokens, task.load_sample()))
     shape = build_shape(config, task, init, longest)
     if longest > shape.length:
-        raise ValueError(
-            f"a problem of {task.name} has {longest} tokens in the layout of {name}, and the model takes "
-            f"{shape.length}: choose another model or fewer hops"
-        )
+        size = f"a problem of {task.name} has {longest} tokens in the layout of {name}"
+        raise ValueError(f"{size}, and the model takes {shape.length}: choose another model or fewer hops")
     can_capture = is_cuda and context.world_size == 1 and shape.dropout == 0 and not shape.time_conditioning
     modules = {"decoder": StepDecoder(shape, seed=config.seed)} if arm.auxiliary == "simcot" else None
     run = CapturedFeatures() if can_capture else compute_features
@@ -114,9 +112,7 @@ def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
         loaded, sha256 = checkpoint.load_model(folder), hash_file(checkpoint.find_weights_file(folder))
     model, tokenizer, method = loaded.model, loaded.tokenizer, loaded.method
     if not model.config.is_causal:
-        raise ValueError(
-            f"init={config.init} is a masked model ({method}): reasoning arms train a causal one (ar, a2r)"
-        )
+        raise ValueError(f"init={config.init} is a masked model ({method}): arms train a causal one (ar, a2r)")
     arm = ARMS[config.reasoning.arm]
     if method != arm.method and (arm.anchors is not None or arm.auxiliary == "codi"):
         names = f"init={config.init} is {method}, and arm {config.reasoning.arm} trains {arm.method}"
@@ -125,10 +121,8 @@ def open_task_and_init(config: Config) -> tuple[Task, setup.InitModel | None]:
     words, own = {} if tokenizer is None else tokenizer.bpe.get_vocab(), task.tokenizer
     count = own.vocab_size - model.config.vocab_size
     if count < 0 or not words.items() <= own.bpe.get_vocab().items():
-        raise ValueError(
-            f"the model of init has {model.config.vocab_size:,} tokens, which are not those of {own.name}: train on a "
-            "text task, whose vocabulary is the model's, or without init"
-        )
+        sizes = f"the model of init has {model.config.vocab_size:,} tokens, which are not those of {own.name}"
+        raise ValueError(f"{sizes}: train on a text task, whose vocabulary is the model's, or without init")
     model = extend_vocabulary(model, count) if count else model
     shape = replace(model.config, mask_id=own.mask_id)
     return task, setup.InitModel(method, shape, model.state_dict(), sha256)

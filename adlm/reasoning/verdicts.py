@@ -168,10 +168,12 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
         parts = [part for table in tables for part in (f"**{table.title}**", render_markdown(table), *table.notes)]
         out.mkdir(parents=True, exist_ok=True)
         (out / "reasoning_table.md").write_text("\n\n".join(parts) + "\n", "utf-8")
-    curves = [
-        {"task": result["task"], "arm": result["arm"], "points": read_accuracy(Path(folder))}
-        for folder, result in results.items()
-    ]
+    curves: list[dict[str, Any]] = []
+    for folder, result in results.items():  # accuracy on validation problems during training, in percent
+        path = Path(folder) / "metrics.jsonl"
+        records = [each for each in (read_metrics(path) if path.is_file() else []) if "val/accuracy" in each]
+        points = [(each["step"], 100 * each["val/accuracy"]) for each in records]
+        curves.append({"task": result["task"], "arm": result["arm"], "points": points})
     figures = {"reasoning_accuracy": ("arms", {"sets": sets}), "reasoning_training": ("curves", {"curves": curves})}
     return EvalResult("reasoning_table", metrics, {"rule": RULE}, {"runs": list(results)}, tables, warnings, figures)
 
@@ -191,11 +193,9 @@ def build_table(task: str, arms: Mapping[str, Sequence[Result]]) -> Table:
         cells += [fmean(result["tests"][first][key] for result in own) for key in ("tokens", "passes")]
         flops = [result["flops"] for result in own]
         rows.append([*cells, None if None in flops else f"{fmean(flops):.2e}", own[0]["parameters"]])
-    note = (
-        f"Accuracy: mean (range over seeds) of {tests[first]['problems']:,} problems a set. Tokens written and "
-        f"sequential forward passes for a problem of the set {first}."
-    )
-    return Table(columns, rows, f"{task}: arms", [note])
+    note = f"Accuracy: mean (range over seeds) of {tests[first]['problems']:,} problems a set."
+    costs = f"Tokens written and sequential forward passes for a problem of the set {first}."
+    return Table(columns, rows, f"{task}: arms", [f"{note} {costs}"])
 
 
 def build_verdict_tables(comparisons: Sequence[Result], verdicts: Sequence[Result]) -> list[Table]:
@@ -230,10 +230,3 @@ def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
                 rows.append([*start, accuracy, test["problems"], test["tokens"], test["passes"]])
     metrics = {"runs": [{"run": folder, **result} for folder, result in results.items()]}
     return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy ± standard error")])
-
-
-def read_accuracy(folder: Path) -> list[tuple[int, float]]:
-    """Read a run's accuracy on validation problems during training, in percent."""
-    path = folder / "metrics.jsonl"
-    records = read_metrics(path) if path.is_file() else []
-    return [(record["step"], 100 * record["val/accuracy"]) for record in records if "val/accuracy" in record]

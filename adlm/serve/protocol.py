@@ -169,10 +169,8 @@ def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     """Lay a prompt of token ids out with a hole after it, by default as long as the model allows."""
     special, room = templates.classify_tokens(lm.tokenizer).special, lm.row_format.longest - len(ids)
     if not ids or (count := room if max_tokens is None else max_tokens) > room or room < 1:
-        raise ValueError(
-            f"a prompt has {len(ids)} tokens and max_tokens is {max_tokens}: give at least one token, and at most "
-            f"{lm.row_format.longest} in all"
-        )
+        numbers = f"a prompt has {len(ids)} tokens and max_tokens is {max_tokens}"
+        raise ValueError(f"{numbers}: give at least one token, and at most {lm.row_format.longest} in all")
     if wrong := [token for token in ids if not 0 <= token < len(special) or bool(special[token])]:
         raise ValueError(f"prompt has token {wrong[0]}: give ids of text tokens, from 0 to {len(special) - 1}")
     plain = lm.row_format.build_layout((Hole.of_length(count),))
@@ -180,8 +178,7 @@ def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
     spans = Span(start, end, tuple(decode_tokens(lm.tokenizer, (), ids))), Span(end, end + count)
     columns: dict[str, Any] = {"ids": ids, "is_fixed": [True] * len(ids), "kinds": [templates.TEXT] * len(ids)}
     for name, given in columns.items():
-        row = getattr(plain, name)
-        columns[name] = (*row[:start], *given, *row[start:])
+        columns[name] = (*getattr(plain, name)[:start], *given, *getattr(plain, name)[start:])
     return replace(plain, spans=spans, **columns)
 
 
@@ -194,10 +191,8 @@ def build_filling(lm: LM, texts: Sequence[Template], settings: dict[str, Any]) -
         if (shortest := sum(hole.min_tokens for hole in holes)) > longest:  # before they are laid out
             raise ValueError(f"a template's holes take {shortest} tokens, a text has at most {longest}: use fewer")
     if lengths > MAX_ALL_LENGTHS:
-        raise ValueError(
-            f"the holes leave {lengths} lengths to choose from, at most {MAX_ALL_LENGTHS} are allowed: "
-            "say how long holes are, such as ___{5} (with a suffix: min_tokens)"
-        )
+        numbers = f"the holes leave {lengths} lengths to choose from, at most {MAX_ALL_LENGTHS} are allowed"
+        raise ValueError(f"{numbers}: say how long holes are, such as ___{{5}} (with a suffix: min_tokens)")
     return lm.build_request(template=texts, **settings)
 
 

@@ -51,10 +51,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         lengths = {len(frame.tokens) for frame in self.frames}
         if len(lengths) != 1:
-            raise ValueError(
-                f"trajectory {self.title!r} has {len(self.frames)} frames of {sorted(lengths)} tokens: record at least "
-                "one frame, and every position in each"
-            )
+            sizes = f"trajectory {self.title!r} has {len(self.frames)} frames of {sorted(lengths)} tokens"
+            raise ValueError(f"{sizes}: record at least one frame, and every position in each")
 
     @property
     def text(self) -> str:
