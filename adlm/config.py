@@ -76,7 +76,10 @@ class DataSettings:
 # except for what data and method say; null is the preset's value, or that of init, and cond_dim=0 is no modulation.
 FIXED = ("vocab_size", "mask_id", "length", "is_causal")
 MODEL_KEYS = [(key, kind | None, None) for key, kind in get_type_hints(ModelConfig).items() if key not in FIXED]
-ModelSettings = make_dataclass("ModelSettings", [("preset", str | None, None), *MODEL_KEYS], frozen=True)
+MODULE = {"__module__": __name__}  # so that pickle finds the class
+ModelSettings = make_dataclass(
+    "ModelSettings", [("preset", str | None, None), *MODEL_KEYS], frozen=True, namespace=MODULE
+)
 
 
 @dataclass(frozen=True)

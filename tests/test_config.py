@@ -1,5 +1,6 @@
 """Settings: unknown keys are refused with a suggestion, changes apply in order, and a saved config is the config."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def test_a_saved_config_is_the_config(tmp_path: Path) -> None:
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config
     assert load_config(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config  # experiments send it to processes
     assert load_config(config, "steps=7") == replace(config, steps=7)
 
 
