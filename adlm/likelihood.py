@@ -80,7 +80,8 @@ def summarize_rows(row_nats: Tensor, row_tokens: Tensor, documents: Tensor | Non
     sums = torch.zeros(2, units, dtype=torch.float64).index_add_(1, unit, torch.stack([row_nats, row_tokens]))
     tokens, (_, stderr) = float(row_tokens.sum()), estimate_ratio(*sums.numpy())
     if math.isnan(stderr):
-        raise ValueError(f"a standard error needs counted tokens in 2 units, got {int(tokens)}: give more text")
+        problem = f"a standard error needs counted tokens in 2 of {units} units, got {int(tokens)}"
+        raise ValueError(f"{problem}: give more text")
     return NllEstimate(float(row_nats.sum()) / tokens, stderr, int(tokens), row_nats=row_nats, row_tokens=row_tokens)
 
 

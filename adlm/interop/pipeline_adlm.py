@@ -35,7 +35,8 @@ class AdlmPipeline(DiffusionPipeline):
 
     def save_pretrained(self, save_directory: Any, *_: Any, **__: Any) -> None:
         """Refuse to write a folder without the code files, which nothing could load."""
-        raise NotImplementedError("save pipe.model and pipe.tokenizer; `adlm export` makes them a pipeline's folder")
+        remedy = "`adlm export` makes it a pipeline's folder"
+        raise NotImplementedError(f"save pipe.model and pipe.tokenizer into {save_directory}; {remedy}")
 
     @torch.no_grad()
     def __call__(

@@ -190,7 +190,8 @@ class RowFormat:
         holes = [piece for piece in pieces if isinstance(piece, Hole)]
         if not holes:
             remedy = "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
-            raise ValueError(f"the template {shown} has no hole: write ___ where a text is to be filled in, {remedy}")
+            problem = f"the template {shown} has no hole: write ___ where something is to be filled in"
+            raise ValueError(f"{problem}, {remedy}")
         if self.is_causal and any(isinstance(piece, Hole) for piece in pieces[:-1]):
             problem = f"the template {shown} has text after a hole, and a causal model sees only what is before it"
             raise ValueError(f"{problem}: use a masked model (adlm, mdlm), or generate(prompt=…)")
