@@ -22,7 +22,7 @@ from adlm.view.console import SafeConsole, escape_controls
 if TYPE_CHECKING:
     from adlm.text.generation import GenerationRequest
     from adlm.text.lm import LM, GeneratedRow, GenerationOutput
-    from adlm.view.trajectory import Trajectory, TrajectoryFrame
+    from adlm.view.trajectory import TrajectoryFrame
 
 output_option = partial(typer.Option, rich_help_panel="Output")
 COMPARE_HELP = "Second sampler or second model, run with the same seed."
@@ -146,7 +146,8 @@ def run_generation(model: str | None, settings: GenerationOptions, texts: dict[s
         runs = build_runs(model, settings, texts)
         # Color settings do not count: `FORCE_COLOR=1 adlm sample > file` is a file.
         is_watched = not settings.is_json and sys.stdout.isatty()
-        write_outputs(runs, sample_runs(runs, settings, is_watched), settings, is_watched)
+        sample_runs(runs, settings, is_watched)
+        write_outputs(runs, settings, is_watched)
     if settings.is_json:
         result, *second = [run.output.as_dict() for run in runs]
         result |= {"compare": second[0]} if second else {}
@@ -207,42 +208,43 @@ def parse_sampler_options(values: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool) -> list[Trajectory]:
-    """Generate all texts; show the first ones on a terminal, and return their trajectories if they are written."""
-    is_recorded = settings.html is not None or settings.gif is not None
-    is_streamed = is_recorded or is_watched
+def sample_runs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool) -> None:
+    """Generate all texts; show the first ones on a terminal."""
+    from adlm.view.terminal import watch
+
+    is_streamed = is_watched or settings.html is not None or settings.gif is not None
     streams = [run.stream_first(GUESSES if settings.guesses else 0) for run in runs] if is_streamed else []
     if is_watched:
-        from adlm.view.terminal import watch
-
         show_guesses = settings.guesses and any(not run.lm.row_format.is_causal for run in runs)
         steps, titles = [run.request.steps for run in runs], [run.title for run in runs]
-        console = SafeConsole()
-        watch(streams, titles, console, steps=steps, pause=settings.pause, show_guesses=show_guesses)
+        watch(streams, titles, SafeConsole(), steps=steps, pause=settings.pause, show_guesses=show_guesses)
     with output.status_console().status("sampling …"):
         for stream in streams:
             deque(stream, maxlen=0)  # those that were not watched; the run keeps its frames
-        trajectories = [
-            run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
-            for run in (runs if is_recorded else ())
-        ]
         for run in runs:
             run.finish()
-    return trajectories
 
 
-def write_outputs(
-    runs: list[GenerationRun], trajectories: list[Trajectory], settings: GenerationOptions, is_watched: bool
-) -> None:
+def write_outputs(runs: Sequence[GenerationRun], settings: GenerationOptions, is_watched: bool) -> None:
     """Print the texts, write --out, --html and --gif, and report time and NFE on stderr."""
     from adlm.view.gif import write_gif
     from adlm.view.player import write_player
 
     texts = (output.SEPARATOR.join(text for run in runs for text in run.output.texts) + "\n").encode("utf-8")
-    if is_watched:
-        print_texts(runs, SafeConsole())
-    elif not settings.is_json:
+    if not is_watched and not settings.is_json:
         output.print_bytes(texts)
+    console = SafeConsole()
+    for run in runs if is_watched else ():  # texts are numbered where there are several
+        if len(runs) > 1:
+            console.print(f"\n{run.title}", style="bold", markup=False)
+        for number, text in enumerate(run.output.texts, 1):
+            console.print(f"\n{number}" if len(run.output) > 1 else "", style="bold")
+            console.print(escape_controls(text), markup=False, soft_wrap=True)
+    trajectories = [
+        run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
+        for run in runs
+        if run.frames
+    ]
     writers: dict[Path | None, Callable[[Path], object]] = {settings.out: lambda path: path.write_bytes(texts)}
     writers |= {settings.html: partial(write_player, trajectories), settings.gif: partial(write_gif, trajectories)}
     paths = [path for path in writers if path is not None]
@@ -251,13 +253,3 @@ def write_outputs(
         writers[path](path)
     for line in (*runs, *(f"wrote {path}" for path in paths)):
         output.status_console().print(str(line), style="dim", markup=False)
-
-
-def print_texts(runs: Sequence[GenerationRun], console: SafeConsole) -> None:
-    """Print every text, numbered where there are several."""
-    for run in runs:
-        if len(runs) > 1:
-            console.print(f"\n{run.title}", style="bold", markup=False)
-        for number, text in enumerate(run.output.texts, 1):
-            console.print(f"\n{number}" if len(run.output) > 1 else "", style="bold")
-            console.print(escape_controls(text), markup=False, soft_wrap=True)

@@ -72,9 +72,8 @@ class _Pass(nn.Module):
 class CapturedFeatures:
     """`compute_features` of training batches by CUDA graphs, one for each shape and number of slots.
 
-    Most of a small model's step is the launching of kernels, which a graph saves. For one process and a model without
-    dropout, of which a graph would repeat one draw, and without a noise level. A graph writes to the same memory each
-    time, so that the next call with a shape overwrites the features of the last, whose backward pass is over by then.
+    For one process and a model without dropout, of which a graph would repeat one draw, and without a noise level. The
+    next call with a shape overwrites the features of the last, whose backward pass is over by then.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.padding import Padding
@@ -43,8 +44,8 @@ def draw_frame(frame: TrajectoryFrame, *, show_guesses: bool = True) -> Text:
     return drawn
 
 
-def _draw_legend(width: int, *, show_guesses: bool) -> Text:
-    """Draw the legend in lines of this width, without breaking an entry."""
+def _draw_legend(*, show_guesses: bool) -> Columns:
+    """Draw the legend, as many entries to a line as fit."""
     entries = [("░░░", HIDDEN, "hidden"), ("new", REVEALED, "just revealed"), ("▒▒▒", REMASKED, "hidden again")]
     entries.append(("text", GIVEN, "given"))
     parts = [Text.assemble((word, look.STATE_STYLES[state]), (f" {name}", "dim")) for word, state, name in entries]
@@ -53,12 +54,7 @@ def _draw_legend(width: int, *, show_guesses: bool) -> Text:
         levels = [f" <{look.PROBABILITY_LEVELS[0]:.0%}", *(f" ≥{level:.0%}" for level in look.PROBABILITY_LEVELS)]
         scale = [(level, look.STATE_STYLES[HIDDEN] + style) for level, style in zip(levels, look.GUESS_STYLES)]
         parts.append(Text.assemble(("guess", "dim"), *scale))
-    legend, column = Text(), 0
-    for part in parts:
-        gap = "" if not legend else "   " if column + 3 + part.cell_len <= width else "\n"
-        column = part.cell_len + (column + 3 if gap == "   " else 0)
-        legend.append(gap).append_text(part)
-    return legend
+    return Columns(parts, padding=(0, 3))
 
 
 def format_step(frame: TrajectoryFrame, steps: int | None) -> str:
@@ -85,7 +81,7 @@ class DenoisingView:
         count, width = len(self.frames), options.max_width
         is_row = (width + 1) // count > MIN_PANEL_WIDTH
         panel_width = min(MAX_PANEL_WIDTH, (width + 1) // count - 1 if is_row else width)
-        legend = Padding(_draw_legend(width - 4, show_guesses=self.show_guesses), (0, 2))
+        legend = Padding(_draw_legend(show_guesses=self.show_guesses), (0, 2))
         texts = [
             list(draw_frame(frame, show_guesses=self.show_guesses).wrap(console, max(1, panel_width - 4)))
             for frame in self.frames
