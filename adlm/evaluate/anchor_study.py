@@ -21,19 +21,10 @@ from adlm.diffusion.objectives import diffusion_loss
 from adlm.diffusion.rng import CounterRng, Purpose
 from adlm.diffusion.schedules import LogLinear, noise_level
 from adlm.evaluate import stats
-from adlm.evaluate.cache import hash_settings, lock_output, open_cache
+from adlm.evaluate.cache import ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.data import RowLayout, fetch_rows, iterate_rows, load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import (
-    Cell,
-    Column,
-    Estimate,
-    EvalResult,
-    ProgressCallback,
-    Table,
-    ignore_progress,
-    shorten_names,
-)
+from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.evaluate.stats import estimate_ratio, flatten_estimates
@@ -119,10 +110,7 @@ def measure_losses(
     on_batch: Callable[[NoisyRows], None] = lambda noisy: None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """Measure the NELBO of held-out rows under each perturbation, and its cost against the first, the model itself.
-
-    The model itself has the bound and the noise of `estimate_nll`. `on_batch` receives every batch under every noise.
-    """
+    """Measure the NELBO of held-out rows under each perturbation, and its cost against the model itself."""
     perturbations = [NONE, *(each for each in perturbations if each != NONE)]
     group_rows(len(rows))  # raises where there are too few for a standard error
     folded = model.fold()
@@ -353,10 +341,7 @@ def measure_model(
     scorer: TextScorer,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
-    """Measure guesses and losses on held-out rows, and texts under each perturbation (none first) and their reveals.
-
-    `sampling` has the arguments of `lm.build_request`; with n = 0 there are no texts.
-    """
+    """Measure guesses and losses on held-out rows and, unless n is 0, texts and reveals by these settings."""
     special = classify_tokens(lm.tokenizer).special
     ignored = torch.ones(lm.model.config.vocab_size, dtype=torch.bool)  # tokens that begin and end a text
     ignored[: len(special)] = special
@@ -499,10 +484,7 @@ def shared_metrics(studies: Sequence[Row]) -> list[str]:
 
 
 def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Correlate anchor accuracy with loss and sample quality over all models, within runs and at equal steps.
-
-    Returns the correlations, and the reasons why others cannot be computed.
-    """
+    """Correlate anchor accuracy with loss and sample quality; also the reasons why some cannot be computed."""
     x = [get_metric(study, ACCURACY).value for study in studies]
     groups, correlations = group_models(studies), []
     for name in shared_metrics(studies):
@@ -512,11 +494,9 @@ def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], lis
                 rho, low, high = stats.correlate(x, y, members, independent)
                 about = {"x": ACCURACY, "y": name, "among": among, "points": sum(map(len, members))}
                 correlations.append(about | {"independent": independent, "rho": rho, "low": low, "high": high})
-    return correlations, [
-        f"no correlation {among}: {independent} independent models, and at least {stats.MIN_MODELS} are needed"
-        for among, (_, independent) in groups.items()
-        if independent < stats.MIN_MODELS
-    ]
+    few = {among: count for among, (_, count) in groups.items() if count < stats.MIN_MODELS}
+    needed = f"independent models, and at least {stats.MIN_MODELS} are needed"
+    return correlations, [f"no correlation {among}: {count} {needed}" for among, count in few.items()]
 
 
 def group_models(studies: Sequence[Row]) -> dict[str, tuple[list[list[int]], int]]:
@@ -540,13 +520,10 @@ def group_models(studies: Sequence[Row]) -> dict[str, tuple[list[list[int]], int
 # Tables.
 
 # Part of a study -> title, columns of text, columns of numbers.
+GUESS_COLUMNS = ("tokens", "accuracy", "nll", "calibration_error")
 QUALITY = ("nfe", "gen_ppl", "entropy", "distinct_2", "repetition_4")
 STUDY_TABLES = {
-    "guesses": (
-        "guesses of masked tokens",
-        ("head", "kind", "mask_rate"),
-        ("tokens", "accuracy", "nll", "calibration_error"),
-    ),
+    "guesses": ("guesses of masked tokens", ("head", "kind", "mask_rate"), GUESS_COLUMNS),
     "losses": ("loss with perturbed anchor features", ("perturbation",), ("nll", "cost")),
     "samples": ("samples with perturbed anchor features", ("perturbation",), QUALITY),
     "reveals": ("mean rank of reveals", ("sampler",), ("anchors", "others", "gap", "anchor_share")),
@@ -574,17 +551,14 @@ def build_tables(studies: Sequence[Row], correlations: Sequence[Row]) -> list[Ta
         metrics, runs = shared_metrics(studies), shorten_names(list(map(find_run, studies)))
         columns = [Column("run", is_text=True), Column("step"), Column(ACCURACY)]
         columns += [Column(METRICS[name], digits=1 if name == "gen_ppl" else 3) for name in metrics]
-        rows = [
-            [runs[find_run(study)], study["step"], *(get_metric(study, name) for name in (ACCURACY, *metrics))]
-            for study in studies
-        ]
+        measured = [[get_metric(study, name) for name in (ACCURACY, *metrics)] for study in studies]
+        rows = [[runs[find_run(study)], study["step"], *own] for study, own in zip(studies, measured, strict=True)]
         tables.append(Table(columns, rows, "Models", ["± is a standard error over rows or texts."]))
     if correlations:
         columns = [Column(name, is_text=True) for name in (f"{ACCURACY} with", "among")]
         columns += [Column("models"), Column("ρ (95%)", digits=2)]
-        rows = [
-            [each["y"], each["among"], each["points"], Estimate(each["rho"], interval=(each["low"], each["high"]))]
-            for each in correlations
-        ]
+        intervals = [Estimate(each["rho"], interval=(each["low"], each["high"])) for each in correlations]
+        keys = ("y", "among", "points")
+        rows = [[*(each[key] for key in keys), rho] for each, rho in zip(correlations, intervals, strict=True)]
         tables.append(Table(columns, rows, "Correlations", [CORRELATION_NOTE]))
     return tables

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from adlm.data.shards import file_lock, write_atomically
-from adlm.evaluate.results import ProgressCallback
 
 if TYPE_CHECKING:
     from adlm.training.distributed import DistributedContext
@@ -33,7 +32,12 @@ Result = TypeVar("Result")
 
 MERGED, PER_RANK, LOCK = "cache.jsonl", "cache.{rank}.jsonl", ".lock"
 FLUSH_SECONDS = 1.0  # at most this much work is lost in a kill
+ProgressCallback = Callable[[str, int, int], None]  # what is being done, how much is done, of how much (0: unknown)
 LOCKED_FOLDERS: dict[Path, int] = {}  # by which thread: `report` calls other evaluations in its folder
+
+
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """The progress callback that shows nothing."""
 
 
 class Cache:

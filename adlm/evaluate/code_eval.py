@@ -1,7 +1,4 @@
-"""Evaluates Python code: the share of generated and infilled functions that parse, and pass@k of problems.
-
-The functions are those of the interpreter's standard library, the same for one version of Python on every machine.
-"""
+"""Evaluates Python code: the share of generated and infilled functions that parse, and pass@k of problems."""
 
 import ast
 import hashlib
@@ -23,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from adlm.data.shards import hash_file
-from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
+from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
+from adlm.evaluate.results import Column, Estimate, EvalResult, Table
 from adlm.evaluate.sandbox import Limits, find_sandbox_problem, run_program
 from adlm.remedies import import_extra
 from adlm.text.generation import GenerationRequest
@@ -153,12 +150,10 @@ def code(
         each.settings |= {"problems": len(tasks), "problems_sha256": hash_file(Path(str(problems)))}
         each.settings |= {"seconds": seconds, "memory_mib": memory, "isolation": "none" if unsafe else "bubblewrap"}
         measure_passing(each, tasks, k, limits, workers)
-    rows: list[list[Any]] = [
-        [metric, each.name, estimate_share(values), len(values)]
-        for metric in dict.fromkeys(metric for each in measured for metric in each.values)
-        for each in measured
-        if (values := each.values.get(metric))
-    ]
+    rows: list[list[Any]] = []
+    for metric in dict.fromkeys(metric for each in measured for metric in each.values):
+        named = [(each.name, each.values[metric]) for each in measured if each.values.get(metric)]
+        rows += [[metric, name, estimate_share(values), len(values)] for name, values in named]
     notes = [PARSE_NOTE if problems is None else PASS_NOTE, *(note for each in measured for note in each.notes)]
     columns = [Column("metric", is_text=True), Column("model", is_text=True), Column("share"), Column("of")]
     warned = list(dict.fromkeys(warning for each in measured for warning in each.warnings))
@@ -249,10 +244,8 @@ def measure_passing(
     counts = Counter(each["task_id"] for each in candidates)
     for task in (*problems, *counts):
         if task not in problems or counts[task] < max(ks):
-            raise ValueError(
-                f"{counts[task]} candidates for {task!r}: pass@{max(ks)} needs at least {max(ks)} for each of the "
-                f"{len(problems)} problems, and none for others"
-            )
+            needed = f"at least {max(ks)} for each of the {len(problems)} problems, and none for others"
+            raise ValueError(f"{counts[task]} candidates for {task!r}: pass@{max(ks)} needs {needed}")
     with ThreadPoolExecutor(max_workers=workers) as pool:
         for candidate, (key, result) in zip(candidates, pool.map(run, candidates), strict=True):
             metrics.cache.put(key, result)
@@ -319,7 +312,7 @@ def can_parse(text: str) -> bool:
 
 @cache
 def load_standard_library() -> Sources:
-    """The sources of the standard library in the order of their names, without tests and generated tables."""
+    """The sources of this Python version's standard library by name, without tests, tables and build files."""
     folder, sources = Path(sysconfig.get_paths()["stdlib"]), {}
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).parts
@@ -384,10 +377,8 @@ def choose_gaps(lm: LM, count: int, seed: int) -> list[Gap]:
                 gaps.append(gap)
         if len(gaps) == count:
             return gaps
-    raise ValueError(
-        f"only {len(gaps)} of {len(functions)} held-out functions fit into {longest} tokens, not {count}: lower "
-        "infills, or use a model with longer rows"
-    )
+    problem = f"only {len(gaps)} of {len(functions)} held-out functions fit into {longest} tokens, not {count}"
+    raise ValueError(f"{problem}: lower infills, or use a model with longer rows")
 
 
 def build_template(lm: LM, gap: Gap) -> list[str | Hole]:

@@ -19,6 +19,8 @@ from adlm.data.shards import MANIFEST, PROGRESS, choose_dtype, open_data
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.data.workers import TokenizedChunk, chunk_documents, tokenize_chunks
+from adlm.remedies import check_known
+from adlm.text.generation import check_whole_numbers
 
 ROWS_PER_READ = 1024
 UNKNOWN = "<unk>"  # stands for rare words in the tokenized form of some sets
@@ -61,13 +63,10 @@ def load_eval_data(
     the first rows. Prepared data keeps its own rows, which may be shorter than `length`. `on_progress` is called with
     the bytes read and all bytes (0: unknown).
     """
-    if rows is not None and rows not in ROW_LAYOUTS:
-        raise ValueError(f"unknown rows {rows!r}: expected one of {', '.join(ROW_LAYOUTS)}")
-    for name, value in (("workers", workers), ("limit", limit)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     corpus = find_corpus(source)
     layout = rows or (corpus.rows if corpus else "wrapped")
+    check_known("rows", layout, ROW_LAYOUTS)
+    check_whole_numbers(1, workers=workers, limit=limit)
     packer = Packer(tokenizer, length, is_wrapped=layout == "wrapped")
     path = Path(source).expanduser()
     if str(source) == "-" or (path.exists() and not (path.is_file() or path.is_dir())):
@@ -88,10 +87,9 @@ def load_eval_data(
     if not packing.parts:
         documents = len(packing.unknown)
         remedy = "use rows=documents (one document a row, padded), " if documents > 1 else "use "
-        raise ValueError(
-            f"{opened.name} fills no row of {length} tokens: it has {packing.tokens:,} tokens in {documents:,} "
-            f"documents; {remedy}a smaller length, or more text"
-        )
+        size = f"{packing.tokens:,} tokens in {documents:,} documents"
+        problem = f"{opened.name} fills no row of {length} tokens: it has {size}"
+        raise ValueError(f"{problem}; {remedy}a smaller length, or more text")
     settings = {"source": opened.name, "identity": opened.identity, "split": split, "rows": layout, "length": length}
     settings |= {"limit": limit, "bytes_source": "text"} | packing.count_losses()
     if opened.identity.get("detokenizer"):
@@ -158,30 +156,22 @@ class EvalPacker:
         whole, inside, _ = self.parts[-1].ends[-1].tolist()
         used, is_wrapped = whole + (inside > 0), self.packer.is_wrapped
         dropped = (len(self.unknown) - used, len(self.packer.carry)) if is_wrapped else (0, self.tokens_cut)
-        return {
-            "documents": used,
-            "documents_cut": int(inside > 0) if is_wrapped else self.documents_cut,
-            "documents_dropped": None if self.is_full else dropped[0],
-            "tokens_dropped": None if self.is_full and is_wrapped else dropped[1],
-            "unk_marks": sum(self.unknown[:used]),
-        }
+        losses = {"documents": used, "documents_cut": int(inside > 0) if is_wrapped else self.documents_cut}
+        losses |= {"documents_dropped": None if self.is_full else dropped[0], "unk_marks": sum(self.unknown[:used])}
+        return losses | {"tokens_dropped": None if self.is_full and is_wrapped else dropped[1]}
 
 
 def _load_prepared(
     folder: Path, tokenizer: Tokenizer, length: int, *, rows: str | None, split: str, limit: int | None
 ) -> EvalDataset:
-    data = open_data(folder)
+    data, remedy = open_data(folder), "give the text itself, or prepare it again"
     if data.tokenizer.sha256 != tokenizer.sha256:
-        raise ValueError(
-            f"{folder} was prepared with the tokenizer {data.tokenizer.name!r} ({data.tokenizer.sha256[:12]}…), and "
-            f"the model's is {tokenizer.name!r} ({tokenizer.sha256[:12]}…): give the text itself, or prepare it again "
-            "with --tokenizer and the model's folder"
-        )
+        own, expected = (f"{each.name!r} ({each.sha256[:12]}…)" for each in (data.tokenizer, tokenizer))
+        problem = f"{folder} was prepared with the tokenizer {own}, and the model's is {expected}"
+        raise ValueError(f"{problem}: {remedy} with --tokenizer and the model's folder")
     if data.length > length:
-        raise ValueError(
-            f"the rows of {folder} have {data.length} tokens, which is more than {length}: give the text itself, or "
-            f"prepare it again with --length {length}"
-        )
+        problem = f"the rows of {folder} have {data.length} tokens, which is more than {length}"
+        raise ValueError(f"{problem}: {remedy} with --length {length}")
     layout = data.manifest["rows"]
     if rows is not None and rows != layout:
         raise ValueError(f"the rows of {folder} are {layout}, not {rows}: give the text itself")
@@ -192,9 +182,8 @@ def _load_prepared(
     text_bytes, bytes_source = manifest["bytes"], "manifest"
     if limit is not None and limit < len(every):
         kept, bytes_source = TensorRows(*every.fetch(torch.arange(limit))), "manifest, in proportion to the tokens"
-        tokens, all_tokens = (
-            sum(int(_find_text(*part, tokenizer).sum()) for part in iterate_rows(each)) for each in (kept, every)
-        )
+        parts = ((_find_text(*part, tokenizer).sum() for part in iterate_rows(each)) for each in (kept, every))
+        tokens, all_tokens = (int(sum(part)) for part in parts)
         text_bytes = round(text_bytes * (tokens / max(1, all_tokens)))
     settings = {"source": str(folder), "identity": data.manifest["source"], "split": split, "rows": layout}
     settings |= {"prepared": data.manifest["settings_sha256"], "length": data.length, "limit": limit}

@@ -1,7 +1,4 @@
-"""Quality against network evaluations, time and entropy, over samplers, steps, temperatures and nuclei.
-
-A point is one setting of the sampler: `n` texts, measured and timed.
-"""
+"""Quality against network evaluations, time and entropy, over samplers, steps, temperatures and nuclei."""
 
 import time
 from collections.abc import Sequence
@@ -13,11 +10,11 @@ import numpy as np
 import torch
 
 from adlm.data.tokenizers import Tokenizer
-from adlm.evaluate.cache import hash_settings, lock_output, open_cache
+from adlm.evaluate.cache import ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import list_models
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
+from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.evaluate.scorer import BATCH, ScoringModel, load_scorer
 from adlm.methods import takes_steps
@@ -155,13 +152,10 @@ def measure_point(
             seconds.append(duration / batch)
     while len(seconds) < repeats:  # the same texts again, for the time alone
         seconds.append(time_batch(lm, arguments, batch)[1] / batch)
-    return {
-        "nfe": float(np.mean([row.nfe for row in rows])),  # evaluations of the network for a text
-        "seconds": float(np.mean(seconds)),  # for a text
-        "seconds_sd": float(np.std(seconds, ddof=1)),
-        "timings": len(seconds),
-        **measure([row.text for row in rows]).as_row(),
-    }
+    # NFE and seconds are those of a text.
+    point = {"nfe": float(np.mean([row.nfe for row in rows])), "timings": len(seconds)}
+    point |= {"seconds": float(np.mean(seconds)), "seconds_sd": float(np.std(seconds, ddof=1))}
+    return point | measure([row.text for row in rows]).as_row()
 
 
 def time_batch(lm: LM, arguments: dict[str, Any], count: int, first: int = 0) -> tuple[list[GeneratedRow], float]:

@@ -26,23 +26,11 @@ Row = Mapping[str, Any]  # one entry of a result's metrics
 Look = dict[str, Any]  # matplotlib's options of a line
 MARKERS = "osD^vPX*<>hd"
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
-PLOT_STYLE: Any = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LIGHT,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 5,
-    "errorbar.capsize": 2,
-    "text.parse_math": False,  # a model's name may contain dollar signs
-    "svg.hashsalt": "adlm",
-    "svg.fonttype": "none",
-}
+PLOT_STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "legend.frameon": False}
+PLOT_STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True}
+PLOT_STYLE |= {"grid.color": LIGHT, "lines.linewidth": 1.2, "lines.markersize": 5, "errorbar.capsize": 2}
+PLOT_STYLE |= {"svg.hashsalt": "adlm", "svg.fonttype": "none"}
+PLOT_STYLE |= {"text.parse_math": False}  # a model's name may contain dollar signs
 LINE_LOOKS: list[Look] = [{"color": color, "linestyle": style} for style in LINES for color in COLORS]
 LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seconds": "seconds per text"}
 

@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import load_tokenizer
 from adlm.diffusion.masking import MIN_TIME
-from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
+from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.data import EvalDataset, RowLayout, count_row_bytes, load_eval_data
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress, shorten_names
+from adlm.evaluate.results import Column, Estimate, EvalResult, Table, shorten_names
 from adlm.evaluate.stats import estimate_ratio_difference
 from adlm.likelihood import ORDERS, RANDOM, NllEstimate, estimate_nll, estimate_order_nll, summarize_rows
 from adlm.methods import METHODS
 from adlm.models.language_model import LanguageModel
+from adlm.remedies import check_known
 from adlm.text.lm import LM
 from adlm.training.distributed import DistributedContext
 
@@ -52,10 +53,9 @@ class NllSettings:
     attend_padding: bool = False
 
     def __post_init__(self) -> None:
-        if self.count not in COUNTS:
-            raise ValueError(f"unknown count {self.count!r}: expected one of {', '.join(COUNTS)}")
-        if self.order is not None and self.order not in ORDERS:
-            raise ValueError(f"unknown order {self.order!r}: expected one of {', '.join(ORDERS)}")
+        check_known("count", self.count, COUNTS)
+        if self.order is not None:
+            check_known("order", self.order, ORDERS)
         if self.order is not None and self.attend_padding:
             raise ValueError(f"order {self.order} never hides padding: leave attend_padding out")
 
@@ -140,10 +140,7 @@ def estimate_texts(
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> list[TextNll]:
-    """Estimate the nll of every model on every text, text by text; estimates in the cache are not computed again.
-
-    Models with the same tokenizer and row length share the rows; `load` has the arguments of `load_eval_data`.
-    """
+    """Estimate the nll of every model on every text that the cache lacks; models with equal tokens share rows."""
     for lm in models:
         limit = lm.model.config.length
         if length is not None and length > limit:
@@ -182,10 +179,7 @@ def estimate_text(
     cache: Cache,
     **running: Any,
 ) -> TextNll:
-    """Estimate the nll of one model on one text, and under an order if the settings name one.
-
-    `running` are the arguments of `estimate_nll` that do not change the estimate.
-    """
+    """Estimate the nll of one model on one text; `running` are the options that do not change the estimate."""
     started, is_causal, documents = time.perf_counter(), lm.row_format.is_causal, data.document_units()
     given = sorted({lm.tokenizer.bos_id, lm.tokenizer.eos_id} - {None}) if settings.count == "text" else []  # type: ignore[type-var]
     noise = {"draws": 1, "seed": 0} if is_causal else {"draws": settings.draws, "seed": settings.seed}
@@ -230,15 +224,8 @@ def estimate_text(
 def describe(nll: NllEstimate, size: int) -> dict[str, Any]:
     """An estimate by the names of the JSON; the error of bits per byte takes the bytes per token as fixed."""
     bits = nll.bits_per_byte(size)
-    return {
-        "nll": nll.nll,
-        "ppl": nll.ppl,
-        "se": nll.stderr,
-        "se_noise": nll.noise_stderr,
-        "bits_per_byte": bits,
-        "bits_per_byte_se": bits * nll.stderr / nll.nll,
-        "tokens": nll.tokens,
-    }
+    described = {"nll": nll.nll, "ppl": nll.ppl, "se": nll.stderr, "se_noise": nll.noise_stderr, "tokens": nll.tokens}
+    return described | {"bits_per_byte": bits, "bits_per_byte_se": bits * nll.stderr / nll.nll}
 
 
 def pair_models(estimates: Sequence[TextNll]) -> list[dict[str, Any]]:
@@ -276,12 +263,10 @@ def compare(model: TextNll, baseline: TextNll) -> dict[str, Any]:
         places = np.searchsorted(common, numbers[is_used], "right") - 1
         return np.bincount(places, weights=values[is_used], minlength=len(common))
 
-    difference, stderr = estimate_ratio_difference(
-        sum_by_document(model.nll.row_nats.numpy() * scale, documents),
-        sum_by_document(counts, documents),
-        sum_by_document(baseline.nll.row_nats.numpy() * scale, other_documents),
-        sum_by_document(other_counts, other_documents),
-    )
+    sums = []
+    for each, numbers, own in ((model, documents, counts), (baseline, other_documents, other_counts)):
+        sums += [sum_by_document(values, numbers) for values in (each.nll.row_nats.numpy() * scale, own)]
+    difference, stderr = estimate_ratio_difference(*sums)
     names = {"data": model.entry["data"], "model": model.lm.name, "baseline": baseline.lm.name, "unit": unit}
     return names | {"difference": difference, "se": stderr, "se_unit": se_unit, "se_count": len(common)}
 
@@ -298,10 +283,8 @@ def list_warnings(estimate: TextNll) -> list[str]:
     if estimate.lm.row_format.is_framed and data["rows"] == "wrapped" and entry["documents"] > 1:
         warnings.append("the model was trained on rows of one document each, these are wrapped; rows=documents matches")
     if data.get("documents_cut") and data["rows"] == "documents":
-        warnings.append(
-            f"{data['documents_cut']:,} of {data['documents']:,} documents are longer than a row and cut: "
-            f"{data['tokens_dropped']:,} tokens are left out; rows=wrapped keeps them"
-        )
+        problem = f"{data['documents_cut']:,} of {data['documents']:,} documents are longer than a row and cut"
+        warnings.append(f"{problem}: {data['tokens_dropped']:,} tokens are left out; rows=wrapped keeps them")
     return warnings
 
 
@@ -314,19 +297,16 @@ def group_warnings(reasons: Sequence[Sequence[str]], entries: Sequence[Mapping[s
             grouped.setdefault(reason, []).append(label)
     if len(entries) == 1:
         return list(grouped)
-    return [
-        f"{'all' if len(labels) == len(entries) else ', '.join(labels)}: {reason}" for reason, labels in grouped.items()
-    ]
+    names = {reason: "all" if len(own) == len(entries) else ", ".join(own) for reason, own in grouped.items()}
+    return [f"{label}: {reason}" for reason, label in names.items()]
 
 
 def format_estimates(entry: Mapping[str, Any], digits: int = 4) -> list[str]:
     """nats/token, perplexity and bits/byte of an entry as text, with ≤ before an upper bound."""
     sign = "≤ " if entry["is_bound"] else ""
-    return [
-        Estimate(entry["nll"], entry["se"]).format(digits, sign),
-        f"{sign}{entry['ppl']:,.2f}",
-        Estimate(entry["bits_per_byte"], entry["bits_per_byte_se"]).format(digits, sign),
-    ]
+    estimates = Estimate(entry["nll"], entry["se"]), Estimate(entry["bits_per_byte"], entry["bits_per_byte_se"])
+    nll, bits = (each.format(digits, sign) for each in estimates)
+    return [nll, f"{sign}{entry['ppl']:,.2f}", bits]
 
 
 def tabulate(entries: Sequence[Mapping[str, Any]]) -> Table:
@@ -359,16 +339,11 @@ def tabulate_differences(differences: Sequence[Mapping[str, Any]]) -> Table:
     names = shorten_names([each[key] for each in differences for key in ("model", "baseline")])
     columns = [Column("data", is_text=True), Column("difference", is_text=True), Column("unit", is_text=True)]
     columns += [Column("value", 4), Column("over", is_text=True, is_optional=True)]
-    rows = [
-        [
-            Path(each["data"]).name or each["data"],
-            f"{names[each['model']]} − {names[each['baseline']]}",
-            each["unit"],
-            Estimate(each["difference"], each["se"]),
-            f"{each['se_count']:,} {each['se_unit']}",
-        ]
-        for each in differences
-    ]
+    rows: list[list[Any]] = []
+    for each in differences:
+        text, pair = Path(each["data"]).name or each["data"], f"{names[each['model']]} − {names[each['baseline']]}"
+        difference, over = Estimate(each["difference"], each["se"]), f"{each['se_count']:,} {each['se_unit']}"
+        rows.append([text, pair, each["unit"], difference, over])
     return Table(columns, rows, title="Paired differences", notes=["Below 0: better than the first model."])
 
 
@@ -405,10 +380,8 @@ ALIASES |= {each.corpus: name for name, each in SETS.items()}
 
 def find_set(name: str) -> str:
     """The name in `SETS` of a set, which may also be the lineage's name."""
-    known = ALIASES.get(name, name)
-    if known not in SETS:
-        raise ValueError(f"unknown set {name!r}: expected one of {', '.join(SETS)}")
-    return known
+    check_known("set", name, {**SETS, **ALIASES})
+    return ALIASES.get(name, name)
 
 
 def locate_set(name: str, data_dir: Path | None = None) -> str:
@@ -424,10 +397,8 @@ def locate_set(name: str, data_dir: Path | None = None) -> str:
         raise ValueError(f"--data-dir {data_dir} is not a folder: give the folder that holds the sets")
     folders = [data_dir / each for each in names if (data_dir / each).is_dir()]
     if not folders:
-        raise FileNotFoundError(
-            f"{name} is not in {data_dir}: put its files into a folder {name!r} there, or leave --data-dir out to load "
-            "it from the Hub"
-        )
+        remedy = f"put its files into a folder {name!r} there, or leave --data-dir out to load it from the Hub"
+        raise FileNotFoundError(f"{name} is not in {data_dir}: {remedy}")
     return f"{corpus}:{folders[0]}"
 
 
@@ -435,14 +406,11 @@ def compare_with_paper(name: str, settings: Mapping[str, Any]) -> dict[str, Any]
     """The paper's perplexities on a set, and why an estimate on rows with these settings is not comparable to them."""
     label, whole, is_limited = settings["stand_in"], SETS[name].documents, settings["limit"] is not None
     documents = whole if is_limited else settings["documents"] + settings["documents_dropped"]
+    marks, is_other = settings["unk_marks"], settings["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256
     deviations = {
         f"stand-in: {label}": label,
-        f"tokenizer {settings['tokenizer']}, not {PAPER_TOKENIZER}: perplexities per token do not compare": (
-            settings["tokenizer_sha256"] != load_tokenizer(PAPER_TOKENIZER).sha256
-        ),
-        f"{settings['unk_marks']:,} <unk> marks in the text, where the lineage reads the raw form": settings[
-            "unk_marks"
-        ],
+        f"tokenizer {settings['tokenizer']}, not {PAPER_TOKENIZER}: perplexities per token do not compare": is_other,
+        f"{marks:,} <unk> marks in the text, where the lineage reads the raw form": marks,
         f"rows of {settings['length']} tokens, not {PAPER_LENGTH}": settings["length"] != PAPER_LENGTH,
         f"rows {settings['rows']}, not {ROWS}": settings["rows"] != ROWS,
         f"only the first {settings['row_count']} rows": is_limited,
@@ -533,7 +501,6 @@ def tabulate_sets(entries: Sequence[Mapping[str, Any]]) -> Table:
     notes = ["± is a standard error, ≤ an upper bound. Bits per byte compare across tokenizers, the others do not."]
     if any(entry["paper"] for entry in entries):
         notes.append(
-            "The paper's models were trained on 524B tokens of OpenWebText; its perplexities are in brackets where the "
-            "rows differ from the paper's."
+            "The paper's models were trained on 524B tokens of OpenWebText; brackets: the rows are not the paper's."
         )
     return Table(columns, rows, notes=notes)

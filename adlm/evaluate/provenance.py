@@ -23,23 +23,13 @@ def collect_provenance(device: torch.device | str = "cpu", **more: Any) -> dict[
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return {
-        "commit": get_commit(),
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "versions": versions,
-        "device": get_device_name(torch.device(device)),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        **more,
-    }
+    code = {"commit": get_commit(), "python": platform.python_version(), "system": platform.system()}
+    machine = {"device": get_device_name(torch.device(device)), "cores": os.cpu_count()}
+    return {**code, "versions": versions, **machine, "threads": torch.get_num_threads(), **more}
 
 
 def get_commit() -> str | None:
-    """The commit of this code, with `+` appended if files were changed since; None where it is not known.
-
-    A copy without `.git`, as in an image, takes it from the environment variable ADLM_COMMIT.
-    """
+    """The commit of this code, with `+` if files were changed since; without .git that in ADLM_COMMIT, or None."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return os.environ.get("ADLM_COMMIT") or None

@@ -14,23 +14,14 @@ from typing import Any
 from adlm.bundled import MODELS
 from adlm.data.shards import hash_file, write_atomically
 from adlm.evaluate.anchor_study import anchors
-from adlm.evaluate.cache import lock_output
+from adlm.evaluate.cache import ProgressCallback, ignore_progress, lock_output
 from adlm.evaluate.code_eval import code as measure_code
 from adlm.evaluate.data import RowLayout
 from adlm.evaluate.frontiers import frontier
 from adlm.evaluate.plots import draw_figures
 from adlm.evaluate.ppl import list_models, perplexity, zero_shot
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import (
-    Column,
-    Estimate,
-    EvalResult,
-    ProgressCallback,
-    Table,
-    ignore_progress,
-    save_json,
-    to_json,
-)
+from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json, to_json
 from adlm.evaluate.sample_metrics import samples
 from adlm.evaluate.scorer import ScoringModel, load_scorer
 from adlm.methods import takes_steps
@@ -291,17 +282,12 @@ def write_pages(content: Mapping[str, Any], front_matter: Mapping[str, Any], fol
     names = [name for section in content["sections"] for name in section.figures]
     images = {name: base64.b64encode((folder / f"{name}.svg").read_bytes()).decode() for name in names}
     matter = Markup(f"---\n{yaml.safe_dump(dict(front_matter), sort_keys=False, allow_unicode=True)}---")
+    options: Any = {"loader": jinja2.FileSystemLoader(Path(__file__).with_name("templates")), "autoescape": True}
+    options |= {"undefined": jinja2.StrictUndefined, "keep_trailing_newline": True}
+    options |= {"trim_blocks": True, "lstrip_blocks": True}
     paths = []
     for name, finalize in (("report.html", clean), ("report.md", escape_markdown)):
-        environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-            autoescape=True,
-            finalize=finalize,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )
+        environment = jinja2.Environment(finalize=finalize, **options)
         page = environment.get_template(f"{name}.j2").render(**content, images=images, front_matter=matter)
         page = page if name == "report.html" else re.sub(r"\n{3,}", "\n\n", page)
         write_atomically(folder / name, page.encode("utf-8"))

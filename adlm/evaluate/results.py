@@ -2,16 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-ProgressCallback = Callable[[str, int, int], None]  # what is being done, how much is done, of how much (0: unknown)
-
-
-def ignore_progress(stage: str, done: int, total: int) -> None:
-    """The progress callback that shows nothing."""
 
 
 @dataclass(frozen=True)

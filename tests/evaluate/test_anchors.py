@@ -30,8 +30,9 @@ from adlm.evaluate.anchor_study import (
     measure_losses,
     sample_rows,
 )
+from adlm.evaluate.cache import ProgressCallback, ignore_progress
 from adlm.evaluate.data import load_eval_data
-from adlm.evaluate.results import Estimate, ProgressCallback, ignore_progress, render_markdown
+from adlm.evaluate.results import Estimate, render_markdown
 from adlm.evaluate.sample_metrics import TextScorer
 from adlm.likelihood import draw_position, estimate_nll
 from adlm.models.language_model import LanguageModel
