@@ -211,11 +211,7 @@ def denoise(
 
 
 def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> Iterator[Frame]:
-    """Follow the table of a plan within a window; what is hidden after its last row is filled at once.
-
-    After a step that changes nothing, several steps at a time are searched for the next change: the frames until then
-    differ in their number alone.
-    """
+    """Follow the table of a plan within a window; what is hidden after its last row is filled at once."""
     state.is_free, state.clock = window, number * MAX_BLOCK_STEPS
     sampling, last_sampling = choose_sampling(plan, state.sampling)
     confidence = torch.zeros(state.xt.shape, dtype=torch.float64) if plan.by_confidence else None
@@ -227,7 +223,8 @@ def _run_plan(state: SamplerState, plan: Plan, number: int, window: Tensor) -> I
         remask = confidence_remask_prob(transition.remask_prob, confidence, state.is_hidden | ~state.is_free)
         return replace(transition, remask_prob=remask)
 
-    step, ahead = 0, 0  # ahead: steps that are searched at once
+    # After a step that changes nothing, `ahead` steps at a time are searched for the next change.
+    step, ahead = 0, 0
     while step < len(plan):
         if ahead == 0:
             yield (frame := reverse_step(state, get_transition(step), sampling, confidence))
@@ -291,10 +288,7 @@ def continue_tokens(
     sampling: SamplingParams | None = None,
     limits: TokenLimits | None = None,
 ) -> Iterator[Frame]:
-    """Fill what is not fixed in xt (B, L) from left to right and yield a frame a token.
-
-    Fixed tokens are read, never altered; one after a hole does not influence what is drawn before it.
-    """
+    """Fill what is not fixed in xt (B, L) from left to right, reading what is, and yield a frame a token."""
     if not bool(is_fixed[:, 0].all()):
         raise ValueError("position 0 of every row must be fixed for a causal model: a BOS token, for example")
     xt, sampling = xt.to(torch.int64).clone(), sampling or SamplingParams()

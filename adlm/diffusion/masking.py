@@ -18,11 +18,8 @@ MIN_TIME = 1e-3
 
 
 def stratify_times(u: Tensor, index: Tensor | None = None, total: int | None = None, eps: float = MIN_TIME) -> Tensor:
-    """Draw stratified (antithetic) times t_i = (u_i + i) / n mod 1, scaled to [eps, 1).
-
-    `index` and `total` give the rows' places in a larger batch that is split over processes.
-    """
-    n = total or u.shape[0]
+    """Draw stratified (antithetic) times t_i = (u_i + i) / n mod 1, scaled to [eps, 1)."""
+    n = total or u.shape[0]  # `index` and `total`: places in a larger batch, which is split over processes
     i = torch.arange(u.shape[0], device=u.device) if index is None else index
     return (1 - eps) * ((u / n + i / n) % 1) + eps
 

@@ -49,10 +49,7 @@ def uniform_pair(seed: Tensor, row: Tensor, step: Tensor, position: Tensor, purp
 
 @dataclass(frozen=True)
 class CounterRng:
-    """The random numbers of a batch of rows, each row with its own number (and seed, where they differ).
-
-    They are made on the host, where positions are decided.
-    """
+    """The random numbers of a batch, made on the host; each row has its own number (and seed, where they differ)."""
 
     seed: Tensor  # () or (B,), int64
     rows: Tensor  # (B,), int64

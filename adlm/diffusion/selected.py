@@ -128,13 +128,10 @@ def selected_loss(
     targets: Tensor,
     selection: Selection,
     *,
-    without: int | None = None,
+    without: int | None = None,  # a token of probability zero (the mask, for a denoiser: SUBS)
     offset: float | None = None,
 ) -> SelectedLoss:
-    """Compute Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L).
-
-    `without` is a token of probability zero (the mask, for a denoiser: SUBS).
-    """
+    """Compute Σ weight · loss of `head` at the selection, for features (B, L, dim) and targets (B, L)."""
     x = features.reshape(-1, features.shape[-1])[selection.index]
     # A parameter requires its gradient under no_grad too, a product as large as the logits'.
     matrix, bias = (
