@@ -160,7 +160,9 @@ def stream_tokens(
     """Fill the mask tokens of xt (B, L) and return the frames; a causal model has no sampler and goes left to right."""
     config, xt = predictor.config, xt.to(predictor.device)
     if xt.shape[1] > config.length:
-        raise ValueError(f"a row has {xt.shape[1]} tokens, this model's at most {config.length}: give shorter rows")
+        raise ValueError(
+            f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: give shorter ones"
+        )
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
     is_fixed, valid = (None if x is None else x.to(xt.device) for x in (is_fixed, valid))
@@ -176,7 +178,7 @@ def stream_tokens(
         same |= {"predict_next": lambda tokens: model(tokens, cache=cache).final[:, -1], "is_fixed": is_fixed}
         return continue_tokens(xt, logits_at=predictor.logits_at, **same)
     if sampler is None or isinstance(sampler, str):
-        raise ValueError(f"sampler is {sampler!r}: a masked model needs one of adlm.build_sampler(NAME, ...)")
+        raise ValueError(f"sampler is {sampler!r}: make one with adlm.build_sampler(NAME), as a masked model needs")
     assert config.mask_id is not None
     same |= {"mask_id": config.mask_id, "is_fixed": is_fixed, "valid": valid, "block": block}
     return denoise(xt, sampler, predictor.predict, predictor.logits_at, **same)
