@@ -160,9 +160,7 @@ def stream_tokens(
     """Fill the mask tokens of xt (B, L) and return the frames; a causal model has no sampler and goes left to right."""
     config, xt = predictor.config, xt.to(predictor.device)
     if xt.shape[1] > config.length:
-        raise ValueError(
-            f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: give shorter ones"
-        )
+        raise ValueError(f"a row has {xt.shape[1]} tokens, this model's rows at most {config.length}: shorten it")
     predictor.max_batch = max(predictor.max_batch, xt.shape[0])
     rng = CounterRng.from_seed(seed, xt.shape[0] if rows is None else rows)
     is_fixed, valid = (None if x is None else x.to(xt.device) for x in (is_fixed, valid))
