@@ -500,10 +500,7 @@ def correlate_studies(studies: Sequence[Row]) -> tuple[list[dict[str, Any]], lis
 
 
 def group_models(studies: Sequence[Row]) -> dict[str, tuple[list[list[int]], int]]:
-    """The groups in which models are ranked, for each comparison, and how many models count as independent.
-
-    Within runs there is one group less a run; at equal steps, those that all runs have, the runs are independent.
-    """
+    """The groups in which models are ranked, for each comparison, and how many models count as independent."""
     runs, steps = [find_run(study) for study in studies], [study["step"] for study in studies]
     groups = {"all models": ([list(range(len(studies)))], len(studies))}
     if len(set(runs)) > 1:

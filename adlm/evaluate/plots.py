@@ -94,10 +94,7 @@ def _split_errors(rows: Sequence[Row], name: str) -> tuple[list[float], list[flo
 
 
 def draw_frontier(points: Sequence[Row], path: Path, reference: Row | None = None) -> Path:
-    """Plot Gen-PPL (or entropy, where there is none) over NFE, entropy and time, and time over NFE.
-
-    Color is the model, marker the sampler, line style temperature and nucleus; points of a line differ in their steps.
-    """
+    """Plot Gen-PPL (or entropy, where there is none) over NFE, entropy and time, and time over NFE."""
     panels = [("nfe", "gen_ppl"), ("entropy", "gen_ppl"), ("seconds", "gen_ppl"), ("nfe", "seconds")]
     if any(point["gen_ppl"] is None for point in points):
         panels = [("nfe", "entropy"), ("seconds", "entropy"), ("nfe", "seconds")]

@@ -41,15 +41,12 @@ Cell = str | int | float | Estimate | None
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its name, the digits of its numbers.
-
-    An `is_optional` column is left out where a terminal is too narrow for it.
-    """
+    """A column of a table: its name, the digits of its numbers."""
 
     name: str
     digits: int = 3
     is_text: bool = False
-    is_optional: bool = False
+    is_optional: bool = False  # it is left out where a terminal is too narrow
 
     def format(self, cell: Cell) -> str:
         """A cell as text; a missing value is a dash."""

@@ -494,12 +494,7 @@ def read_texts(path: Path) -> list[str]:
 
 
 def cut_passages(
-    documents: Iterable[str],
-    count: int,
-    characters: int,
-    *,
-    seed: int = 0,
-    is_fit: Callable[[str], bool] = lambda passage: True,
+    documents: Iterable[str], count: int, characters: int, *, seed: int = 0, is_fit: Callable[[str], bool] = bool
 ) -> list[str]:
     """Draw passages of at most so many characters that begin at a paragraph (or line), without overlap."""
     shortest = min_passage(characters)

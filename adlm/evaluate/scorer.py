@@ -1,7 +1,4 @@
-"""Models that score texts, and their scores: the nats of every token and the features of every text, in one pass.
-
-A scoring model is a causal LM or an encoder of transformers, in float32: Gen-PPL changes with the precision.
-"""
+"""Models that score texts, in float32, as Gen-PPL changes with the precision: nats of tokens, features of texts."""
 
 from __future__ import annotations
 
