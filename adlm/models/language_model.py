@@ -253,7 +253,7 @@ class LanguageModel(nn.Module):
             raise ValueError("this model is masked: only causal models can use a key-value cache")
         shape = batch, config.heads, length or config.length, config.dim // config.heads
         layers = config.anchor_layers + config.denoiser_layers
-        return [KVCache(*shape, device=weight.device, dtype=weight.dtype) for _ in range(layers)]
+        return [KVCache(weight.new_empty(shape)) for _ in range(layers)]
 
     def compile_layers(self) -> LanguageModel:
         """Compile each layer in place (they share one graph); embedding, bridge and heads stay eager."""

@@ -123,14 +123,10 @@ def compute_modulations(linear: nn.Linear | None, cond: Tensor | None, parts: in
 
 
 class KVCache:
-    """One causal layer's keys and values, allocated once for `length` positions and filled in place."""
+    """One causal layer's keys and values (B, heads, length, head_dim), allocated once and filled in place."""
 
-    def __init__(
-        self, batch: int, heads: int, length: int, head_dim: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.keys = torch.empty(batch, heads, length, head_dim, device=device, dtype=dtype)
-        self.values = torch.empty_like(self.keys)
-        self.used = 0
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self.values, self.used = keys, torch.empty_like(keys), 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new positions and return all so far."""

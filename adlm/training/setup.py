@@ -77,6 +77,9 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     objective = build_objective(config, shape, data, on_gpu=context.device.type == "cuda")
     sampler = None if shape.is_causal else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
+    data_hash = str(data.manifest["settings_sha256"])  # of the rows: a run resumes only on the same
+    if stream is not None:
+        data_hash = hashlib.sha256(json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")).hexdigest()
     is_sedd = methods.METHODS[str(config.method)].score_entropy
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
@@ -118,7 +121,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
         sample=sample,
-        data_hash=hash_data(data, stream),
+        data_hash=data_hash,
         description=describe_data(config, data),
         length=shape.length,
         tokenizer=data.tokenizer,
@@ -170,14 +173,6 @@ def open_stream(config: Config) -> Source | None:
     for name in config.data.stream_options:
         check_known("key of data.stream_options", name, list(inspect.signature(open_source).parameters)[1:])
     return open_source(config.data.stream, **config.data.stream_options)
-
-
-def hash_data(data: PreparedData, stream: Source | None) -> str:
-    """Identify the rows that a run trains on: a run resumes only on the same."""
-    key = str(data.manifest["settings_sha256"])
-    if stream is not None:
-        key = hashlib.sha256(json.dumps([key, stream.identity], sort_keys=True).encode("utf-8")).hexdigest()
-    return key
 
 
 def compute_unigram_ppl(data: PreparedData, rows: ShardedRows, max_rows: int | None) -> float:
