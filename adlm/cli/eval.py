@@ -231,10 +231,7 @@ def frontier(
     out: OutFolder = None,
     is_json: options.Json = False,
 ) -> None:
-    """Measure Gen-PPL and entropy against NFE and time, over samplers, steps, temperatures and nuclei.
-
-    Give several models to compare them on one machine in one run.
-    """
+    """Measure Gen-PPL and entropy against NFE and time, over samplers, steps, temperatures and nuclei."""
     run_eval("frontier", locals())
 
 
@@ -334,8 +331,5 @@ def report(
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
-    """Run all evaluations and write report.html, report.md (a model card), report.json and plots.
-
-    Sections that were not measured say why.
-    """
+    """Run all evaluations and write report.html, report.md (a model card), report.json and plots."""
     run_eval("report", locals(), command=shlex.join(["adlm", *sys.argv[1:]]))

@@ -278,11 +278,9 @@ def anchors(
 ) -> EvalResult:
     """Measure the anchor networks of two-stage masked models on held-out text, and correlate three models or more.
 
-    Models are measured one after the other, so `models` may be an iterator that loads them. Anchors occur at most
-    `max_count` times in their row (by default the paper's tau). `perturb` has the amounts of noise on the anchor
-    features, relative to their norm, `stale` the masking levels (in sampling: steps) by which they are out of date.
-    `scorer` computes the Gen-PPL of the `samples` texts for every perturbation. `out` keeps finished models; the same
-    call resumes there.
+    `models` may be an iterator that loads them. Anchors occur at most `max_count` times in their row (the paper's tau).
+    `perturb` has the amounts of noise on the anchor features, relative to their norm, `stale` the masking levels (in
+    sampling: steps) by which they are out of date. `out` keeps finished models; the same call resumes there.
     """
     check_whole_numbers(1, draws=draws, batch=batch, steps=steps, max_count=max_count)
     if samples == 1 or samples < 0:

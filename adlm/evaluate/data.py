@@ -212,11 +212,10 @@ def _find_text(tokens: NDArray[Any], lengths: NDArray[Any], tokenizer: Tokenizer
 
 def count_row_bytes(data: EvalDataset, tokenizer: Tokenizer) -> NDArray[np.float64]:
     """Bytes of the text of each row (n,), by decoding its tokens, scaled to add up to the bytes of the dataset."""
-    sizes = [
-        len(tokenizer.decode(row[is_text].tolist()).encode())
-        for tokens, lengths in iterate_rows(data.rows)
-        for row, is_text in zip(tokens, _find_text(tokens, lengths, tokenizer), strict=True)
-    ]
+    sizes: list[int] = []
+    for tokens, lengths in iterate_rows(data.rows):
+        texts = (row[kept] for row, kept in zip(tokens, _find_text(tokens, lengths, tokenizer), strict=True))
+        sizes += [len(tokenizer.decode(text.tolist()).encode()) for text in texts]
     return np.array(sizes) * (data.bytes / max(1, sum(sizes)))
 
 

@@ -27,17 +27,10 @@ from adlm.remedies import check_known
 from adlm.text.lm import LM
 from adlm.training.distributed import DistributedContext
 
-COUNTS = {
-    "lineage": "every token but padding counts, BOS and EOS too, as in the paper",
-    "text": "BOS and EOS are given and not counted",
-}
-KINDS = {
-    "exact": "exact",
-    "nelbo": "NELBO",
-    "discrete_nelbo": "NELBO, {steps} steps",
-    "unmasking_exact": "{order} order: exact",
-    "unmasking_bound": "{order} order",
-}
+COUNTS = {"lineage": "every token but padding counts, BOS and EOS too, as in the paper"}
+COUNTS |= {"text": "BOS and EOS are given and not counted"}
+KINDS = {"exact": "exact", "nelbo": "NELBO", "discrete_nelbo": "NELBO, {steps} steps"}
+KINDS |= {"unmasking_exact": "{order} order: exact", "unmasking_bound": "{order} order"}
 MIN_UNITS = 20  # documents or rows: fewer give a poor standard error
 
 
@@ -94,8 +87,7 @@ def perplexity(
     """Estimate the perplexity of models on one text or on named texts: an upper bound for masked models.
 
     `draws` is the number of noises for each row, `steps` selects discrete time, `order` adds the likelihood under an
-    unmasking order. `count="text"` leaves out BOS and EOS. `out` is a folder that stores the estimates: the same call
-    resumes.
+    unmasking order. `count="text"` leaves out BOS and EOS. The same call with the folder `out` resumes.
     """
     lms, texts = list_models(models), data if isinstance(data, Mapping) else {str(data): data}
     settings = NllSettings(draws, seed, steps, order, count, attend_padding)
@@ -442,8 +434,7 @@ def zero_shot(
 ) -> EvalResult:
     """Estimate perplexity on the paper's zero-shot sets, with its numbers and the reasons why they do not compare.
 
-    A set is read from its folder in `data_dir`, by default from the Hub. `out` is a folder in which the estimates are
-    stored: the same call resumes.
+    A set is read from its folder in `data_dir`, by default from the Hub. The same call with the folder `out` resumes.
     """
     lms, names = list_models(models), list(dict.fromkeys(map(find_set, sets or SETS)))
     context = context or DistributedContext(lms[0].device)

@@ -48,15 +48,12 @@ class Section:
     """A part of the report: results with tables and plots, or the reason why it was not measured."""
 
     name: str
+    title: str
     reason: str = ""
     results: list[EvalResult] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        return TITLES[self.name]
 
     def add(self, result: EvalResult, title: str = "") -> None:
         """Add a result; `title` is that of its tables without one."""
@@ -116,7 +113,7 @@ def report(
     same: dict[str, Any] = {"seed": seed, "out": out, "on_progress": on_progress, **drop_unset(batch=batch)}
     bounded, texts = drop_unset(limit=limit), {name: min(n or most, most) for name, most in MAX_TEXTS.items()}
     scored = {"scorer": scorer, "reference": real, **drop_unset(scorer_batch=batch)}
-    sections = {name: Section(name) for name in TITLES}
+    sections = {name: Section(name, title) for name, title in TITLES.items()}
 
     sections["perplexity"].add(perplexity(lms, {Path(data).name: data}, rows=rows, **same, **bounded))
     if scorer is None:

@@ -43,7 +43,7 @@ from tests.cli.terminal import invoke, trained
 from tests.evaluate.scorers import causal_folder, needs, pixels, with_matplotlib
 from tests.text.models import lm, rigged
 from tests.training.runs import run, shelf
-from tests.world import compute_log_probs, random_model
+from tests.world import random_model
 
 VOCAB, LENGTH = 30, 12
 ROWS = torch.randint(VOCAB - 1, (24, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -236,7 +236,7 @@ def measure_guesses(rows: RowDataset, ignored: Tensor = NOTHING, **options: Any)
 def test_guesses_agree_with_log_probs() -> None:
     noisy, guesses = corrupt(ROWS, ForwardProcess(VOCAB - 1), CounterRng.from_seed(0, 24), 0), measure_guesses(ROWS_24)
     with torch.no_grad():
-        tables = dict(zip(("anchor", "final"), compute_log_probs(small(), noisy.xt), strict=True))
+        tables = dict(zip(("anchor", "final"), small().log_probs(noisy.xt), strict=True))
     is_masked, is_anchor, heads = noisy.xt == VOCAB - 1, RULE(ROWS, None), [guess["head"] for guess in guesses]
     assert (heads.count("anchor"), heads.count("final")) == (2 * 6, 2 * 6)  # kinds, ranges of mask rates
     for guess in guesses:

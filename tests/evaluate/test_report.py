@@ -132,7 +132,7 @@ def test_no_text_becomes_markup(tmp_path: Path) -> None:
 
     def write(text: str) -> tuple[str, str]:
         table = Table([Column(text, is_text=True), Column("x")], [[text, 1.0], [text, None]], title=text, notes=[text])
-        section = Section("code", text, tables=[table], warnings=[text])
+        section = Section("code", TITLES["code"], text, tables=[table], warnings=[text])
         content = {"title": text, "models": table, "summary": table, "origin": {text: text}, "command": text}
         paths = write_pages(content | {"sections": [section]}, {"license": "mit"}, tmp_path)
         return paths[0].read_text("utf-8"), paths[1].read_text("utf-8")
