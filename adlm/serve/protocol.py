@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import deque
 from collections.abc import Sequence
@@ -183,14 +184,13 @@ def layout_tokens(lm: LM, ids: Sequence[int], max_tokens: int | None) -> Layout:
 
 
 def build_filling(lm: LM, texts: Sequence[Template], settings: dict[str, Any]) -> GenerationRequest:
-    """Check the holes of templates, which must fit and not have too many lengths, and return what is to be sampled."""
-    lengths, longest = 0, lm.row_format.longest
-    for text in texts:
-        holes = [piece for piece in templates.parse_template(text) if isinstance(piece, Hole)]
-        lengths += sum(hole.max_tokens - hole.min_tokens for hole in holes)
-        if (shortest := sum(hole.min_tokens for hole in holes)) > longest:  # before they are laid out
-            raise ValueError(f"a template's holes take {shortest} tokens, a text has at most {longest}: use fewer")
-    if lengths > MAX_ALL_LENGTHS:
+    """Check the number of holes and of their lengths in templates, and return what is to be sampled."""
+    # Parsing more holes than fit would slow the batch down: both threads share Python's lock.
+    most = max((len(re.findall("_{3,}", text)) for text in texts if isinstance(text, str)), default=0)
+    if most > lm.row_format.longest:
+        raise ValueError(f"a template has {most} holes, a text at most {lm.row_format.longest} tokens: use fewer holes")
+    holes = [piece for text in texts for piece in templates.parse_template(text) if isinstance(piece, Hole)]
+    if (lengths := sum(hole.max_tokens - hole.min_tokens for hole in holes)) > MAX_ALL_LENGTHS:
         numbers = f"the holes leave {lengths} lengths to choose from, at most {MAX_ALL_LENGTHS} are allowed"
         raise ValueError(f"{numbers}: say how long holes are, such as ___{{5}} (with a suffix: min_tokens)")
     return lm.build_request(template=texts, **settings)

@@ -303,7 +303,7 @@ def test_a_shutdown_is_answered_with_503() -> None:
 
 def test_holes_that_cannot_fit_are_refused_before_they_are_laid_out(client: TestClient) -> None:
     response = client.post("/v1/infill", json={"template": "___{1} a " * 100_000})
-    assert response.status_code == 400 and "take 100000 tokens" in response.json()["error"]["message"]
+    assert response.status_code == 400 and "has 100000 holes" in response.json()["error"]["message"]
 
 
 def test_a_failure_while_sampling_is_a_500_without_details(monkeypatch: pytest.MonkeyPatch) -> None:
