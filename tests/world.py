@@ -19,7 +19,7 @@ from adlm.diffusion.categorical import SamplingParams, apply_temperature, find_c
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, ancestral, reverse_distribution
 from adlm.methods import METHODS, build_config
-from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig
+from adlm.models.language_model import LanguageModel, ModelConfig
 
 VOCAB, MASK = 12, 11  # of `small_model`
 # Every sampler with few steps and, where it can, much remasking.
@@ -60,27 +60,6 @@ def small_model(method: str = "adlm", **changes: object) -> LanguageModel:
 def random_tokens(rows: int, length: int = 16, vocab: int = MASK, seed: int = 0) -> Tensor:
     """Rows (B, L) of tokens below `vocab`."""
     return torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def compute_log_probs(
-    model: LanguageModel, tokens: Tensor, noise_level: Tensor | None = None
-) -> tuple[Tensor | None, Tensor]:
-    """Log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token).
-
-    SUBS: the mask has probability zero, and a visible token predicts itself with probability one.
-    """
-    features = model(tokens, noise_level)
-    anchor = None if model.anchor_head is None else model.anchor_head(features.anchor).float().log_softmax(-1)
-    mask_id, logits = model.config.mask_id, model.head(features.final).float()
-    if model.config.is_causal:
-        if mask_id is not None:
-            # The lineage's value, so that log-probabilities agree in every column; exp(-1000) is 0.
-            logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), -1000.0)
-        return anchor, logits.log_softmax(-1)
-    assert mask_id is not None
-    logits = logits.index_fill(-1, torch.tensor(mask_id, device=logits.device), NEG_INF)
-    itself = torch.full_like(logits, NEG_INF).scatter_(-1, tokens[..., None], 0.0)
-    return anchor, torch.where((tokens == mask_id)[..., None], logits.log_softmax(-1), itself)
 
 
 def shapes_only(config: ModelConfig) -> LanguageModel:
@@ -144,7 +123,7 @@ class TinyWorld:
         if level is not None:
             level = torch.as_tensor(level).float().expand(len(self.states))
         with torch.no_grad():
-            anchor, final = compute_log_probs(self.model, self.states, level)
+            anchor, final = self.model.log_probs(self.states, level)
         # Normalized once more: a float32 softmax sums to 1 only to 1e-7.
         return None if anchor is None else anchor.double().log_softmax(-1), final.double().log_softmax(-1)
 

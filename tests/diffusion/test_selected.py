@@ -17,7 +17,7 @@ from adlm.diffusion.schedules import LogLinear, loss_weight, noise_level
 from adlm.diffusion.selected import _SelectedLossFunction, selected_loss
 from adlm.generate import compile_for_sampling
 from bench.plain import plain_law, plain_logits, plain_loss, subs
-from tests.world import MASK, VOCAB, compute_log_probs, compute_probs, random_tokens, small_model
+from tests.world import MASK, VOCAB, compute_probs, random_tokens, small_model
 
 
 def normal(*shape, seed=0):
@@ -193,7 +193,7 @@ def test_log_probs_are_the_plain_ones(method):
     model, xt = small_model(method), random_tokens(3)
     xt[:, 1::3] = MASK
     with torch.no_grad():
-        anchor, log_probs = compute_log_probs(model, xt)
+        anchor, log_probs = model.log_probs(xt)
         anchor_logits, logits = plain_logits(model, xt)
     torch.testing.assert_close(log_probs.exp(), subs(logits, xt, MASK).exp(), atol=1e-6, rtol=1e-5)
     if anchor is not None:

@@ -19,7 +19,6 @@ from adlm.checkpoint import load_model
 from adlm.convert import StoredObject, load_lineage, map_names, read_pickle, write_lightning
 from tests.cli.terminal import answer_json, assert_error, invoke
 from tests.goldens import HEADS, arrays, model, weights
-from tests.world import compute_log_probs
 
 POSSIBLE = -1e5  # below this an entry is the lineage's stand-in for minus infinity
 DIM, VOCAB, COND = 32, 65, 16
@@ -122,7 +121,7 @@ def assert_golden(folder: Path, kind: str, time_conditioning: bool = False) -> N
     golden = arrays("ar_gpt2like" if kind == "ar" else f"forward_{kind}_gpt2like_tc{int(time_conditioning)}")
     inputs = (golden["input_tokens"],) if kind == "ar" else (golden["xt"], golden["sigma"])
     with torch.no_grad():
-        _, log_probs = compute_log_probs(load_model(folder).model, *inputs)
+        _, log_probs = load_model(folder).model.log_probs(*inputs)
     possible = golden["log_probs"] > POSSIBLE
     torch.testing.assert_close(log_probs[possible], golden["log_probs"][possible], atol=1e-4, rtol=0)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from adlm.data.tokenizers import END_OF_TEXT, load_tokenizer
 from adlm.interop.gpt2 import from_state_dict, load
-from tests.world import compute_log_probs
 
 if os.environ.get("ADLM_ALL") == "1":
     import transformers
@@ -42,7 +41,7 @@ def test_it_says_what_theirs_says(length: int) -> None:
     ours = from_state_dict(theirs.state_dict(), heads=2)
     with torch.no_grad():
         expected = theirs(tokens(length)).logits.log_softmax(-1)
-        _, found = compute_log_probs(ours, tokens(length))
+        _, found = ours.log_probs(tokens(length))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert float(expected.exp().amax(-1).mean()) > 0.1  # it does say something
 
@@ -79,7 +78,7 @@ def test_a_folder_says_what_theirs_says(size: str, tmp_path: Path) -> None:
     assert (ours.config.vocab_size, ours.config.mask_id, ours.config.heads, ours.config.tied) == (61, None, 4, True)
     with torch.no_grad():
         expected = theirs(tokens()).logits.log_softmax(-1)
-    torch.testing.assert_close(compute_log_probs(ours, tokens())[1], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.log_probs(tokens())[1], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

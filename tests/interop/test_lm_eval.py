@@ -27,7 +27,6 @@ else:
 
 from adlm.interop import lm_eval as ours
 from adlm.interop.lm_eval import build_rows, iterate_windows, truncate_at
-from tests.world import compute_log_probs
 
 PAIRS = [
     ("the cat", " sat on the mat"),
@@ -111,7 +110,7 @@ def test_a_causal_log_likelihood_is_the_sum_of_log_probabilities(method: str) ->
         both, given = model.tokenizer.encode(context + continuation), len(model.tokenizer.encode(context.rstrip()))
         row = torch.tensor([[model.tokenizer.bos_id, *both]])
         with torch.no_grad():
-            log_probs = compute_log_probs(model.model, row[:, :-1])[1][0].double()
+            log_probs = model.model.log_probs(row[:, :-1])[1][0].double()
         each = log_probs.gather(-1, row[0, 1:, None])[:, 0]
         assert value == pytest.approx(float(each[-(len(both) - given) :].sum()), rel=1e-5)
     # The chain rule.
@@ -164,7 +163,7 @@ def log_probability(model: LM, ids: tuple[int, ...], order: list[int]) -> float:
     xt[0, order] = model.tokenizer.mask_id
     for place in order:
         with torch.no_grad():
-            total += float(compute_log_probs(model.model, xt)[1][0, place, ids[place]])
+            total += float(model.model.log_probs(xt)[1][0, place, ids[place]])
         xt[0, place] = ids[place]
     return total
 

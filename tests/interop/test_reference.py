@@ -5,7 +5,6 @@ import torch
 
 from adlm.convert import from_state_dict
 from tests.goldens import HEADS, MASK, arrays, model, weights
-from tests.world import compute_log_probs
 
 POSSIBLE = -1e5  # below this an entry is the lineage's stand-in for minus infinity
 
@@ -17,7 +16,7 @@ def test_forward_of_masked_models(kind, time_conditioning, folded):
     golden = arrays(f"forward_{kind}_gpt2like_tc{int(time_conditioning)}")
     ours = model(kind, time_conditioning)
     with torch.no_grad():
-        anchor, log_probs = compute_log_probs(ours.fold() if folded else ours, golden["xt"], golden["sigma"])
+        anchor, log_probs = (ours.fold() if folded else ours).log_probs(golden["xt"], golden["sigma"])
     possible = golden["log_probs"] > POSSIBLE
     torch.testing.assert_close(log_probs[possible], golden["log_probs"][possible], atol=1e-4, rtol=0)
     assert (log_probs[~possible] < POSSIBLE).all()
@@ -50,7 +49,7 @@ def test_every_layer_of_adlm(time_conditioning):
 def test_autoregressive():
     golden = arrays("ar_gpt2like")
     with torch.no_grad():
-        _, log_probs = compute_log_probs(model("ar"), golden["input_tokens"])
+        _, log_probs = model("ar").log_probs(golden["input_tokens"])
     torch.testing.assert_close(log_probs, golden["log_probs"], atol=1e-4, rtol=1e-6)
 
 
@@ -67,8 +66,8 @@ def test_a_mask_id_inside_the_vocabulary():
     }  # fmt: skip
     golden = arrays("forward_adlm_gpt2like_tc0")
     with torch.no_grad():
-        anchor, log_probs = compute_log_probs(from_state_dict(moved, heads=HEADS, mask_id=7), order[golden["xt"]])
-        plain_anchor, plain = compute_log_probs(model("adlm"), golden["xt"])
+        anchor, log_probs = from_state_dict(moved, heads=HEADS, mask_id=7).log_probs(order[golden["xt"]])
+        plain_anchor, plain = model("adlm").log_probs(golden["xt"])
     torch.testing.assert_close(anchor[..., order], plain_anchor, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(log_probs[..., order], plain, atol=1e-5, rtol=1e-5)
 

@@ -13,7 +13,7 @@ from adlm.interop.gpt2 import from_state_dict
 from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
 from tests.goldens import facts
-from tests.world import compute_log_probs, count_weights, random_model, random_tokens, shapes_only
+from tests.world import count_weights, random_model, random_tokens, shapes_only
 
 COUNTS = facts("param_counts")
 TINY = {"dim": 512, "heads": 8, "anchor_layers": 8, "denoiser_layers": 4}  # the lineage's `tiny`
@@ -68,7 +68,7 @@ def test_a_new_model_knows_nothing():
     model = LanguageModel(build_config("adlm", "nano", vocab_size=30, mask_id=29, dim=16, heads=2, bridge="direct"))
     features = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.apply_bridge(features), features)
-    anchor, log_probs = compute_log_probs(model, torch.full((1, 5), 29))
+    anchor, log_probs = model.log_probs(torch.full((1, 5), 29))
     torch.testing.assert_close(log_probs[..., :29], torch.full((1, 5, 29), -math.log(29)))
     torch.testing.assert_close(anchor, torch.full((1, 5, 30), -math.log(30)))
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from adlm.checkpoint import LoadedModel, export_model, load_model
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.models.vocabulary import ROWS, extend_vocabulary
-from tests.world import compute_log_probs
 
 SIZE: dict[str, Any] = {"vocab_size": 23, "mask_id": 22, "dim": 16, "heads": 2, "length": 8, "cond_dim": 8}
 SIZE |= {"denoiser_layers": 2, "dropout": 0.0}
@@ -66,7 +65,7 @@ def test_old_tokens_keep_their_rows_and_logits(name: str, init: Any) -> None:
     for theirs, ours in zip(compute_logits(old), compute_logits(new), strict=True):
         torch.testing.assert_close(ours[..., :23], theirs, rtol=1e-5, atol=1e-5)
     if init is None:  # log-odds among the old tokens
-        theirs, ours = (compute_log_probs(each, tokens())[1][..., :20] for each in (old, new))
+        theirs, ours = (each.log_probs(tokens())[1][..., :20] for each in (old, new))
         torch.testing.assert_close(ours - ours[..., :1], theirs - theirs[..., :1], rtol=1e-5, atol=1e-5)
 
 

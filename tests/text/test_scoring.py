@@ -13,7 +13,7 @@ from adlm.diffusion.objectives import training_loss
 from adlm.diffusion.rng import CounterRng
 from adlm.diffusion.schedules import LogLinear, loss_weight
 from tests.text.models import lm, rigged, wrap
-from tests.world import compute_log_probs, random_model
+from tests.world import random_model
 
 TEXTS = ["the cat", "sat", "on the mat and the dog sat", "é 😀", "  x"]
 
@@ -33,7 +33,7 @@ def exact_nelbo(model: LM, text: str, eps: float = 0.0) -> float:
         xt = ids.clone()
         xt[places] = mask
         with torch.no_grad():
-            log_probs = compute_log_probs(model.model, xt[None])[1][0].double()
+            log_probs = model.model.log_probs(xt[None])[1][0].double()
         chance = hidden ** len(places) * (1 - hidden) ** (len(is_hidden) - len(places))
         total -= float((chance * weight).mean()) * sum(float(log_probs[place, ids[place]]) for place in places)
     return total
@@ -46,7 +46,7 @@ def test_a_causal_score_is_the_log_likelihood(method: str) -> None:
     for text, score in zip(TEXTS, model.score(TEXTS), strict=True):
         row = torch.tensor([[model.tokenizer.bos_id, *model.tokenizer.encode(text)]])
         with torch.no_grad():
-            log_probs = compute_log_probs(model.model, row[:, :-1])[1][0].double()
+            log_probs = model.model.log_probs(row[:, :-1])[1][0].double()
         nats = -float(log_probs.gather(-1, row[0, 1:, None]).sum())
         tokens = row.shape[1] - 1
         size = len(text.encode())
