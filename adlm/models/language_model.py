@@ -284,6 +284,7 @@ def compute_log_probs(model: LanguageModel, tokens: Tensor, noise_level: Tensor 
     log_probs = logits.log_softmax(-1)
     if model.config.is_causal:
         return anchor, log_probs
+    assert mask_id is not None
     itself = torch.full_like(logits, NEG_INF).scatter_(-1, tokens[..., None], 0.0)
     return anchor, torch.where((tokens == mask_id)[..., None], log_probs, itself)
 
