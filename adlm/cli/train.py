@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import check_output_files, json_stdout, print_json, print_table, status_console
+from adlm.cli.output import check_output_files, json_stdout, make_folder, print_json, print_table, status_console
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def plot(
     check_output_files({"--out": out})
     with json_stdout(is_json):
         curves = [read_run(folder) for folder in runs]
-        path = plot_runs(curves, out or runs[0] / "plots" / "run.png", x=x)
+        path = out or runs[0] / "plots" / "run.png"
+        make_folder(path.parent)
+        plot_runs(curves, path, x=x)
     if is_json:
         print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
     else:
