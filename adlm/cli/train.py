@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import check_output_files, json_stdout, make_folder, print_json, print_table, status_console
+from adlm.cli.output import check_output_files, json_stdout, print_json, print_table, status_console
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
@@ -65,8 +65,10 @@ def plot(
     with json_stdout(is_json):
         curves = [read_run(folder) for folder in runs]
         path = out or runs[0] / "plots" / "run.png"
-        make_folder(path.parent)
+        is_new = not path.parent.is_dir()
         plot_runs(curves, path, x=x)
+        if is_new:
+            status_console().print(f"created folder {path.parent}", style="dim", markup=False)
     if is_json:
         print_json({"figure": path, "runs": [{"run": run.folder} | run.summarize() for run in curves]})
     else:
