@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -31,6 +31,7 @@ from adlm.text.templates import (
 
 DEFAULT_BATCH = 16  # rows that are sampled at a time
 Templates = Template | Sequence[Template]
+Method = TypeVar("Method", bound=Callable[..., Any])
 # Names of transformers, diffusers and LLaDA.
 ALIASES = {"num_return_sequences": "n", "num_inference_steps": "steps"}
 ALIASES |= {"gen_length": "max_new_tokens", "block_length": "block"}
@@ -107,6 +108,16 @@ class GenerationConfig:
             given = f"length={config.length} and max_new_tokens={config.max_new_tokens}"
             raise ValueError(f"{given}: the first counts the prompt, the second does not: give one")
         return config
+
+
+def list_settings(method: Method) -> Method:
+    """Show the settings with their defaults in a method's signature, instead of `**settings` alone."""
+    signature = inspect.signature(method)
+    *own, rest = signature.parameters.values()
+    shown = [each for each in inspect.signature(GenerationConfig).parameters.values() if each.name != "options"]
+    names = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shown]
+    vars(method)["__signature__"] = signature.replace(parameters=[*own, *names, rest])
+    return method
 
 
 SHARED_SETTINGS = tuple(each.name for each in fields(GenerationConfig) if each.name not in ("steps", "options"))

@@ -38,6 +38,7 @@ from adlm.text.generation import (
     as_list,
     check_whole_numbers,
     choose_sampler,
+    list_settings,
 )
 from adlm.text.templates import WORD, Layout, Template, classify_tokens
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
@@ -273,10 +274,12 @@ class LM(LMEngine):
         size = count_parameters(self.model.config)
         return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
+    @list_settings
     def generate(self, prompt: Prompts = "", **settings: Unpack[GenerationSettings]) -> GenerationOutput:
         """Generate `n` texts that begin with the prompt, or with each of several prompts."""
         return self.run_request(self.build_request(prompt, **settings))
 
+    @list_settings
     def infill(self, template: Templates, **settings: Unpack[GenerationSettings]) -> GenerationOutput:
         """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates.
 
@@ -284,6 +287,7 @@ class LM(LMEngine):
         """
         return self.run_request(self.build_request(template=template, **settings))
 
+    @list_settings
     def stream(
         self,
         prompt: Prompts = "",
@@ -295,6 +299,7 @@ class LM(LMEngine):
         """Yield the texts of `generate` or `infill` after every step, with the anchor network's likeliest tokens."""
         return self.stream_request(self.build_request(prompt, template=template, **settings), guesses)
 
+    @list_settings
     def record(
         self,
         prompt: str = "",

@@ -202,3 +202,10 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, damage: Callable[[Pa
     damage(folder / name)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         adlm.load(folder)
+
+
+def test_signatures_list_the_settings() -> None:
+    for method in (LM.generate, LM.infill, LM.stream, LM.record):
+        shown = inspect.signature(method).parameters
+        assert {"max_new_tokens", "n", "steps", "sampler", "seed"} <= set(shown)
+        assert shown["top_p"].default == 0.9 and shown["top_p"].kind is inspect.Parameter.KEYWORD_ONLY
