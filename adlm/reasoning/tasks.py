@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -106,11 +107,13 @@ class Task:
 
     def encode_question(self, text: str) -> list[int]:
         """Return the ids of a question, as they begin an Item."""
-        vocabulary = self.tokenizer.bpe.get_vocab()
-        for word in text.split():
-            if word not in vocabulary or word in MARKERS:
-                known = " ".join(word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in MARKERS)
-                raise ValueError(f"{word!r} is no word of {self.name}: its words are {known}")
+        known = self.tokenizer.bpe.get_vocab().keys() - MARKERS
+        unknown = [word for word in text.split() if word not in known]
+        asked = text.partition("?")[2]
+        if self.name in GENERATORS and (unknown or not asked.strip() or "?" in asked):
+            example = self.decode(self.draw(0, 1, 1)[0].question)
+            problem = f"{unknown[0]!r} is no word" if unknown else f"{text!r} is no question"
+            raise ValueError(f"{problem} of {self.name}: ask as in {example!r}")
         return [MARKERS.index("<q>"), *self.tokenizer.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -193,8 +196,10 @@ class SudokuTask(Task):
     def encode_question(self, text: str) -> list[int]:
         """Return the ids of a puzzle; spaces between its cells are optional, and 0 is an empty cell too."""
         cells = "".join(text.split()).replace("0", ".")
-        if len(cells) != 81:
-            raise ValueError(f"the Sudoku has {len(cells)} cells: give 81 digits row by row, a dot for an empty cell")
+        if not re.fullmatch("[1-9.]{81}", cells):
+            raise ValueError(
+                f"{cells!r} ({len(cells)} cells) is no Sudoku: give 81 digits row by row, a dot for an empty cell"
+            )
         return super().encode_question(" ".join(cells))
 
 

@@ -195,7 +195,9 @@ def test_wrong_questions_and_runs_are_one_message(runs: Path, tmp_path: Path) ->
     run, graphs = runs / "arithmetic-cot", runs / "graphs-acot"
     long = " | ".join(["a = 1 + 1"] * 40)
     cases = {
-        ("ask", run, "x = 5 / 2 ? x"): "'/' is no word of arithmetic: its words are 0 1 2",
+        ("ask", run, "x = 5 / 2 ? x"): "'/' is no word of arithmetic: ask as in '",
+        ("ask", run, "x = 5 + 2"): "'x = 5 + 2' is no question of arithmetic: ask as in '",
+        ("ask", run, "x = 5 + 2 ? ? x"): "'x = 5 + 2 ? ? x' is no question of arithmetic",
         ("ask", run, f"{long} ? a"): "the model 160: shorten the question",
         ("ask", run, " "): "the question is empty",
         ("ask", tmp_path, QUESTION): "has no config.yaml: give a folder that `adlm reason train` wrote",
