@@ -168,7 +168,7 @@ def test_arms_train_and_are_evaluated_as_all_others(task: str, arm: str, boards:
         if task == "sudoku":
             reply = evaluation.ask(tmp_path, puzzle)
             assert reply["answer"].replace(" ", "").startswith("53") and reply["passes"] == 81 - 3
-            with pytest.raises(ValueError, match=r"80 cells\) is no Sudoku: give 81 digits by row"):
+            with pytest.raises(ValueError, match=r"80 cells\) is no Sudoku: give 81 digits row by row"):
                 evaluation.ask(tmp_path, puzzle[1:])
     shape = runs.load_run(tmp_path).model.config
     assert (shape.anchor_layers, shape.denoiser_layers, shape.is_causal) == {
