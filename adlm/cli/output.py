@@ -173,7 +173,7 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
         yield update
 
 
-def draw_curve(losses: Sequence[float], *, width: int = 60) -> str:
+def draw_curve(losses: Sequence[float], *, width: int = 40) -> str:
     """Draw losses as a line of bars, means of equal parts, with the first and the last mean."""
     width = min(width, len(losses))
     parts = [losses[i * len(losses) // width : (i + 1) * len(losses) // width] for i in range(width)]
