@@ -7,8 +7,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import compress
 from typing import Any, TypeVar
@@ -156,6 +157,8 @@ class Engine:
         self.seconds_per_text = 1.0  # a moving average, for Retry-After
         self.thread: threading.Thread | None = None
         self.pool = ThreadPoolExecutor(1, "adlm-calls")
+        self.takes_turns = lm.device.type == "cuda"  # where a prediction is valid until the next one
+        self.turn, self.next_turn = threading.Lock(), threading.Lock()
         self.batch = make_batch(lm)
 
     def start(self) -> Engine:
@@ -219,15 +222,27 @@ class Engine:
             self.waiting = deque(row for row in self.waiting if not is_skipped(row))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in a thread of its own, one after the other, while the batch takes its steps."""
+        """Call a function in a thread of its own, one after the other, while (on a GPU: between) the batch's steps."""
         with self.wake:
             self._require_running()
             if len(self.calls) >= self.limits.max_waiting:
                 raise QueueFullError(f"{len(self.calls)} calls are waiting")
-            future = self.pool.submit(function)
+            future = self.pool.submit(self._take_turn()(function))
             self.calls.add(future)
         future.add_done_callback(self.calls.discard)
         return future
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[None]:
+        """Context manager: use the model; on a GPU, whose threads share the predictor's memory, alone and in turn."""
+        if self.takes_turns:
+            with self.next_turn:  # whoever waits for the turn holds it, so that steps and calls alternate
+                self.turn.acquire()
+        try:
+            yield
+        finally:
+            if self.takes_turns:
+                self.turn.release()
 
     def _require_running(self) -> None:
         if self.is_stopping:
@@ -243,10 +258,11 @@ class Engine:
             joining = list[Row]()
             try:
                 joining = self._exchange_rows()
-                if joining:
-                    self.batch.join(joining)
-                if self.batch.rows:
-                    self._step()
+                with self._take_turn():
+                    if joining:
+                        self.batch.join(joining)
+                    if self.batch.rows:
+                        self._step()
             except Exception as error:
                 log.exception("a step failed; its requests are answered with an error")
                 fail([*self.batch.rows, *joining], error)

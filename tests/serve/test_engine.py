@@ -148,6 +148,24 @@ def test_steps_are_taken_during_a_call() -> None:
     assert frame.row.text == model.run_request(request).texts[0]
 
 
+def test_on_a_gpu_steps_and_calls_alternate() -> None:
+    model = lm()
+    with Engine(model) as engine:
+        engine.takes_turns = True
+        ticket = submit(engine, model.build_request("the", **SLOW))[0]
+        wait_for(lambda: engine.stats.steps > 2)
+
+        def count_steps() -> tuple[int, int]:
+            before = engine.stats.steps
+            threading.Event().wait(0.05)
+            return before, engine.stats.steps
+
+        results = [future.result(10) for future in [engine.call(count_steps) for _ in range(3)]]
+        assert all(before == after for before, after in results)  # no step during a call, which would change its memory
+        assert len({before for before, _ in results}) == 3  # steps between calls
+        engine.cancel(ticket)
+
+
 def test_the_queue_is_bounded_and_recovers() -> None:
     model = lm()
     slow = model.build_request("the", **SLOW)
