@@ -182,7 +182,9 @@ def run_experiment(
                     planned = list_runs(experiment, path)
                 elif not is_stopping:
                     failures.append(name)
-                    on_event(f"{name} failed: {folder / name / 'log.txt'} says why")
+                    log = folder / name / "log.txt"
+                    lines = log.read_text("utf-8").strip().splitlines() if log.is_file() else []
+                    on_event(f"{name} failed: {lines[-1] if lines else f'exit code {process.exitcode}'} ({log})")
 
 
 def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings) -> None:
@@ -284,7 +286,7 @@ def build_report(results: Record) -> EvalResult:
     text, summary, figures, sets = partial(Column, is_text=True), summarize(results), Record(), list[Record]()
     rows: dict[str, list[Any]] = {"arms": [], "comparisons": []}
     for each, own in ((each, own) for kind, own in rows.items() for each in summary[kind]):
-        by_seed = ", ".join(f"{value:.4f}" for value in each["by_seed"])
+        by_seed = ", ".join("diverged" if math.isinf(value) else f"{value:.4f}" for value in each["by_seed"])
         more = [each[key] for key in ("document_se", "text", "verdict") if key in each]
         own.append([each["corpus"], each["name"], by_seed, Estimate(each["mean"], None, each["interval"]), *more])
     columns = [text("corpus"), text("arms"), text("by seed"), Column("mean (95% over seeds)", 4)]
@@ -305,11 +307,12 @@ def check_claims(path: Path) -> list[str]:
     """Recompute what a file of claims states from the stored measurements; return a line for every difference."""
     problems = []
     for claim in read_object(path, {"claims": list}, "give a file such as docs/reproduce.json")["claims"]:
-        for key, value in recompute_claim(claim["evidence"], path.parent).items():
-            is_number = isinstance(value, float | list) and isinstance(claim[key], type(value))
-            is_equal = np.allclose(value, claim[key], rtol=1e-9, atol=0) if is_number else value == claim[key]
+        for key, value in recompute_claim(claim.get("evidence"), path.parent).items():
+            stored = claim.get(key)
+            is_number = isinstance(value, float | list) and isinstance(stored, type(value))
+            is_equal = np.allclose(value, stored, rtol=1e-9, atol=0) if is_number else value == stored
             if not is_equal:
-                problems.append(f"{claim['claim']!r}, {key}: stored {claim[key]!r}, computed {value!r}")
+                problems.append(f"{claim['claim']!r}, {key}: stored {stored!r}, computed {value!r}")
     return problems
 
 
@@ -318,8 +321,11 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
     if evidence is None:
         return {"ours": None, "interval": None, "verdict": NOT_TESTABLE}
     source, kind = read_json(folder / evidence["file"]), evidence["kind"]
+    check_known("kind of evidence", kind, ["experiment", "accuracy", "value", "slope", "excess"])
     if kind == "experiment":
-        own = next(each for each in summarize(source)["comparisons"] if each["text"] == evidence["claim"])
+        claims = {each["text"]: each for each in reversed(summarize(source)["comparisons"]) if each["text"]}
+        check_known(f"claim of {evidence['file']}", evidence["claim"], claims)
+        own = claims[evidence["claim"]]  # on the first corpus
     elif kind == "accuracy":  # in points, from the problems that each seed solved, by the rule of the reasoning runs
         one, other, points = evidence["arm"], evidence["than"], dict[str, list[float]]()
         for run in (run for run in source["runs"] if run["task"] == evidence["task"]):

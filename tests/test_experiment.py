@@ -24,6 +24,7 @@ from adlm.experiment import (
     NOT_TESTABLE,
     VERDICTS,
     Experiment,
+    ExperimentArm,
     ExperimentClaim,
     MeasureSettings,
     build_report,
@@ -189,6 +190,32 @@ def test_wrong_files_are_refused_in_a_line(tmp_path: Path) -> None:
         path.write_text(text, "utf-8")
         answer = CliRunner().invoke(app, ["experiment", "--check", str(path)])
         assert answer.exit_code == 2 and "has no claims" in answer.output
+    answer = CliRunner().invoke(app, ["experiment"])
+    assert answer.exit_code == 2 and "FILE is required" in answer.output
+
+
+def test_a_claim_without_keys_or_with_unknown_evidence_is_named(tmp_path: Path) -> None:
+    path, evidence = tmp_path / "claims.json", {"file": "results.json", "kind": "experiment", "claim": "a is better"}
+    (tmp_path / "results.json").write_text(json.dumps(results([-0.1, -0.2])), "utf-8")
+    path.write_text(json.dumps({"claims": [{"claim": "c", "evidence": evidence}]}), "utf-8")
+    assert "'c', ours: stored None, computed -0.1" in check_claims(path)[0]
+    for key, wrong in (("kind", "experimnt"), ("claim", "a is bettr")):
+        path.write_text(json.dumps({"claims": [{"claim": "c", "evidence": evidence | {key: wrong}}]}), "utf-8")
+        with pytest.raises(ValueError, match=rf"unknown {key} of .* {wrong!r} \(did you mean"):
+            check_claims(path)
+
+
+def test_a_diverged_seed_has_no_mean_and_a_failed_run_says_why(tmp_path: Path) -> None:
+    diverged = results([-0.1, -0.2])
+    diverged["runs"][0] = {key: diverged["runs"][0][key] for key in ("arm", "variant", "corpus", "seed")} | {
+        "error": "!"
+    }
+    (arms, _) = build_report(diverged).tables
+    assert "diverged, " in str(arms.rows[0][2]) and arms.rows[0][3].interval is None  # type: ignore[union-attr]
+    lines: list[str] = []
+    experiment = Experiment("?", {"x": ExperimentArm(model="no-such-model")}, {"c": "held-out"}, [0])
+    _, failures = run_experiment(experiment, tmp_path / "results.json", tmp_path / "runs", on_event=lines.append)
+    assert failures == ["x-c-0"] and "no-such-model" in lines[-1] and "log.txt" in lines[-1]
 
 
 def test_missing_data_is_reported_before_anything_starts(tmp_path: Path) -> None:

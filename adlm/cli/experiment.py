@@ -10,9 +10,11 @@ import typer
 from adlm.cli import options
 from adlm.cli.output import print_result, status_console
 
+FILE_HELP = "A YAML file; with --check, claims. [default with --check: docs/reproduce.json]"
+
 
 def experiment(
-    file: Annotated[Path, typer.Argument(help="A YAML file; with --check, claims.")] = Path("docs/reproduce.json"),
+    file: Annotated[Path | None, typer.Argument(help=FILE_HELP)] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as corpora.prose=DATA.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. [default: FILE without .yaml]")] = None,
     runs: Annotated[Path | None, typer.Option(help="Folder of the run folders. [default: runs/NAME]")] = None,
@@ -29,9 +31,11 @@ def experiment(
 
     log = partial(status_console().print, markup=False)
     if is_check:
-        problems = module.check_claims(file)
+        problems = module.check_claims(file := file or Path("docs/reproduce.json"))
         log("\n".join([*problems, f"{file}: {len(problems)} values differ"]))
         raise typer.Exit(bool(problems))
+    if file is None:
+        raise ValueError("FILE is required: a YAML file such as experiments/toy.yaml, or --check")
     loaded, out = module.load_experiment(file, *(changes or [])), out or file.with_suffix("")
     path = out / "results.json"
     if is_dry:
@@ -42,6 +46,8 @@ def experiment(
     results, failures = module.run_experiment(loaded, path, runs or Path("runs", file.stem), minutes, log)
     result = module.build_report(results)
     (out / "results.md").write_text(f"# {loaded.question}\n\n{result}\n", "utf-8")
-    print_result(result, is_json=is_json, out=out if find_spec("matplotlib") else None)
+    if find_spec("matplotlib") is None:
+        result.figures.clear()
+    print_result(result, is_json=is_json, out=out)
     log(f"{len(results['runs'])} of {results['planned_runs']} runs are in {path}")
     raise typer.Exit(bool(failures))

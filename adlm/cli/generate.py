@@ -242,8 +242,7 @@ def write_outputs(runs: Sequence[GenerationRun], settings: GenerationOptions, is
             console.print(escape_controls(text), markup=False, soft_wrap=True)
     trajectories = [
         run.lm.build_trajectory(run.frames, run.request, title=run.title, seconds=run.seconds)
-        for run in runs
-        if run.frames
+        for run in (runs if settings.html or settings.gif else ())
     ]
     writers: dict[Path | None, Callable[[Path], object]] = {settings.out: lambda path: path.write_bytes(texts)}
     writers |= {settings.html: partial(write_player, trajectories), settings.gif: partial(write_gif, trajectories)}

@@ -32,9 +32,9 @@ def flatten_estimates(**estimates: tuple[float, float]) -> dict[str, float]:
 
 
 def describe_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """The values of seeds with their mean and, for more than one, Student's 95% interval."""
+    """The values of seeds with their mean and, for more than one finite value, Student's 95% interval."""
     count, mean, interval = len(values), float(np.mean(values)), None
-    if count > 1:
+    if count > 1 and math.isfinite(mean):
         # With t = √ν·tan θ the probability of |T| < t is the integral of cos^(ν-1) up to θ, divided by that up to π/2.
         angle = np.linspace(0, np.pi / 2, 100_001)
         share = np.cumsum(np.cos((angle[1:] + angle[:-1]) / 2) ** (count - 2))
