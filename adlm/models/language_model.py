@@ -247,21 +247,8 @@ class LanguageModel(nn.Module):
         return weight, torch.mv(self.bridge.weight, self.anchor_head.bias) + self.bridge.bias
 
     def log_probs(self, tokens: Tensor, noise_level: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """Return log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token).
-
-        SUBS: the mask has probability zero, and a visible token predicts itself with probability one.
-        """
-        features = self(tokens, noise_level)
-        anchor = None if self.anchor_head is None else self.anchor_head(features.anchor).float().log_softmax(-1)
-        mask_id, logits = self.config.mask_id, self.head(features.final).float()
-        if mask_id is not None:  # -1000 is the lineage's value for AR, so that log-probabilities agree in every column
-            logits[..., mask_id] = -1000.0 if self.config.is_causal else NEG_INF
-        log_probs = logits.log_softmax(-1)
-        if self.config.is_causal:
-            return anchor, log_probs
-        assert mask_id is not None
-        itself = torch.full_like(logits, NEG_INF).scatter_(-1, tokens[..., None], 0.0)
-        return anchor, torch.where((tokens == mask_id)[..., None], log_probs, itself)
+        """Return log-probabilities (B, L, V) of every position: (anchor log-softmax or None, SUBS or next token)."""
+        return compute_log_probs(self, tokens, noise_level)
 
     def new_cache(self, batch: int, length: int | None = None) -> list[KVCache]:
         """Return empty key-value caches for all layers, anchor network first."""
@@ -282,6 +269,24 @@ class LanguageModel(nn.Module):
     def fold(self) -> LanguageModel:
         """Return the inference form: bridge product and constant modulations in the matrices, equal up to rounding."""
         return fold_model(self)
+
+
+def compute_log_probs(model: LanguageModel, tokens: Tensor, noise_level: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Compute `LanguageModel.log_probs`.
+
+    SUBS: the mask has probability zero, and a visible token predicts itself with probability one.
+    """
+    features = model(tokens, noise_level)
+    anchor = None if model.anchor_head is None else model.anchor_head(features.anchor).float().log_softmax(-1)
+    mask_id, logits = model.config.mask_id, model.head(features.final).float()
+    if mask_id is not None:  # -1000 is the lineage's value for AR, so that log-probabilities agree in every column
+        logits[..., mask_id] = -1000.0 if model.config.is_causal else NEG_INF
+    log_probs = logits.log_softmax(-1)
+    if model.config.is_causal:
+        return anchor, log_probs
+    assert mask_id is not None
+    itself = torch.full_like(logits, NEG_INF).scatter_(-1, tokens[..., None], 0.0)
+    return anchor, torch.where((tokens == mask_id)[..., None], log_probs, itself)
 
 
 def empty_embedding(rows: int, dim: int) -> nn.Embedding:
