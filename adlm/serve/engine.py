@@ -145,6 +145,26 @@ class Ticket:
             self.is_over = True
 
 
+class Turns:
+    """Turns of two threads to use the model; where they are not needed, both use it at the same time."""
+
+    def __init__(self, is_needed: bool) -> None:
+        self.is_needed, self.turn, self.next_turn = is_needed, threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Context manager: take a turn; a thread that waits for one gets the next."""
+        if not self.is_needed:
+            yield
+            return
+        with self.next_turn:
+            self.turn.acquire()
+        try:
+            yield
+        finally:
+            self.turn.release()
+
+
 class Engine:
     """Samples the requests of many clients with one model; each gets the texts of `LM.generate` or `LM.infill`."""
 
@@ -157,8 +177,7 @@ class Engine:
         self.seconds_per_text = 1.0  # a moving average, for Retry-After
         self.thread: threading.Thread | None = None
         self.pool = ThreadPoolExecutor(1, "adlm-calls")
-        self.takes_turns = lm.device.type == "cuda"  # where a prediction is valid until the next one
-        self.turn, self.next_turn = threading.Lock(), threading.Lock()
+        self.turns = Turns(lm.device.type == "cuda")  # where a prediction is valid until the next one
         self.batch = make_batch(lm)
 
     def start(self) -> Engine:
@@ -227,22 +246,10 @@ class Engine:
             self._require_running()
             if len(self.calls) >= self.limits.max_waiting:
                 raise QueueFullError(f"{len(self.calls)} calls are waiting")
-            future = self.pool.submit(self._take_turn()(function))
+            future = self.pool.submit(self.turns.take()(function))
             self.calls.add(future)
         future.add_done_callback(self.calls.discard)
         return future
-
-    @contextmanager
-    def _take_turn(self) -> Iterator[None]:
-        """Context manager: use the model; on a GPU, whose threads share the predictor's memory, alone and in turn."""
-        if self.takes_turns:
-            with self.next_turn:  # whoever waits for the turn holds it, so that steps and calls alternate
-                self.turn.acquire()
-        try:
-            yield
-        finally:
-            if self.takes_turns:
-                self.turn.release()
 
     def _require_running(self) -> None:
         if self.is_stopping:
@@ -258,7 +265,7 @@ class Engine:
             joining = list[Row]()
             try:
                 joining = self._exchange_rows()
-                with self._take_turn():
+                with self.turns.take():
                     if joining:
                         self.batch.join(joining)
                     if self.batch.rows:

@@ -151,7 +151,7 @@ def test_steps_are_taken_during_a_call() -> None:
 def test_on_a_gpu_steps_and_calls_alternate() -> None:
     model = lm()
     with Engine(model) as engine:
-        engine.takes_turns = True
+        engine.turns.is_needed = True
         ticket = submit(engine, model.build_request("the", **SLOW))[0]
         wait_for(lambda: engine.stats.steps > 2)
 
