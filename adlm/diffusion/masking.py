@@ -67,7 +67,7 @@ class NoisyBatch:
     hidden: Selection  # where the targets are predicted
     anchors: Selection | None
     tokens: Tensor  # (), float: how many tokens the mean is over; a loss of several means has as many counts
-    valid: Tensor | None = None  # (B, L): what attention may read; None is everything
+    valid: Any = None  # (B, L): what attention may read, or a tuple that the model takes instead; None is everything
     is_causal: bool = False  # for a causal model: xt is what comes before x0
     density: Tensor | None = None  # (B,): of t, relative to uniform times; the weights are divided by it
 
@@ -79,6 +79,8 @@ class NoisyBatch:
                 return value.to(device)
             if isinstance(value, Selection):
                 return Selection(copy(value.index), copy(value.weight))
+            if isinstance(value, tuple):
+                return type(value)(*map(copy, value))
             if not isinstance(value, Tensor):
                 return value
             is_pinned = value.is_cpu and torch.device(device).type == "cuda"

@@ -19,7 +19,7 @@ class FeatureModel(Protocol):
     head: nn.Linear
     anchor_head: nn.Linear | None
 
-    def __call__(self, tokens: Tensor, noise_level: Tensor, *, valid: Tensor | None) -> Any: ...
+    def __call__(self, tokens: Tensor, noise_level: Tensor, *, valid: Any) -> Any: ...
 
 
 class Loss(NamedTuple):

@@ -29,9 +29,12 @@ from adlm.models.transformer import (
     Norm,
     Rotary,
     Stack,
+    UnpaddedRows,
     causal_mask,
+    gather_rows,
     rms_norm,
     rotary_table,
+    scatter_rows,
 )
 
 CHOICES = {"bridge": ("factored", "direct", "softmax", "none"), "positions": ("rotary", "learned")}
@@ -120,6 +123,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 Caches = list[KVCache] | None  # of a causal model, one per layer
+Valid = Tensor | UnpaddedRows | None  # False at padding (B, L), or where the tokens are (`can_unpad`)
 
 
 class Features(NamedTuple):
@@ -155,11 +159,12 @@ class LanguageModel(nn.Module):
             initialize(self, torch.Generator().manual_seed(seed))
 
     def forward(
-        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
+        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Valid = None, cache: Caches = None
     ) -> Features:
         """Map tokens (B, L), or embeddings (B, L, dim), to Features: `denoise_features` of `anchor_features`.
 
-        `valid` (B, L) is False at padding, which then changes nothing elsewhere (with learned positions: on the right).
+        `valid` (B, L) is False at padding, which then changes nothing elsewhere (with learned positions: on the right);
+        features at padding are undefined.
         """
         if self.anchor is None:
             return Features(None, self._run_stage(self.denoiser, tokens, noise_level, valid, cache, is_first=True))
@@ -167,7 +172,7 @@ class LanguageModel(nn.Module):
         return Features(anchor, self.denoise_features(anchor, noise_level, valid=valid, cache=cache))
 
     def anchor_features(
-        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
+        self, tokens: Tensor, noise_level: Tensor | None = None, *, valid: Valid = None, cache: Caches = None
     ) -> Tensor:
         """Run the anchor network: tokens (B, L) to features (B, L, dim), which `anchor_head` maps to logits."""
         if self.anchor is None:
@@ -176,14 +181,14 @@ class LanguageModel(nn.Module):
         return self._run_stage(self.anchor, tokens, noise_level, valid, caches, is_first=True)
 
     def denoise_features(
-        self, anchor: Tensor, noise_level: Tensor | None = None, *, valid: Tensor | None = None, cache: Caches = None
+        self, anchor: Tensor, noise_level: Tensor | None = None, *, valid: Valid = None, cache: Caches = None
     ) -> Tensor:
         """Run bridge and denoiser: anchor features (B, L, dim) to features (B, L, dim), which `head` maps to logits."""
         caches = None if cache is None else cache[self.config.anchor_layers :]
         return self._run_stage(self.denoiser, self.apply_bridge(anchor), noise_level, valid, caches)
 
     def _run_stage(
-        self, stack: Stack, x: Tensor, level: Tensor | None, valid: Tensor | None, cache: Caches, is_first: bool = False
+        self, stack: Stack, x: Tensor, level: Tensor | None, valid: Valid, cache: Caches, is_first: bool = False
     ) -> Tensor:
         """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
         config, values = self.config, None
@@ -195,14 +200,21 @@ class LanguageModel(nn.Module):
             got = "none" if level is None else f"shape {tuple(level.shape)}"
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
+        place: slice | Tensor = slice(start, length)
+        rows = x.shape[0]
+        mask: Valid = valid
+        if isinstance(valid, UnpaddedRows):
+            x, place = gather_rows(x, valid), valid.position
+        elif valid is not None:
+            mask = attention_mask(valid, config.is_causal, cache is not None)
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)
-            rotary = cos[start:length], sin[start:length]
-        mask = None if valid is None else attention_mask(valid, config.is_causal, cache is not None)
+            rotary = cos[place], sin[place]
         if is_first:
             values, x = self._look_up_values(x), self._embed_tokens(x, start)
-        return stack(x, level if config.time_conditioning else None, rotary, mask, cache, values)
+        x = stack(x, level if config.time_conditioning else None, rotary, mask, cache, values)
+        return scatter_rows(x, valid, rows) if isinstance(valid, UnpaddedRows) else x
 
     def _embed_tokens(self, tokens: Tensor, start: int) -> Tensor:
         """Embed tokens with learned positions, if there are any, in the dtype of autocast."""
@@ -303,6 +315,11 @@ def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
     length = valid.shape[1]
     itself = torch.eye(length, dtype=torch.bool, device=valid.device)  # else a padded query would attend to nothing
     return (causal_mask(length, length, valid.device) & valid[:, None, None, :]) | itself
+
+
+def can_unpad(config: ModelConfig) -> bool:
+    """Whether a model takes UnpaddedRows: it is masked, and nothing but attention and rotary angles knows the rows."""
+    return not config.is_causal and not config.time_conditioning and config.positions == "rotary"
 
 
 def build_on_meta(config: ModelConfig) -> LanguageModel:

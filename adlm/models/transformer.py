@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 if TYPE_CHECKING:
     from adlm.models.language_model import ModelConfig
@@ -34,8 +35,53 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tensor | None) -> Tensor:
+class UnpaddedRows(NamedTuple):
+    """Where the tokens of padded rows (B, L) are: with it, layers compute these N positions and no padding."""
+
+    places: Tensor  # (N,): in the flattened rows; B · L at the end, where N is rounded up
+    position: Tensor  # (N,): in the row
+    cu_seqlens: Tensor  # (S + 1,), int32: where each row begins; what rounds N up is divided into rows too
+    length: int  # of the longest row
+
+
+def unpad(valid: Tensor, shares: int = 8) -> UnpaddedRows:
+    """Find the tokens of rows whose padding is not `valid` (B, L); N is a multiple of B · L / shares: few shapes."""
+    length, multiple = valid.shape[1], max(1, valid.numel() // shares)
+    index = valid.reshape(-1).nonzero()[:, 0]
+    rounded = index.numel() + -index.numel() % multiple
+    ends = torch.cat([valid.sum(1).cumsum(0), index.numel() + length * torch.arange(1, -(-multiple // length) + 1)])
+    index = F.pad(index, (0, rounded - index.numel()), value=valid.numel())
+    cu_seqlens = F.pad(ends.clamp(max=rounded), (1, 0)).int()
+    return UnpaddedRows(index, index % length, cu_seqlens, length)
+
+
+def gather_rows(x: Tensor, rows: UnpaddedRows) -> Tensor:
+    """Take the tokens (B, L), or features (B, L, dim), of padded rows: (1, N) or (1, N, dim)."""
+    flat = x.flatten(0, 1)
+    return flat.index_select(0, rows.places.clamp(max=len(flat) - 1))[None]
+
+
+def scatter_rows(x: Tensor, rows: UnpaddedRows, count: int) -> Tensor:
+    """Return features (1, N, dim) to `count` padded rows (B, L, dim), zero at padding."""
+    flat = x.new_zeros(count * rows.length + 1, x.shape[-1])
+    return flat.index_copy(0, rows.places, x[0])[:-1].view(count, rows.length, -1)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows) -> Tensor:
+    """Compute attention (1, heads, N, head_dim) within each row; without a kernel for it, by a mask (N, N)."""
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
+        y = varlen_attn(q, k, v, rows.cu_seqlens, rows.cu_seqlens, rows.length, rows.length)
+        assert isinstance(y, Tensor)
+        return y.transpose(0, 1)[None]
+    row = torch.searchsorted(rows.cu_seqlens, torch.arange(q.shape[2], device=q.device), right=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=row == row[:, None])
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tensor | UnpaddedRows | None) -> Tensor:
     """Compute scaled dot-product attention with the fastest kernel."""
+    if isinstance(attend, UnpaddedRows):
+        return varlen_attention(q, k, v, attend)
     if q.is_cuda and attend is None:
         with sdpa_kernel(CUDA_KERNELS, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -160,7 +206,7 @@ class Layer(nn.Module):
         x: Tensor,
         rotary: Rotary | None = None,
         cond: Tensor | None = None,
-        attend: Tensor | None = None,
+        attend: Tensor | UnpaddedRows | None = None,
         cache: KVCache | None = None,
         value: Tensor | None = None,
     ) -> Tensor:
@@ -252,7 +298,7 @@ class Stack(nn.Module):
         x: Tensor,
         noise_level: Tensor | None = None,
         rotary: Rotary | None = None,
-        attend: Tensor | None = None,
+        attend: Tensor | UnpaddedRows | None = None,
         caches: list[KVCache] | None = None,
         values: Sequence[Tensor] | None = None,
     ) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,42 @@ def get_lr_multiplier(step: int, steps: int, settings: OptimizerSettings = PAPER
     return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+class BatchedMuon(Muon):
+    """torch's Muon with one batch of products for all matrices of a shape: the same update up to rounding."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape.setdefault(p.shape, []).append(p)
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            for shape, params in by_shape.items():
+                grads = [cast(Tensor, p.grad) for p in params]
+                buffers = [self.state[p]["momentum_buffer"] for p in params]
+                torch._foreach_lerp_(buffers, grads, 1 - momentum)
+                updates = torch.stack(torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers)
+                updates = orthogonalize(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                torch._foreach_mul_(params, 1 - lr * decay)
+                scale = lr * math.sqrt(max(1, shape[0] / shape[1]))
+                torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-scale)
+
+
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Bring the singular values of a batch of matrices (n, rows, columns) near 1 by Newton–Schulz steps in bfloat16."""
+    a, b, c = coefficients
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16().mT if is_tall else matrices.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
 def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> list[Optimizer]:
     """Build AdamW for all parameters, or Muon for the layers' matrices (not the modulations) and AdamW for the rest."""
     layers = [module for module in model.modules() if isinstance(module, Layer)] if settings.name == "muon" else []
@@ -48,7 +85,7 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
             raise ValueError(
                 "optimizer.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp or adamw"
             )
-        muon = Muon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
+        muon = BatchedMuon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
         muon.param_groups[0] |= {"peak_momentum": settings.muon_momentum, "momentum_warmup": settings.momentum_warmup}
         optimizers.append(muon)
     for optimizer in optimizers:
