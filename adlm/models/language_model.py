@@ -204,6 +204,8 @@ class LanguageModel(nn.Module):
         rows = x.shape[0]
         mask: Valid = valid
         if isinstance(valid, UnpaddedRows):
+            if not can_unpad(config):
+                raise ValueError("this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)")
             x, place = gather_rows(x, valid), valid.position
         elif valid is not None:
             mask = attention_mask(valid, config.is_causal, cache is not None)

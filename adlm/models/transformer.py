@@ -44,15 +44,19 @@ class UnpaddedRows(NamedTuple):
     length: int  # of the longest row
 
 
-def unpad(valid: Tensor, shares: int = 8) -> UnpaddedRows:
-    """Find the tokens of rows whose padding is not `valid` (B, L); N is a multiple of B · L / shares: few shapes."""
-    length, multiple = valid.shape[1], max(1, valid.numel() // shares)
-    index = valid.reshape(-1).nonzero()[:, 0]
-    rounded = index.numel() + -index.numel() % multiple
-    ends = torch.cat([valid.sum(1).cumsum(0), index.numel() + length * torch.arange(1, -(-multiple // length) + 1)])
-    index = F.pad(index, (0, rounded - index.numel()), value=valid.numel())
-    cu_seqlens = F.pad(ends.clamp(max=rounded), (1, 0)).int()
-    return UnpaddedRows(index, index % length, cu_seqlens, length)
+def unpad(valid: Tensor) -> UnpaddedRows:
+    """Find the tokens of rows whose padding is not `valid` (B, L).
+
+    N is rounded up to a multiple of about B · L / (2 √B): three shapes or so to compile, whatever the number of rows.
+    """
+    rows, length = valid.shape
+    multiple = 64 * math.ceil(rows * length / (2 * math.sqrt(rows)) / 64)  # GPUs like round sizes
+    places = valid.reshape(-1).nonzero()[:, 0]
+    count = len(places)
+    rounded = count + -count % multiple
+    ends = torch.cat([valid.sum(1).cumsum(0), count + length * torch.arange(1, math.ceil(multiple / length) + 1)])
+    places = F.pad(places, (0, rounded - count), value=rows * length)
+    return UnpaddedRows(places, places % length, F.pad(ends.clamp(max=rounded), (1, 0)).int(), length)
 
 
 def gather_rows(x: Tensor, rows: UnpaddedRows) -> Tensor:

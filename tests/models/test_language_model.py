@@ -2,16 +2,21 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from adlm.diffusion.masking import shift_tokens
+from adlm.data.batches import is_valid
+from adlm.diffusion.anchors import rare_in_sequence
+from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
 from adlm.diffusion.objectives import training_loss
+from adlm.diffusion.rng import CounterRng
 from adlm.interop.gpt2 import from_state_dict
 from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.transformer import unpad
 from tests.goldens import facts
 from tests.world import count_weights, random_model, random_tokens, shapes_only
 
@@ -223,6 +228,42 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
         with torch.no_grad():
             final, expected = model(padded, valid=valid.expand(2, -1)).final[:, 4:], model(tokens).final
         torch.testing.assert_close(final, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[12, 1, 7, 9, 3], [12, 12, 12], [1], [5, 12] * 20])
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("mdlm", {}), ("adlm", {}), ("adlm", {"bridge": "direct", "qk_norm": True}), ("mdlm", {"value_embeddings": 1})],
+)
+def test_layers_without_padding_compute_the_same(method, changes, lengths):
+    """Features, losses and gradients; the rounding of the number of positions and padding's tokens change nothing."""
+    model = random_model(method, vocab_size=20, mask_id=19, dim=16, length=12, denoiser_layers=2, **changes)
+    tokens, valid = random_tokens(len(lengths), 12, 19), is_valid(torch.tensor(lengths), 12)
+    rows = unpad(valid)
+    assert len(rows.places) % 64 == 0 and int(rows.cu_seqlens[-1]) == len(rows.places)
+    assert int(rows.cu_seqlens.diff().max()) <= 12
+    padded, unpadded = model(tokens, valid=valid), model(tokens, valid=rows)
+    torch.testing.assert_close(unpadded.final[valid], padded.final[valid], atol=5e-4, rtol=1e-3)
+    assert not unpadded.final[~valid].any()
+
+    process = ForwardProcess(19, anchor_rule=rare_in_sequence(1) if method == "adlm" else None)
+    batch = corrupt(tokens, process, CounterRng.from_seed(0, len(lengths)), 0, valid=valid)
+    losses, gradients = [], []
+    for each in (batch, replace(batch, valid=rows).to("cpu")):
+        model.zero_grad()
+        losses.append(training_loss(model, each, anchor_weight=0.5 if method == "adlm" else None))
+        losses[-1].total.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-4, rtol=1e-4)
+    for name, padded in gradients[0].items():
+        assert (gradients[1][name] - padded).norm() <= 1e-3 * padded.norm() + 1e-5, name
+
+
+@pytest.mark.parametrize(("method", "changes"), [("ar", {}), ("mdlm", {"time_conditioning": True})])
+def test_models_that_need_whole_rows_refuse_unpadded_ones(method, changes):
+    model, rows = random_model(method, **changes), unpad(torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="cannot leave padding out"):
+        model(torch.zeros(2, 3, dtype=torch.long), torch.ones(2), valid=rows)
 
 
 def test_angles_made_for_inference_serve_training():

@@ -20,7 +20,7 @@ from adlm.training.guard import Diverged, LossGuard, suggest_remedy
 from adlm.training.logging import RunLogger, StepMetrics
 from adlm.training.loop import train_steps
 from adlm.training.objective import Objective
-from adlm.training.optim import build_optimizers, get_lr_multiplier, set_lr
+from adlm.training.optim import BatchedMuon, build_optimizers, get_lr_multiplier, set_lr
 from adlm.training.setup import open_text_task
 from tests.training.runs import arguments, curve, data, run, tiny_config
 
@@ -179,6 +179,24 @@ def test_muon_moves_the_layers_matrices_and_adamw_the_rest() -> None:
         take_steps(model, steps=2, optimizers=build_optimizers(model, settings))
         moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
         assert moved == matrices if lr == 0 else moved.isdisjoint(matrices) and {"embed.weight", "head.weight"} <= moved
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_batched_muon_is_torchs_muon(decay: float) -> None:
+    results = []
+    for kind in (torch.optim.Muon, BatchedMuon):
+        rng = torch.Generator().manual_seed(0)
+        shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (16, 16), (48, 16)]
+        matrices = [torch.nn.Parameter(0.1 * torch.randn(shape, generator=rng)) for shape in shapes]
+        muon = kind(matrices, lr=0.02, momentum=0.9, weight_decay=decay)
+        for _ in range(5):
+            for matrix in matrices[:-1]:  # the last one has no gradient
+                matrix.grad = torch.randn(matrix.shape, generator=rng)
+            muon.step()
+        results.append([*matrices, *(muon.state[matrix]["momentum_buffer"] for matrix in matrices[:-1])])
+        assert not muon.state[matrices[-1]]
+    for one, other in zip(*results, strict=True):
+        assert (one - other).norm() <= 1e-3 * one.norm()  # the products are bfloat16
 
 
 def test_muons_momentum_warms_up() -> None:
