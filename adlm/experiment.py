@@ -101,8 +101,7 @@ def load_experiment(path: Path, *changes: str) -> Experiment:
         merged = OmegaConf.merge(Experiment, OmegaConf.load(path), OmegaConf.from_dotlist(list(changes)))
         experiment = cast(Experiment, OmegaConf.to_object(merged))
     except (OmegaConfBaseException, YAMLError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"{path} is no experiment ({problem}): docs/reproduce.md lists its keys") from error
+        raise ValueError(f"{path} is no experiment ({' '.join(str(error).split())}): see docs/reproduce.md") from error
     for name in (name for claim in experiment.claims for name in (claim.arm, claim.than)):
         check_known("arm", name, experiment.arms)
     return experiment
@@ -115,8 +114,8 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
     """
     records = {each["name"]: each for each in (read_json(path)["runs"] if path.is_file() else [])}
     runs: dict[str, Record] = {}
-    seeds = {corpus: experiment.corpus_seeds.get(corpus, experiment.seeds) for corpus in experiment.corpora}
-    points = [(corpus, seed) for corpus, own in seeds.items() for seed in own]
+    seeds, own_seeds = experiment.seeds, experiment.corpus_seeds
+    points = [(corpus, seed) for corpus in experiment.corpora for seed in own_seeds.get(corpus, seeds)]
     for (corpus, seed), (name, arm) in product(points, experiment.arms.items()):
         variants: list[Record] = [{key: value} for key, values in arm.scout.items() for value in values] or [{}]
         scouts = [each["record"] for each in runs.values() if each["arm"] == name][: len(variants)]
@@ -233,21 +232,25 @@ def save_results(experiment: Experiment, planned: Mapping[str, Record], path: Pa
     return results
 
 
+def choose_runs(results: Record) -> dict[str, dict[str, dict[int, Record]]]:
+    """Return the runs by corpus, arm and seed; of the values that a scout tried only the best."""
+    chosen: dict[str, dict[str, dict[int, Record]]] = {}
+    for run in (run for run in results["runs"] if "error" not in run):
+        own = chosen.setdefault(run["corpus"], {}).setdefault(run["arm"], {})
+        own[run["seed"]] = min(own.get(run["seed"], run), run, key=compute_nll)
+    return chosen
+
+
 def summarize(results: Record) -> Record:
-    """Compute nll by arm, and the paired differences and verdicts of the claims and of each arm from the first one."""
+    """Compute nll by arm, and the paired differences and verdicts of the claims or, without any, from the first arm."""
     groups: dict[tuple[str, str], list[float]] = {}
-    chosen: dict[str, dict[str, dict[int, Record]]] = {}  # by corpus, arm and seed; of a scout's variants the best
     for run in results["runs"]:
         groups.setdefault((run["corpus"], f"{run['arm']} {run['variant']}".strip()), []).append(compute_nll(run))
-        own = chosen.setdefault(run["corpus"], {}).setdefault(run["arm"], {})
-        if compute_nll(run) < compute_nll(own.get(run["seed"])):
-            own[run["seed"]] = run
     arms = [{"corpus": corpus, "name": name} | describe_seeds(nll) for (corpus, name), nll in groups.items()]
     comparisons: list[Record] = []
-    for corpus, runs in chosen.items():
-        first, judged = next(iter(runs)), [{rule["arm"], rule["than"]} for rule in results["rules"]]
-        others = [arm for arm in runs if arm != first and {arm, first} not in judged]
-        for rule in [*results["rules"], *(asdict(ExperimentClaim("", arm, first)) for arm in others)]:
+    for corpus, runs in choose_runs(results).items():
+        first, *others = runs
+        for rule in results["rules"] or [asdict(ExperimentClaim("", arm, first)) for arm in others]:
             one, other = runs.get(rule["arm"], {}), runs.get(rule["than"], {})
             if pairs := [(one[seed], other[seed]) for seed in one if seed in other]:
                 about = {"corpus": corpus, "name": f"{rule['arm']} − {rule['than']}"} | rule
@@ -274,11 +277,10 @@ def judge_claim(claim: Record, pooled_variance: float) -> str:
     differences = claim["by_seed"]
     if len(differences) < max(2, claim["min_seeds"]):
         return NOT_TESTABLE
-    variance = pooled_variance if claim["is_pooled"] else float(np.var(differences, ddof=1))
-    is_supported = max(differences) < 0 and claim["mean"] < -2 * math.sqrt(variance / len(differences))
     if claim["within"] is not None:
-        is_supported = max(map(abs, claim["interval"])) < claim["within"]
-    return VERDICTS[is_supported]
+        return VERDICTS[max(map(abs, claim["interval"])) < claim["within"]]
+    variance = pooled_variance if claim["is_pooled"] else float(np.var(differences, ddof=1))
+    return VERDICTS[max(differences) < 0 and claim["mean"] < -2 * math.sqrt(variance / len(differences))]
 
 
 def build_report(results: Record) -> EvalResult:
@@ -293,8 +295,8 @@ def build_report(results: Record) -> EvalResult:
     tables = [Table(columns, rows["arms"], "Held-out nll, nats per token")]
     columns = [*columns, Column("s.e. over documents", 4), text("claim"), text("verdict")]
     tables.append(Table(columns, rows["comparisons"], "Paired differences; below 0 the first arm is better"))
-    runs = [run for run in results["runs"] if run.get("curve")]
-    if curves := [{"task": run["corpus"], "arm": run["arm"], "points": run["curve"]} for run in runs]:
+    runs = [run for arms in choose_runs(results).values() for seeds in arms.values() for run in seeds.values()]
+    if curves := [{"task": run["corpus"], "arm": run["arm"], "points": run["curve"]} for run in runs if "curve" in run]:
         figures["curves"] = ("curves", {"curves": curves, "label": "validation nll (nats per token)"})
     for corpus, pairs in group_by(summary["comparisons"], "corpus").items():
         values, spans = ({pair["name"]: pair[key] for pair in pairs} for key in ("by_seed", "interval"))

@@ -40,9 +40,8 @@ def experiment(
     path = out / "results.json"
     if is_dry:
         left = {name: run["seconds"] / 60 for name, run in module.list_runs(loaded, path).items() if not run["record"]}
-        total = max(sum(left.values()) / loaded.jobs, *left.values(), 0)
-        lines = [f"{name}: {minutes:.1f} minutes" for name, minutes in left.items()]
-        return print("\n".join([*lines, f"{len(left)} runs, {loaded.jobs} at once: about {total:.1f} minutes"]))
+        left |= {f"{len(left)} runs, {loaded.jobs} at once": max(sum(left.values()) / loaded.jobs, *left.values(), 0)}
+        return print("\n".join(f"{name}: {minutes:.1f} minutes" for name, minutes in left.items()))
     results, failures = module.run_experiment(loaded, path, runs or Path("runs", file.stem), minutes, log)
     result = module.build_report(results)
     (out / "results.md").write_text(f"# {loaded.question}\n\n{result}\n", "utf-8")
