@@ -89,7 +89,7 @@ class ObjectiveSettings:
     schedule: str = "loglinear"
     schedule_options: dict[str, Any] = field(default_factory=dict)
     anchor_rule: str = "rare_in_sequence"
-    max_count: int | None = 5  # rare_in_sequence: tau
+    max_count: int | None = 5  # rare_in_sequence, frequent_in_sequence: tau
     max_fraction: float | None = None  # rare_in_sequence (with max_count=null), rare_in_corpus
     top_fraction: float | None = None  # tf_idf
     fraction: float | None = None  # random
@@ -115,6 +115,8 @@ class OptimizerSettings:
     muon_lr: float = 0.02  # muon: of the layers' matrices
     muon_momentum: float = 0.95
     momentum_warmup: int = 0  # muon: steps in which the momentum rises from 0.85
+    split_qkv: bool = False  # muon: queries, keys and values as three matrices
+    muon_beta2: float | None = None  # muon: rows are divided by the root of their mean square, averaged with this decay
     clip: float = 1.0  # maximal gradient norm
     warmup: int = 2500  # steps of linear warm-up
     decay: str = "constant"  # or cosine, wsd (warm-up, stable, decay)

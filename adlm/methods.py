@@ -42,6 +42,7 @@ SCHEDULES: dict[str, Callable[..., schedules.NoiseSchedule]] = {
 
 ANCHOR_RULES: dict[str, Callable[..., anchors.AnchorRule]] = {
     "rare_in_sequence": anchors.rare_in_sequence,
+    "frequent_in_sequence": anchors.frequent_in_sequence,
     "rare_in_corpus": anchors.rare_in_corpus,
     "tf_idf": anchors.tf_idf,
     "listed": anchors.listed_tokens,

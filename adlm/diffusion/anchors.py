@@ -39,6 +39,11 @@ def rare_in_sequence(max_count: int | None = None, max_fraction: float | None = 
     return rule
 
 
+def frequent_in_sequence(max_count: int) -> AnchorRule:
+    """Tokens that occur more than `max_count` times in their row (a control: what `rare_in_sequence` leaves out)."""
+    return lambda tokens, valid: _zero_padding(count_in_row(tokens, valid) > max_count, valid)
+
+
 def rare_in_corpus(counts: Tensor, max_fraction: float) -> AnchorRule:
     """Tokens that make up at most `max_fraction` of a corpus with these `counts` (V,)."""
     check_probability("max_fraction", max_fraction)

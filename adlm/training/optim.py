@@ -35,27 +35,43 @@ def get_lr_multiplier(step: int, steps: int, settings: OptimizerSettings = PAPER
 
 
 class BatchedMuon(Muon):
-    """torch's Muon with one batch of products for all matrices of a shape: the same update up to rounding."""
+    """torch's Muon with one batch of products for all matrices of a shape: the same update up to rounding.
+
+    Groups may have `split_qkv` (a matrix of three squares is three matrices) and `beta2` (rows are divided by the root
+    of their mean square, a moving average, at the same norm of the matrix).
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+            lr, momentum, beta2 = group["lr"], group["momentum"], group.get("beta2")
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
-                    if "momentum_buffer" not in self.state[p]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            for shape, params in by_shape.items():
-                grads = [cast(Tensor, p.grad) for p in params]
-                buffers = [self.state[p]["momentum_buffer"] for p in params]
+                    self.state[p] = self.state[p] or new_muon_state(p, beta2)
+            for (rows, columns), params in by_shape.items():
+                grads, states = [cast(Tensor, p.grad) for p in params], [self.state[p] for p in params]
+                buffers = [state["momentum_buffer"] for state in states]
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
                 updates = torch.stack(torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers)
-                updates = orthogonalize(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                torch._foreach_mul_(params, 1 - lr * decay)
-                scale = lr * math.sqrt(max(1, shape[0] / shape[1]))
-                torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-scale)
+                rows = columns if group.get("split_qkv") and rows == 3 * columns else rows
+                settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                updates = orthogonalize(updates.view(-1, rows, columns), *settings).reshape(updates.shape).float()
+                if beta2 is not None:
+                    squares = [state["row_square"] for state in states]
+                    torch._foreach_lerp_(squares, list(updates.square().mean(-1, keepdim=True)), 1 - beta2)
+                    norm = updates.norm(dim=(1, 2), keepdim=True)
+                    updates = updates / (torch.stack(squares).sqrt() + group["eps"])
+                    updates *= norm / updates.norm(dim=(1, 2), keepdim=True)
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+                torch._foreach_add_(params, list(updates), alpha=-lr * math.sqrt(max(1, rows / columns)))
+
+
+def new_muon_state(p: Tensor, beta2: float | None) -> dict[str, Tensor]:
+    """Return the state of a matrix before its first step."""
+    state = {"momentum_buffer": torch.zeros_like(p)}
+    return state if beta2 is None else state | {"row_square": torch.zeros_like(p[:, :1])}
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -87,6 +103,7 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
             )
         muon = BatchedMuon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
         muon.param_groups[0] |= {"peak_momentum": settings.muon_momentum, "momentum_warmup": settings.momentum_warmup}
+        muon.param_groups[0] |= {"split_qkv": settings.split_qkv, "beta2": settings.muon_beta2}
         optimizers.append(muon)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -132,10 +149,10 @@ def get_training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
         for group in optimizer.param_groups:
             for p in group["params"]:
                 state = optimizer.state[p]
-                if not state:  # before the first step
-                    keys = ("momentum_buffer",) if isinstance(optimizer, Muon) else ("exp_avg", "exp_avg_sq")
-                    if isinstance(optimizer, AdamW):
-                        state["step"] = torch.zeros((), device=p.device)
-                    state.update({key: torch.zeros_like(p.detach()) for key in keys})
+                if not state and isinstance(optimizer, Muon):  # before the first step
+                    state.update(new_muon_state(p.detach(), group["beta2"]))
+                elif not state:
+                    state["step"] = torch.zeros((), device=p.device)
+                    state.update({key: torch.zeros_like(p.detach()) for key in ("exp_avg", "exp_avg_sq")})
                 tensors |= {f"optimizer.{names[p]}.{key}": value for key, value in state.items()}
     return tensors

@@ -48,6 +48,12 @@ def test_rare_by_share_of_the_row(max_fraction):
     assert torch.equal(rare_in_sequence(max_fraction=0.1)(TOKENS, None), rare_in_sequence(2)(TOKENS, None))
 
 
+@pytest.mark.parametrize("max_count", [0, 1, 5])
+def test_frequent_tokens_are_those_that_are_not_rare(max_count):
+    frequent = anchors.frequent_in_sequence(max_count)(TOKENS, VALID)
+    assert torch.equal(frequent, ~rare_in_sequence(max_count)(TOKENS, VALID) & VALID)
+
+
 def test_rare_in_the_corpus():
     counts = torch.tensor([70, 20, 9, 1])
     tokens = torch.tensor([[0, 1, 2, 3, 3, 0]])

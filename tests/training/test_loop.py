@@ -199,6 +199,35 @@ def test_batched_muon_is_torchs_muon(decay: float) -> None:
         assert (one - other).norm() <= 1e-3 * one.norm()  # the products are bfloat16
 
 
+def test_muon_takes_queries_keys_and_values_as_three_matrices() -> None:
+    rng = torch.Generator().manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(48, 16, generator=rng))
+    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().split(16)]
+    muons = [BatchedMuon([whole], lr=0.02), BatchedMuon(parts, lr=0.02)]
+    muons[0].param_groups[0]["split_qkv"] = True
+    whole.grad = torch.randn(48, 16, generator=rng)
+    for part, grad in zip(parts, whole.grad.split(16), strict=True):
+        part.grad = grad
+    for muon in muons:
+        muon.step()
+    torch.testing.assert_close(whole.detach(), torch.cat(list(parts)).detach())
+
+
+def test_normalized_rows_of_muon_have_equal_size_at_the_same_norm() -> None:
+    updates = []
+    for beta2 in (None, 0.95):
+        matrix = torch.nn.Parameter(torch.zeros(64, 16))
+        muon = BatchedMuon([matrix], lr=1.0, weight_decay=0.0)
+        muon.param_groups[0]["beta2"] = beta2
+        matrix.grad = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+        muon.step()
+        updates.append(matrix.detach())
+    rows = updates[1].norm(dim=1)
+    torch.testing.assert_close(rows, rows.mean().expand(64), rtol=1e-4, atol=0)
+    torch.testing.assert_close(updates[1].norm(), updates[0].norm(), rtol=1e-4, atol=0)
+    assert updates[0].norm(dim=1).std() > 0.05 * updates[0].norm(dim=1).mean()
+
+
 def test_muons_momentum_warms_up() -> None:
     for warmup, expected in ((0, [0.95] * 4), (4, [0.875, 0.9, 0.925, 0.95])):
         _, muon = build_optimizers(perturbed(), OptimizerSettings("muon", momentum_warmup=warmup))

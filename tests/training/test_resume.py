@@ -59,6 +59,7 @@ def check_resume(tmp_path: Path, *changes: str, crash: int, rows: str = "wrapped
 CASES: dict[str, tuple[str, ...]] = {
     "adamw": ("optimizer.name=adamw",),
     "muon": ("optimizer.name=muon", "optimizer.muon_lr=0.01"),
+    "normalized muon": ("optimizer.name=muon", "optimizer.split_qkv=true", "optimizer.muon_beta2=0.9"),
     "no ema": ("ema=null",),
     "dropout": ("model.dropout=0.1", "parallel.checkpoint_activations=true"),
     "tied": ("model.tied=true", "micro_batch=3", "optimizer.decay=wsd"),
