@@ -63,7 +63,7 @@ class BatchedMuon(Muon):
                     torch._foreach_lerp_(squares, list(updates.square().mean(-1, keepdim=True)), 1 - beta2)
                     norm = updates.norm(dim=(1, 2), keepdim=True)
                     updates = updates / (torch.stack(squares).sqrt() + group["eps"])
-                    updates *= norm / updates.norm(dim=(1, 2), keepdim=True)
+                    updates *= norm / updates.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
                 torch._foreach_add_(params, list(updates), alpha=-lr * math.sqrt(max(1, rows / columns)))
 
