@@ -49,6 +49,8 @@ def on_files(files: Files, config: Any) -> Files:
     pages |= {f"api/{package}.md": write_api_page(package) for package in PACKAGES}
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
+    for path in sorted((ROOT / "experiments").rglob("*.png")):
+        files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
 
 
@@ -66,6 +68,8 @@ def rewrite_link(match: re.Match[str], folder: str) -> str:
     path = (ROOT / folder / target).resolve()
     if path == ROOT / "README.md":
         return f"{picture}[{text}](index.md{anchor or ''})"
+    if picture and path.is_relative_to(ROOT / "experiments"):
+        return f"![{text}]({path.relative_to(ROOT)})"
     if not path.is_relative_to(ROOT / "docs"):
         return f"{text} (`{path.relative_to(ROOT)}`)" if path.exists() else match.group()
     return f"{picture}[{text}]({path.relative_to(ROOT / 'docs')}{anchor or ''})"
