@@ -142,7 +142,7 @@ def selected_loss(
     if without is not None:
         # Not index_fill with a tensor of `without`, which a GPU would be waited for.
         bias = torch.where(torch.arange(len(bias), device=bias.device) == without, -torch.inf, bias)
-    shift = None if offset is None else torch.tensor(offset, device=x.device)
+    shift = None if offset is None else torch.full((), offset, device=x.device)
     target, chunk = targets.reshape(-1)[selection.index], MAX_LOGIT_ROWS[x.device.type]
     with torch.autocast(x.device.type, enabled=False):
         return SelectedLoss(*_SelectedLossFunction.apply(x, matrix, bias, target, selection.weight, shift, chunk))

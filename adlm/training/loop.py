@@ -70,7 +70,7 @@ def train_steps(
         assert upcoming is not None
         batch, rows, noisy, stall = upcoming
         multiplier, anchor_weight = lr_multiplier(step), objective.anchor_weight(step, steps)
-        gamma = None if anchor_weight is None else torch.tensor(anchor_weight, device=device)
+        gamma = None if anchor_weight is None else torch.full((), anchor_weight, device=device)  # does not wait
         set_lr(optimizers, multiplier, step)
         values = torch.zeros(4, device=device)
         for number, micro in enumerate(noisy):
