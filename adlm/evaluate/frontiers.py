@@ -23,6 +23,7 @@ from adlm.text.lm import LM, GeneratedRow
 from adlm.training.distributed import get_device_name
 
 LEFT_TO_RIGHT = "left_to_right"
+ENTROPY_TOLERANCE = 0.1  # nats from held-out text, within which the best setting is looked for
 Point = dict[str, Any]  # the flat JSON form: model, setting, nfe, seconds, and the metrics with NAME_se
 NOTE = (
     "A low Gen-PPL at a low entropy is repetition; texts that end early have less entropy. ± is a standard error over "
@@ -96,12 +97,28 @@ def frontier(
     if short := sum(point["short"] for point in points):
         every = short + sum(point["texts"] for point in points)
         warnings = [f"{short} of {every} texts have fewer than four tokens: they count in NFE and time only"]
-    metrics = {"points": points, "reference": baseline}
-    tables, figures = [tabulate_points(points, baseline, settings)], {"frontier": ("frontier", metrics)}
+    best = choose_settings(points, baseline)
+    tables = [tabulate_points(points, baseline, settings, best)]
+    figures = {"frontier": ("frontier", {"points": points, "reference": baseline})}
+    metrics = {"points": points, "reference": baseline, "best": best}
     return EvalResult("frontier", metrics, settings, collect_provenance(models[0].device), tables, warnings, figures)
 
 
-def tabulate_points(points: Sequence[Point], reference: Point | None, settings: dict[str, Any]) -> Table:
+def choose_settings(points: Sequence[Point], reference: Point | None) -> dict[str, Point]:
+    """Choose each model's point of lowest Gen-PPL among those with the entropy of held-out text, if there is one."""
+    best: dict[str, Point] = {}
+    if reference is None or reference["gen_ppl"] is None:
+        return best
+    for point in points:
+        is_close = abs(point["entropy"] - reference["entropy"]) <= ENTROPY_TOLERANCE
+        if is_close and point["gen_ppl"] < best.get(point["model"], {"gen_ppl": np.inf})["gen_ppl"]:
+            best[point["model"]] = point
+    return best
+
+
+def tabulate_points(
+    points: Sequence[Point], reference: Point | None, settings: dict[str, Any], best: dict[str, Point]
+) -> Table:
     """One row for each point, the held-out text last."""
     names = shorten_names([point["model"] for point in points])
     columns = [Column(name, is_text=True) for name in ("model", "sampler")]
@@ -120,6 +137,10 @@ def tabulate_points(points: Sequence[Point], reference: Point | None, settings: 
     size = f"Batches of {min(settings['batch'], settings['n'])} texts on {settings['device']}"
     notes = [f"{NOTE} {size}, {settings['threads']} threads."]
     notes += [] if settings["scorer"] else ["There is no Gen-PPL without a scoring model (--judge)."]
+    for model, point in best.items():
+        chosen = ", ".join(f"{name} {point[name]}" for name in ("sampler", "steps", "temperature", "top_p"))
+        rule = f"lowest Gen-PPL at an entropy within {ENTROPY_TOLERANCE} nats of held-out text"
+        notes.append(f"{names[model]}, {rule}: {chosen}.")
     return Table(columns, rows, notes=notes)
 
 

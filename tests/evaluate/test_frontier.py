@@ -11,7 +11,7 @@ import pytest
 
 from adlm.checkpoint import LoadedModel, export_model
 from adlm.evaluate.cache import MERGED
-from adlm.evaluate.frontiers import Point, build_grid, draw_reference_texts, frontier
+from adlm.evaluate.frontiers import Point, build_grid, choose_settings, draw_reference_texts, frontier
 from adlm.evaluate.results import EvalResult
 from adlm.text.lm import LM
 from tests.cli import eval_answers
@@ -102,6 +102,14 @@ def test_reference_texts_are_as_long_as_samples_and_evenly_spaced(tmp_path: Path
         draw_reference_texts(path, tokenizer, 40, 31)
 
 
+def test_the_best_setting_has_the_lowest_gen_ppl_at_the_entropy_of_real_text() -> None:
+    values = [("a", 90, 4.0), ("a", 120, 4.25), ("a", 110, 4.39), ("a", 100, 4.41), ("b", 80, 4.1)]
+    points = [{"model": model, "gen_ppl": ppl, "entropy": entropy} for model, ppl, entropy in values]
+    real = {"gen_ppl": 66, "entropy": 4.3}
+    assert choose_settings(points, real) == {"a": points[2]}  # b has no point that is close enough
+    assert choose_settings(points, None) == choose_settings(points, real | {"gen_ppl": None}) == {}
+
+
 # The command.
 
 ARGS = ("--steps", "2,4", "--samplers", "ancestral,confidence", "--top-p", "1.0", "--n", 3, "--length", 12)
@@ -134,6 +142,7 @@ def test_gen_ppl_and_its_batch(tmp_path: Path) -> None:
     words = (*words, "--reference", eval_answers.documents())
     found = run_json(*words, "--judge-batch", 2)
     assert all(each["gen_ppl"] > 1 for each in (*found["points"], found["reference"]))
+    assert found["best"] == choose_settings(found["points"], found["reference"])
     assert run_json(*words, "--judge-batch", 16)["points"] == found["points"]  # the batch is not part of the key
 
 
