@@ -31,6 +31,7 @@ from adlm.models.transformer import (
     Stack,
     UnpaddedRows,
     causal_mask,
+    find_neighbors,
     gather_rows,
     rms_norm,
     rotary_table,
@@ -43,7 +44,8 @@ CHOICES |= {"activation": tuple(ACTIVATIONS), "skips": ("none", "unet", "input")
 # relative errors of 0.4 to 7); without it a step takes as long.
 INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
 # Settings that the paper's models do not have.
-EXTENSIONS = ("embed_norm", "qk_norm", "zero_init", "activation", "skips", "value_embeddings", "project_after")
+EXTENSIONS: tuple[str, ...] = ("embed_norm", "qk_norm", "zero_init", "activation", "skips", "value_embeddings")
+EXTENSIONS += ("short_conv", "project_after")
 # The least and the largest value of each size.
 SIZES = {"vocab_size": (1, 2**24), "dim": (1, 2**16), "heads": (1, 2**16), "anchor_layers": (0, 1024)}
 SIZES |= {"denoiser_layers": (1, 1024), "length": (1, 2**17), "cond_dim": (1, 2**16), "value_embeddings": (0, 512)}
@@ -77,6 +79,7 @@ class ModelConfig:
     zero_init: bool = False  # the layers' output projections start at zero; with modulation their gates do anyway
     skips: str = "none"  # learned connections to later layers of a stage: unet, or from its input
     value_embeddings: int = 0  # tables whose rows are added to the values of the first and the last layers
+    short_conv: bool = False  # layers read each token with its two neighbors; at first they weigh nothing
     project_after: int = 0  # a dim × dim matrix after this layer of the denoiser, at first the identity; 0: none
 
     def __post_init__(self) -> None:
@@ -100,6 +103,7 @@ class ModelConfig:
             "a masked (not causal) model needs a mask_id": not self.is_causal and self.mask_id is None,
             "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
             "zero_init needs cond_dim null (model.cond_dim=0)": self.zero_init and self.cond_dim is not None,
+            "short_conv needs a masked model": self.short_conv and self.is_causal,
             f"project_after {self.project_after} is above denoiser_layers": self.project_after > self.denoiser_layers,
             f"value_embeddings {tables} is above half of the {readers} layers that read tokens": 2 * tables
             > readers + 1,
@@ -215,7 +219,8 @@ class LanguageModel(nn.Module):
             rotary = cos[place], sin[place]
         if is_first:
             values, x = self._look_up_values(x), self._embed_tokens(x, start)
-        x = stack(x, level if config.time_conditioning else None, rotary, mask, cache, values)
+        neighbors = find_neighbors(x, valid) if config.short_conv else None
+        x = stack(x, level if config.time_conditioning else None, rotary, mask, cache, values, neighbors)
         return scatter_rows(x, valid, rows) if isinstance(valid, UnpaddedRows) else x
 
     def _embed_tokens(self, tokens: Tensor, start: int) -> Tensor:
@@ -368,7 +373,7 @@ def initialize(model: LanguageModel, rng: torch.Generator) -> None:
         nn.init.eye_(model.bridge.weight)
         model.bridge.bias.zero_()
     for module in model.modules():
-        if isinstance(module, LanguageModel | Stack):  # skip weights, projection, value embeddings
+        if isinstance(module, LanguageModel | Stack | Layer):  # skips, projection, convolution, value embeddings
             for parameter in module.parameters(recurse=False):
                 parameter.zero_()
         if isinstance(module, Layer) and model.config.zero_init:

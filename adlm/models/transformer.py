@@ -71,6 +71,22 @@ def scatter_rows(x: Tensor, rows: UnpaddedRows, count: int) -> Tensor:
     return flat.index_copy(0, rows.places, x[0])[:-1].view(count, rows.length, -1)
 
 
+def find_neighbors(x: Tensor, valid: Tensor | UnpaddedRows | None) -> tuple[Tensor, Tensor]:
+    """Return where positions of x (B, L, …) have a left and a right neighbor in their row, each (B or 1, L, 1)."""
+    if isinstance(valid, UnpaddedRows):
+        is_later = valid.position[None] > 0
+        return is_later[..., None], F.pad(is_later[:, 1:], (0, 1))[..., None]
+    mask = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device) if valid is None else valid
+    return F.pad(mask[:, :-1], (1, 0))[..., None], F.pad(mask[:, 1:], (0, 1))[..., None]
+
+
+def convolve(x: Tensor, weights: Tensor, neighbors: tuple[Tensor, Tensor]) -> Tensor:
+    """Add to x (B, L, dim) the left and the right neighbor of every position, times the vectors `weights` (2, dim)."""
+    left, right = F.pad(x[:, :-1], (0, 0, 1, 0)), F.pad(x[:, 1:], (0, 0, 0, 1))
+    first, second = weights.to(x.dtype)
+    return x + first * left * neighbors[0] + second * right * neighbors[1]
+
+
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows) -> Tensor:
     """Compute attention (1, heads, N, head_dim) within each row; without a kernel for it, by a mask (N, N)."""
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
@@ -204,6 +220,7 @@ class Layer(nn.Module):
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
         self.modulation = None if config.cond_dim is None else nn.Linear(config.cond_dim, 6 * dim)
+        self.conv = nn.Parameter(torch.zeros(2, dim)) if config.short_conv else None
 
     def forward(
         self,
@@ -213,10 +230,14 @@ class Layer(nn.Module):
         attend: Tensor | UnpaddedRows | None = None,
         cache: KVCache | None = None,
         value: Tensor | None = None,
+        neighbors: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         batch, length, dim = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(self.modulation, cond, 6)
-        qkv = self.qkv(self.norm1(x, shift1, scale1)).view(batch, length, 3, self.heads, dim // self.heads)
+        y = self.norm1(x, shift1, scale1)
+        if self.conv is not None and neighbors is not None:
+            y = convolve(y, self.conv, neighbors)
+        qkv = self.qkv(y).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = qkv.unbind(2)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -305,6 +326,7 @@ class Stack(nn.Module):
         attend: Tensor | UnpaddedRows | None = None,
         caches: list[KVCache] | None = None,
         values: Sequence[Tensor] | None = None,
+        neighbors: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run the layers; the first of `values` (B, L, dim) is added to the values of the first and the last one, …"""
         cond = self.condition_on(noise_level, x.device)
@@ -315,7 +337,7 @@ class Stack(nn.Module):
                 x = x + self.skip_weights[i] * inputs[0 if self.skips == "input" else min(i, count - i)]
             table = min(i, count - 1 - i)
             value = values[table] if values is not None and table < len(values) else None
-            x = layer(x, rotary, cond, attend, None if caches is None else caches[i], value)
+            x = layer(x, rotary, cond, attend, None if caches is None else caches[i], value, neighbors)
             if self.projection is not None and i + 1 == self.project_after:
                 x = x + F.linear(x, self.projection)
             if self.states is not None:

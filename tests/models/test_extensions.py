@@ -22,9 +22,10 @@ from tests.world import MASK, VOCAB, count_weights, random_tokens, small_model
 CHANGES: list[dict[str, Any]] = [{"embed_norm": True}, {"qk_norm": True}, {"activation": "relu2"}, {"skips": "unet"}]
 CHANGES += [{"skips": "input"}, {"value_embeddings": 2}, {"project_after": 2}, {"project_after": 4}]
 CHANGES += [{"zero_init": True, "cond_dim": None}]
+MASKED: list[dict[str, Any]] = [{"short_conv": True}]  # of masked models alone
 BRIDGE = {"bridge": "none"}
 # From the first step the model is the same function: what is added starts at zero.
-NEUTRAL = [each for each in CHANGES if {"skips", "value_embeddings", "project_after"} & set(each)]
+NEUTRAL = [each for each in CHANGES if {"skips", "value_embeddings", "project_after"} & set(each)] + MASKED
 
 
 def make(method: str, change: dict[str, Any]) -> LanguageModel:
@@ -44,7 +45,7 @@ def name_change(change: dict[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in change.items())
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=name_change)
+@pytest.mark.parametrize("change", [*CHANGES, *MASKED], ids=name_change)
 @pytest.mark.parametrize("method", ["mdlm", "adlm"])
 def test_a_setting_adds_to_the_same_start(method: str, change: dict[str, Any]) -> None:
     """Seeds are paired: what both models have starts equal; what is added starts neutral, where it can."""
@@ -60,9 +61,13 @@ def test_a_setting_adds_to_the_same_start(method: str, change: dict[str, Any]) -
         assert torch.equal(plain(random_tokens(2)).final, changed(random_tokens(2)).final)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=name_change)
+@pytest.mark.parametrize("change", [*CHANGES, *MASKED], ids=name_change)
 @pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
 def test_a_setting_changes_the_model_and_all_of_it_learns(method: str, change: dict[str, Any]) -> None:
+    if change in MASKED and method in ("ar", "a2r"):
+        with pytest.raises(ValueError, match="needs a masked model"):
+            make(method, change)
+        return
     model, plain = make(method, change), make(method, {"cond_dim": model_cond(method, change)})
     if "zero_init" not in change:  # which changes the start alone
         assert (model(random_tokens(2)).final - plain(random_tokens(2)).final).abs().max() > 1e-3
@@ -77,8 +82,11 @@ def model_cond(method: str, change: dict[str, Any]) -> int | None:
     return change.get("cond_dim", 8 if method in ("mdlm", "adlm") else None)
 
 
-@pytest.mark.parametrize("change", [*CHANGES, BRIDGE], ids=name_change)
-@pytest.mark.parametrize("method", ["adlm", "a2r"])
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [(method, change) for method in ("adlm", "a2r") for change in [*CHANGES, BRIDGE]] + [("adlm", MASKED[0])],
+    ids=str,
+)
 def test_a_setting_survives_folding_saving_and_lightning_refuses_it(
     method: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -109,7 +117,7 @@ def test_a_cache_gives_the_same_features(change: dict[str, Any]) -> None:
 
 def test_all_at_once_compile_in_one_graph_and_recompute_their_activations() -> None:
     change = {"embed_norm": True, "qk_norm": True, "activation": "relu2", "skips": "unet"}
-    change |= {"value_embeddings": 1, "project_after": 1, "bridge": "none"}
+    change |= {"value_embeddings": 1, "project_after": 1, "bridge": "none", "short_conv": True}
     gradients = []
     for kind in ("plain", "compiled", "checkpointed"):
         model = make("adlm", change)

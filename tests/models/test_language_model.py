@@ -233,7 +233,13 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
 @pytest.mark.parametrize("lengths", [[12, 1, 7, 9, 3], [12, 12, 12], [1], [5, 12] * 20])
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("mdlm", {}), ("adlm", {}), ("adlm", {"bridge": "direct", "qk_norm": True}), ("mdlm", {"value_embeddings": 1})],
+    [
+        ("mdlm", {}),
+        ("adlm", {}),
+        ("adlm", {"bridge": "direct", "qk_norm": True}),
+        ("mdlm", {"value_embeddings": 1}),
+        ("mdlm", {"short_conv": True}),
+    ],
 )
 def test_layers_without_padding_compute_the_same(method, changes, lengths):
     """Features, losses and gradients; the rounding of the number of positions and padding's tokens change nothing."""
