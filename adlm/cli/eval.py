@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from adlm.bundled import DEFAULT
 from adlm.cli import options, output
-from adlm.cli.generate import parse_sampler_options
+from adlm.cli.text import parse_sampler_options
 
 if TYPE_CHECKING:
     from adlm.evaluate.results import EvalResult
