@@ -1,7 +1,5 @@
 """`adlm prepare`: turn text into the folder of packed rows that training reads."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated, Any

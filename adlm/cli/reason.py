@@ -1,7 +1,5 @@
 """`adlm reason`: train models to reason, measure their accuracy, ask them, and compare arms."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any

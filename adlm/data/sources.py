@@ -1,7 +1,5 @@
 """Sources of documents: local files and folders, named datasets, the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -12,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from adlm.data import formats
 from adlm.data.corpora import CONVERTED, CORPORA, Corpus, find_corpus
@@ -58,7 +56,7 @@ class Split(NamedTuple):
     part: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Split:
+    def parse(cls, text: str) -> Self:
         if not (match := SLICE.fullmatch(text)):
             raise ValueError(f"split {text!r} is invalid: give a name, optionally with a slice (train[:-1000])")
         return cls(match[1], "" if match[2] in (None, "[:]") else match[2])

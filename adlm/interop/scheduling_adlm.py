@@ -1,7 +1,5 @@
 """Our samplers as a scheduler of diffusers, which runs inside LLaDA2Pipeline; exported folders have a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

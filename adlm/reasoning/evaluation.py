@@ -1,7 +1,5 @@
 """The accuracy and the costs of a trained run, and its answers to questions."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

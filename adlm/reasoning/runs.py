@@ -1,7 +1,5 @@
 """Training to reason with the project's loop, and the problems that a run solves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

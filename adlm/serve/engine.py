@@ -1,7 +1,5 @@
 """The serving engine: a queue of requests, and one thread that samples all of them in one running batch."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -12,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -180,7 +178,7 @@ class Engine:
         self.turns = Turns(lm.device.type == "cuda")  # where a prediction is valid until the next one
         self.batch = make_batch(lm)
 
-    def start(self) -> Engine:
+    def start(self) -> Self:
         """Start the thread."""
         assert self.thread is None, "an engine starts once"
         self.thread = threading.Thread(target=self._run, name="adlm-engine", daemon=True)
@@ -198,7 +196,7 @@ class Engine:
                 self.stop(timeout=timeout)
         self.pool.shutdown(wait=drain, cancel_futures=True)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
