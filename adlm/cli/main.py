@@ -8,10 +8,9 @@ import typer
 from adlm import __version__
 from adlm.cli.convert import convert, export
 from adlm.cli.demo import demo
-from adlm.cli.doctor import doctor
+from adlm.cli.doctor import doctor, models, recipes
 from adlm.cli.eval import app as eval_app
 from adlm.cli.experiment import experiment
-from adlm.cli.list import models, recipes
 from adlm.cli.output import Commands
 from adlm.cli.prepare import prepare
 from adlm.cli.reason import app as reason_app

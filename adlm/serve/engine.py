@@ -85,20 +85,6 @@ class EngineStats:
     cancelled: int = 0
     rejected: int = 0  # requests that the queue had no room for
 
-    def count_step(self, rows: Sequence[Row], nfe: Sequence[int]) -> None:
-        """Add a step of rows that have had so many network evaluations."""
-        self.steps, self.row_steps = self.steps + 1, self.row_steps + len(rows)
-        for row, count in zip(rows, nfe, strict=True):
-            self.nfe, row.nfe = self.nfe + count - row.nfe, count
-
-    def count_leaving(self, row: Row) -> None:
-        """Add a row that is cancelled, or a text with the tokens that were generated."""
-        if row.owner.is_over:
-            self.cancelled += 1
-        else:
-            self.texts += 1
-            self.tokens += row.layout.is_fixed[: row.delivered].count(False)
-
 
 @dataclass(frozen=True)
 class RowFrame:
@@ -291,7 +277,11 @@ class Engine:
     def _remove(self, is_leaving: Sequence[bool]) -> None:
         """Remove rows from the batch, and count them."""
         for row in compress(self.batch.rows, is_leaving):
-            self.stats.count_leaving(row)
+            if row.owner.is_over:
+                self.stats.cancelled += 1
+            else:
+                self.stats.texts += 1
+                self.stats.tokens += row.layout.is_fixed[: row.delivered].count(False)
         if any(is_leaving):
             self.batch.keep(~torch.tensor(is_leaving))
 
@@ -299,7 +289,11 @@ class Engine:
         """Take a step, remove the rows that are done and deliver the frames."""
         began, rows = time.perf_counter(), self.batch.rows
         result = self.batch.step()
-        self.stats.count_step(rows, result.nfe.tolist())
+        self.stats.steps += 1
+        self.stats.row_steps += len(rows)
+        for row, nfe in zip(rows, result.nfe.tolist(), strict=True):
+            self.stats.nfe += nfe - row.nfe
+            row.nfe = nfe
         news = collect_frames(self.lm, rows, result)
         if bool(result.is_done.any()):
             mean_steps = float(result.step[result.is_done].double().mean())
