@@ -77,7 +77,7 @@ class NoisyBatch:
                 return value.to(device)
             if isinstance(value, Selection):
                 return Selection(copy(value.index), copy(value.weight))
-            if isinstance(value, tuple):
+            if isinstance(value, tuple) and hasattr(value, "_fields"):  # of tensors; a plain one has numbers
                 return type(value)(*map(copy, value))
             if not isinstance(value, Tensor):
                 return value
