@@ -12,11 +12,10 @@ from adlm.cli.doctor import doctor, models, recipes
 from adlm.cli.eval import app as eval_app
 from adlm.cli.experiment import experiment
 from adlm.cli.output import Commands
-from adlm.cli.prepare import prepare
 from adlm.cli.reason import app as reason_app
 from adlm.cli.serve import serve
 from adlm.cli.text import infill, sample, score
-from adlm.cli.train import plot, train
+from adlm.cli.train import plot, prepare, train
 
 # Markdown keeps `[default: …]` in help texts, which rich markup would take for a style.
 app = typer.Typer(
