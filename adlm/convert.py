@@ -183,7 +183,14 @@ def read_lineage(path: Path) -> tuple[dict[str, Tensor], list[Tensor] | None, di
         if config.get("model_type") != "mdlm":
             problem = f"model_type is {config.get('model_type')!r:.80}, supported is 'mdlm'"
             raise ValueError(f"{problem}: give a folder of adlm or MDLM, or a Lightning checkpoint")
-        state, shadow, step, settings = read_hub_weights(path), None, 0, read_settings(config, HUB_SETTINGS)
+        shadow, step, settings = None, 0, read_settings(config, HUB_SETTINGS)
+        file = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
+        if file is None:
+            raise ValueError(f"no weights: expected {' or '.join(WEIGHT_FILES)}; {FETCH_AGAIN}")
+        try:
+            state = load_file(file) if file.suffix == ".safetensors" else read_pickle(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
     is_state = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
     if not is_state or not state:
         raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
@@ -302,16 +309,3 @@ def read_pickle(path: Path) -> Any:
         raise ValueError(f"{path.name} cannot be read ({problem}): {FETCH_AGAIN}") from error
     problem = f"{path.name} holds {list_names(sorted(refused))}, which could run code: nothing of the file was loaded"
     raise ValueError(f"{problem}; have it saved with tensors and plain values only")
-
-
-def read_hub_weights(folder: Path) -> Any:
-    """Read the weights of a folder in MDLM's layout: safetensors, or a .bin, of which no code is run."""
-    for path in (folder / name for name in WEIGHT_FILES):
-        if path.is_file() and path.suffix != ".safetensors":
-            return read_pickle(path)
-        if path.is_file():
-            try:
-                return load_file(path)
-            except SafetensorError as error:
-                raise ValueError(f"{path.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
-    raise ValueError(f"no weights: expected {' or '.join(WEIGHT_FILES)}; {FETCH_AGAIN}")

@@ -18,7 +18,7 @@ from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
 from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
-from adlm.remedies import import_extra, suggest_names
+from adlm.remedies import check_known, import_extra, suggest_names
 
 READER = 1  # goes up when the same files would give other documents
 MAX_LISTED_FILES = 1000  # in the identity of a source
@@ -94,10 +94,8 @@ def open_source(
     settings = corpus or Corpus()
     if detokenizer is not None:
         settings = replace(settings, detokenizer=None if detokenizer == "none" else detokenizer)
-    if documents not in RULES:
-        raise ValueError(f"unknown documents {documents!r}: expected one of {', '.join(RULES)}")
-    if settings.detokenizer not in (None, *DETOKENIZERS):
-        raise ValueError(f"unknown detokenizer {detokenizer!r}: expected one of {', '.join(DETOKENIZERS)}, none")
+    check_known("documents", documents, RULES)
+    check_known("detokenizer", detokenizer or "none", [*DETOKENIZERS, "none"])
     patterns = (glob,) if isinstance(glob, str) else tuple(glob)
     request = SourceRequest(str(spec), split, column, documents, settings, patterns)
     if settings.bundled:
