@@ -1,7 +1,5 @@
 """`adlm demo`: the bundled model infills and generates, and is fine-tuned next to a training from scratch."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import time
@@ -92,7 +90,7 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
     return {"text": trajectories[0].text, "filled": filled.texts, "valid": valid, "page": page, "command": command}
 
 
-def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict[str, Run]:
+def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict[str, "Run"]:
     """Train a small model on the opening of a novel and fine-tune the bundled one on it; return both runs."""
     from adlm.bundled import DEFAULT
     from adlm.data.prepare import prepare

@@ -1,7 +1,5 @@
 """`adlm eval`: every command calls one function of adlm.evaluate, whose arguments have the names of its parameters."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex

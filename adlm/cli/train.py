@@ -1,7 +1,5 @@
 """`adlm prepare`, `adlm train` and `adlm plot`: turn text into packed rows, train with a recipe, and plot runs."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
@@ -120,7 +118,7 @@ def train(
         print_json(asdict(run))
 
 
-def run_or_exit(start: Callable[[], Run], *, is_json: bool) -> Run:
+def run_or_exit(start: Callable[[], "Run"], *, is_json: bool) -> "Run":
     """Train; where a signal stops the run, print that it is saved and exit with the signal's code."""
     from adlm.training.guard import Preempted
 

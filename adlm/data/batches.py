@@ -106,6 +106,8 @@ class ShuffledBatches:
 
         if len(rows) == 0:
             raise ValueError("the data has 0 rows: prepare data with at least one training row")
+        if batch % size:
+            raise ValueError(f"batch {batch} is not a multiple of {size} processes: choose one that is")
         self.batch, self.rank, self.size = batch, rank, size
         numbered = _NumberedRows(rows, repeats=-(-batch // len(rows)))
         self.sampler = StatefulDistributedSampler(numbered, size, rank, shuffle=True, seed=seed, drop_last=True)
