@@ -138,12 +138,14 @@ def load_problems(task: str, path: Path | str, split: str = "test") -> list[Prob
     return problems
 
 
-def recode_problems(task: str, path: Path | str, recode: Callable[[Problem, np.random.Generator], Item]) -> list[Item]:
+def recode_problems(
+    task: str, path: Path | str, recode: Callable[[Problem, np.random.Generator], Item], seed: int = 0
+) -> list[Item]:
     """Read published test problems as items of a generated task, with symbols drawn anew for each."""
     items = []
     for index, problem in enumerate(load_problems(task, path)):
         try:
-            items.append(recode(problem, np.random.default_rng((0, index))))
+            items.append(recode(problem, np.random.default_rng((seed, index))))
         except ValueError as error:
             raise ValueError(f"{path}, problem {index}: {error}") from None
     return items
