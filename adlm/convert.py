@@ -183,7 +183,14 @@ def read_lineage(path: Path) -> tuple[dict[str, Tensor], list[Tensor] | None, di
         if config.get("model_type") != "mdlm":
             problem = f"model_type is {config.get('model_type')!r:.80}, supported is 'mdlm'"
             raise ValueError(f"{problem}: give a folder of adlm or MDLM, or a Lightning checkpoint")
-        state, shadow, step, settings = read_hub_weights(path), None, 0, read_settings(config, HUB_SETTINGS)
+        shadow, step, settings = None, 0, read_settings(config, HUB_SETTINGS)
+        file = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
+        if file is None:
+            raise ValueError(f"no weights: expected {' or '.join(WEIGHT_FILES)}; {FETCH_AGAIN}")
+        try:
+            state = load_file(file) if file.suffix == ".safetensors" else read_pickle(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
     is_state = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
     if not is_state or not state:
         raise ValueError("it holds no state_dict: give a checkpoint that Lightning wrote")
@@ -205,32 +212,28 @@ def read_settings(config: Any, names: Mapping[str, str]) -> dict[str, Any]:
 def load_lineage(path: Path, *, weights: str | None = None, tokenizer: str | None = None) -> tuple[LoadedModel, str]:
     """Load a model with `ema` or `raw` weights, by default ema if there is one, and return which (docs/convert.md)."""
     try:
-        return _load_lineage(path, weights, tokenizer)
+        state, shadow, settings, step = read_lineage(path)
+        if shadow is None and weights == "ema":
+            raise ValueError("there is no EMA: convert with --raw")
+        weights = weights or ("raw" if shadow is None else "ema")
+        vocab_size, _ = read_embedding_shape(state)
+        words = choose_tokenizer(path, settings.get("tokenizer"), vocab_size, tokenizer)
+        names = ("heads", "time_conditioning", "length", "dropout")
+        options: dict[str, Any] = {name: settings[name] for name in names if name in settings}
+        options |= {"mask_id": vocab_size - 1 if words is None else words.mask_id}
+        model = from_state_dict(state, shadow=shadow if weights == "ema" else None, **options)
+        config = model.config
+        actual: dict[str, Any] = {"dim": config.dim, "layers": config.anchor_layers or config.denoiser_layers}
+        actual |= {"vocab_size": vocab_size, "parameterization": "ar" if config.is_causal else "subs"}
+        actual |= {} if config.is_causal else {"cond_dim": config.cond_dim}  # in causal models without weights
+        for name, value in actual.items():  # settings that contradict the weights
+            if settings.get(name, value) != value:
+                raise ValueError(f"{name} is {settings[name]!r:.80}, but the weights are of {value!r}: {FETCH_AGAIN}")
+        method = "ar" if config.is_causal else "adlm" if config.anchor_layers else "mdlm"
+        rows = WRAPPED if settings.get("wrap", True) else DOCUMENTS
+        return LoadedModel(model, words, method, step, rows), weights
     except (ValueError, RuntimeError) as error:  # RuntimeError: torch's for sizes that no memory holds
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-
-
-def _load_lineage(path: Path, weights: str | None, tokenizer_name: str | None) -> tuple[LoadedModel, str]:
-    state, shadow, settings, step = read_lineage(path)
-    if shadow is None and weights == "ema":
-        raise ValueError("there is no EMA: convert with --raw")
-    weights = weights or ("raw" if shadow is None else "ema")
-    vocab_size, _ = read_embedding_shape(state)
-    tokenizer = choose_tokenizer(path, settings.get("tokenizer"), vocab_size, tokenizer_name)
-    names = ("heads", "time_conditioning", "length", "dropout")
-    options: dict[str, Any] = {name: settings[name] for name in names if name in settings}
-    options |= {"mask_id": vocab_size - 1 if tokenizer is None else tokenizer.mask_id}
-    model = from_state_dict(state, shadow=shadow if weights == "ema" else None, **options)
-    config = model.config
-    actual: dict[str, Any] = {"dim": config.dim, "layers": config.anchor_layers or config.denoiser_layers}
-    actual |= {"vocab_size": vocab_size, "parameterization": "ar" if config.is_causal else "subs"}
-    actual |= {} if config.is_causal else {"cond_dim": config.cond_dim}  # a setting without weights in causal models
-    for name, value in actual.items():  # settings that contradict the weights
-        if settings.get(name, value) != value:
-            raise ValueError(f"{name} is {settings[name]!r:.80}, but the weights are of {value!r}: {FETCH_AGAIN}")
-    method = "ar" if config.is_causal else "adlm" if config.anchor_layers else "mdlm"
-    rows = WRAPPED if settings.get("wrap", True) else DOCUMENTS
-    return LoadedModel(model, tokenizer, method, step, rows), weights
 
 
 def choose_tokenizer(path: Path, stored: object, vocab_size: int, given: str | None) -> Tokenizer | None:
@@ -306,16 +309,3 @@ def read_pickle(path: Path) -> Any:
         raise ValueError(f"{path.name} cannot be read ({problem}): {FETCH_AGAIN}") from error
     problem = f"{path.name} holds {list_names(sorted(refused))}, which could run code: nothing of the file was loaded"
     raise ValueError(f"{problem}; have it saved with tensors and plain values only")
-
-
-def read_hub_weights(folder: Path) -> Any:
-    """Read the weights of a folder in MDLM's layout: safetensors, or a .bin, of which no code is run."""
-    for path in (folder / name for name in WEIGHT_FILES):
-        if path.is_file() and path.suffix != ".safetensors":
-            return read_pickle(path)
-        if path.is_file():
-            try:
-                return load_file(path)
-            except SafetensorError as error:
-                raise ValueError(f"{path.name} cannot be read ({str(error)[:200]}): {FETCH_AGAIN}") from error
-    raise ValueError(f"no weights: expected {' or '.join(WEIGHT_FILES)}; {FETCH_AGAIN}")

@@ -1,7 +1,5 @@
 """`adlm demo`: the bundled model infills and generates, and is fine-tuned next to a training from scratch."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import time
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import check_output_folder, draw_curve, json_stdout, make_folder, print_json
+from adlm.cli.output import check_output_folder, json_stdout, make_folder, print_json
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
@@ -92,13 +90,12 @@ def run_demo(*, steps: int, seed: int, out: Path) -> dict[str, Any]:
     return {"text": trajectories[0].text, "filled": filled.texts, "valid": valid, "page": page, "command": command}
 
 
-def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict[str, Run]:
+def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict[str, "Run"]:
     """Train a small model on the opening of a novel and fine-tune the bundled one on it; return both runs."""
     from adlm.bundled import DEFAULT
     from adlm.data.prepare import prepare
     from adlm.data.sources import load_excerpt
     from adlm.text.lm import load
-    from adlm.training.logging import read_metrics
     from adlm.training.loop import train
 
     novel, fine_tune_steps = out / "novel.txt", max(1, steps // FINE_TUNE_SHARE)
@@ -116,9 +113,6 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
         ("fine-tuned", "fine-tune", {"data.path": out / "data-init", "steps": fine_tune_steps, **FINE_TUNE}),
     ):
         run = runs[name] = train(recipe, **shared, **own, folder=out / name)
-        if name == "from-scratch":
-            records = read_metrics(run.folder / "metrics.jsonl")
-            console.print(draw_curve([each["train/nll"] for each in records if "train/nll" in each]), style="blue")
         console.print(
             f"{name}: held-out perplexity ≤ {run.valid['val/ppl']:.1f}, of a unigram model of the same tokens "
             f"{run.valid['unigram/ppl']:.1f}. A sample:",

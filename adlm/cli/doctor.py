@@ -1,19 +1,22 @@
-"""`adlm doctor`: versions, devices and bundled models, as a bug report needs them."""
+"""`adlm models`, `adlm recipes` and `adlm doctor`: what ships with the package, what each needs, and what works."""
 
 import importlib
 import os
 import platform
 import re
+import shlex
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from adlm import __version__
 from adlm.bundled import MODELS
 from adlm.cli import options
-from adlm.cli.output import json_stdout, print_json, status_console
+from adlm.cli.output import json_stdout, print_json, print_table, status_console
 from adlm.remedies import install_command, list_requirements
 from adlm.view.console import SafeConsole
 
@@ -21,6 +24,10 @@ MODULES = {"pillow": "PIL", "mauve-text": "mauve", "pytest-xdist": "xdist"}  # w
 BROKEN = "broken: "
 REINSTALL = "install adlm again from its wheel or, in a checkout, git checkout adlm/weights"
 Section = dict[str, str]  # name -> version or state; of what is broken it begins with BROKEN
+MAX_CARD = 10_000  # characters of a model card that are searched for its first sentence
+SHOWN_HELP = "Bundled model, or folder of a run, a checkpoint or a model, to show. [default: the bundled models]"
+RecipeArgument = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Recipe to show. [default: all]")]
+ShownModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=SHOWN_HELP)]
 
 
 def doctor(is_json: options.Json = False) -> None:
@@ -92,3 +99,103 @@ def check_model(name: str) -> str:
 
     load(name).generate(length=8, steps=8)
     return "loads and generates"
+
+
+def models(name: ShownModel = None, is_json: options.Json = False) -> None:
+    """List the bundled models, or show one model: method, size, what it was trained on."""
+    with json_stdout(is_json):
+        described = [describe_model(each) for each in ((name,) if name else MODELS)]
+    print_entries("models", described, name, is_json)
+    if name and not is_json:
+        print_lines("", f"adlm sample {shlex.quote(name)}")
+
+
+def describe_model(name: str) -> dict[str, Any]:
+    """Return method, sizes and model card of a model, without loading its weights."""
+    from adlm.checkpoint import read_config_json
+    from adlm.convert import is_lineage
+    from adlm.models.costs import count_parameters
+    from adlm.text.lm import find_model
+
+    folder = find_model(name)
+    if is_lineage(folder):
+        raise ValueError(f"{name} is a checkpoint of other code: `adlm convert {shlex.quote(name)} --out DIR` shows it")
+    content, config = read_config_json(folder)
+    card = folder / "README.md"
+    text = card.read_text("utf-8", "replace")[:MAX_CARD] if card.is_file() else ""
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    opening = next((part for part in text.split("\n\n") if not part.startswith("#")), "")
+    return {
+        "model": name,
+        "method": content["method"],
+        "parameters": count_parameters(config),
+        "length": config.length,
+        "vocabulary": config.vocab_size,
+        "memory": f"{4 * count_parameters(config) / 1e6:,.0f} MB",  # float32
+        "about": re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(opening.split())).partition(". ")[0],
+        "step": content["step"],
+        "rows": content["rows"],
+        "folder": str(folder),
+    }
+
+
+def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> None:
+    """List the recipes of `adlm train`, or show one: its method, device, data and settings."""
+    from adlm.config import list_recipes
+    from adlm.remedies import check_known
+
+    known = list_recipes()
+    if name:
+        check_known("recipe", name, known)
+    with json_stdout(is_json):
+        described = [describe_recipe(known[each]) for each in ([name] if name else known)]
+    if name and not is_json:
+        print_lines(f"# {known[name]}", known[name].read_text("utf-8").rstrip("\n"))
+    else:
+        print_entries("recipes", described, None, is_json)
+
+
+def describe_recipe(path: Path) -> dict[str, Any]:
+    """Return what a recipe trains and needs, from its settings and the comments before them."""
+    from omegaconf import OmegaConf
+
+    settings: Any = OmegaConf.load(path)
+    comments = [line.removeprefix("# ") for line in path.read_text("utf-8").splitlines() if line.startswith("#")]
+    header = " ".join(comments)
+    processes = re.search(r"--nproc-per-node (\d+)", header)
+    device = f"{processes[1]} GPUs" if processes else "1 GPU" if "GPU" in header else "CPU"
+    commands = [line.strip() for line in comments if line.startswith("  ")]
+    data = re.search(r"adlm prepare (.*?) *--out data *(.*)", "\n".join(commands))
+    about = " ".join(line for line in comments if not line.startswith("  "))
+    return {
+        "recipe": path.stem,
+        "method": settings.get("method", "that of init"),
+        "device": device,
+        "steps": settings.get("steps"),
+        "data": " ".join(filter(None, data.groups())) if data else "see bundled/README.md",
+        "about": re.split(r"[.:;] ", about)[0].removesuffix("."),
+        "commands": commands,
+        "path": str(path),
+    }
+
+
+def print_entries(kind: str, entries: list[dict[str, Any]], name: str | None, is_json: bool) -> None:
+    """Print entries as JSON or a table; the entry of a name, as lines."""
+    if is_json:
+        print_json({kind: entries})
+    elif name:
+        for key, value in entries[0].items():
+            print_lines(f"{key:<10}  {value:,}" if isinstance(value, int) else f"{key:<10}  {value}")
+    else:
+        from adlm.evaluate.results import Column, Table
+
+        shown = list(entries[0])[: list(entries[0]).index("about") + 1]
+        columns = [Column(key, is_text=isinstance(entries[0][key], str), is_optional=key == "data") for key in shown]
+        print_table(Table(columns, [[entry[key] for key in shown] for entry in entries]))
+        print_lines(f"adlm {kind} NAME shows one")
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines to stdout; control characters, which a model card may hold, are shown instead of obeyed."""
+    for line in lines:
+        SafeConsole(soft_wrap=True).print(line, markup=False)

@@ -1,7 +1,5 @@
 """`adlm eval`: every command calls one function of adlm.evaluate, whose arguments have the names of its parameters."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex
@@ -17,7 +15,7 @@ from typer import Argument, Option
 
 from adlm.bundled import DEFAULT
 from adlm.cli import options, output
-from adlm.cli.generate import parse_sampler_options
+from adlm.cli.text import parse_sampler_options
 
 if TYPE_CHECKING:
     from adlm.evaluate.results import EvalResult

@@ -6,20 +6,16 @@ from typing import Annotated
 import typer
 
 from adlm import __version__
-from adlm.cli.convert import convert
+from adlm.cli.convert import convert, export
 from adlm.cli.demo import demo
-from adlm.cli.doctor import doctor
+from adlm.cli.doctor import doctor, models, recipes
 from adlm.cli.eval import app as eval_app
 from adlm.cli.experiment import experiment
-from adlm.cli.export import export
-from adlm.cli.generate import infill, sample
-from adlm.cli.list import models, recipes
 from adlm.cli.output import Commands
-from adlm.cli.prepare import prepare
 from adlm.cli.reason import app as reason_app
-from adlm.cli.score import score
 from adlm.cli.serve import serve
-from adlm.cli.train import plot, train
+from adlm.cli.text import infill, sample, score
+from adlm.cli.train import plot, prepare, train
 
 # Markdown keeps `[default: …]` in help texts, which rich markup would take for a style.
 app = typer.Typer(

@@ -1,7 +1,5 @@
 """`adlm reason`: train models to reason, measure their accuracy, ask them, and compare arms."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +41,7 @@ def train(
     Exit codes: 0 done; 75 stopped by SIGTERM or SIGUSR1 after saving, start again to resume; 2 a setting or a file is
     wrong; 1 the loss diverged.
     """
-    from adlm.reasoning.evaluation import evaluate
+    from adlm.reasoning.runs import evaluate
     from adlm.reasoning.runs import train as run_training
     from adlm.reasoning.verdicts import summarize_runs
 
@@ -85,7 +83,7 @@ def evaluate_runs(
 
     Generated tasks are tested at the most hops of training, one more and two more.
     """
-    from adlm.reasoning.evaluation import evaluate
+    from adlm.reasoning.runs import evaluate
     from adlm.reasoning.verdicts import summarize_runs
 
     with json_stdout(is_json), progress_bar() as on_progress:
@@ -106,7 +104,7 @@ def ask(
     is_json: options.Json = False,
 ) -> None:
     """Ask a trained model: print what it writes, its guesses at labelled slots, and the answer."""
-    from adlm.reasoning.evaluation import ask as ask_run
+    from adlm.reasoning.runs import ask as ask_run
 
     with json_stdout(is_json):
         reply = ask_run(run, question, device=device, plot=plot)

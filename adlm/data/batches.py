@@ -1,7 +1,5 @@
 """Global batches for training, shared over processes: shuffled from prepared rows, or streamed from a source."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,10 +1,8 @@
 """Packs token streams into rows of one length."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +20,11 @@ class PackedRows:
     lengths: Ids | None  # (n,)
     ends: NDArray[np.int64]  # (n, 3): whole documents before the end, tokens of the next one, bytes of text
 
-    def __getitem__(self, part: slice) -> PackedRows:
+    def __getitem__(self, part: slice) -> "PackedRows":
         return PackedRows(self.rows[part], None if self.lengths is None else self.lengths[part], self.ends[part])
 
     @classmethod
-    def concatenate(cls, parts: Sequence[PackedRows]) -> PackedRows:
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
         lengths = [part.lengths for part in parts if part.lengths is not None]
         rows, ends = (np.concatenate([getattr(part, name) for part in parts]) for name in ("rows", "ends"))
         return cls(rows, np.concatenate(lengths) if lengths else None, ends)

@@ -1,7 +1,5 @@
 """Sources of documents: local files and folders, named datasets, the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -12,15 +10,14 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from adlm.data import formats
-from adlm.data.corpora import CONVERTED, CORPORA, Corpus, find_corpus
-from adlm.data.detokenizers import DETOKENIZERS
+from adlm.data.corpora import CONVERTED, CORPORA, DETOKENIZERS, Corpus, find_corpus
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
 from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
-from adlm.remedies import import_extra, suggest_names
+from adlm.remedies import check_known, import_extra, suggest_names
 
 READER = 1  # goes up when the same files would give other documents
 MAX_LISTED_FILES = 1000  # in the identity of a source
@@ -58,7 +55,7 @@ class Split(NamedTuple):
     part: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Split:
+    def parse(cls, text: str) -> Self:
         if not (match := SLICE.fullmatch(text)):
             raise ValueError(f"split {text!r} is invalid: give a name, optionally with a slice (train[:-1000])")
         return cls(match[1], "" if match[2] in (None, "[:]") else match[2])
@@ -96,10 +93,8 @@ def open_source(
     settings = corpus or Corpus()
     if detokenizer is not None:
         settings = replace(settings, detokenizer=None if detokenizer == "none" else detokenizer)
-    if documents not in RULES:
-        raise ValueError(f"unknown documents {documents!r}: expected one of {', '.join(RULES)}")
-    if settings.detokenizer not in (None, *DETOKENIZERS):
-        raise ValueError(f"unknown detokenizer {detokenizer!r}: expected one of {', '.join(DETOKENIZERS)}, none")
+    check_known("documents", documents, RULES)
+    check_known("detokenizer", detokenizer or "none", [*DETOKENIZERS, "none"])
     patterns = (glob,) if isinstance(glob, str) else tuple(glob)
     request = SourceRequest(str(spec), split, column, documents, settings, patterns)
     if settings.bundled:

@@ -1,7 +1,5 @@
 """Tokenizers: those of the paper, any `tokenizer.json`, or a byte-level BPE trained on the data."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -125,7 +123,7 @@ class Tokenizer:
         (folder / "tokenizer.json").write_bytes(self.json.encode("utf-8"))  # bytes: newlines stay
 
     @classmethod
-    def load(cls, folder: Path | str) -> Tokenizer:
+    def load(cls, folder: Path | str) -> "Tokenizer":
         """Load what `save` wrote, or any folder with a `tokenizer.json`."""
         return _load_file(Path(folder) / "tokenizer.json")
 

@@ -4,8 +4,6 @@ It imports nothing from adlm, so that a process starts in a tenth of a second an
 and ends when its connection does, so a parent that is killed leaves no process behind.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,9 +1,7 @@
 """The forward process q(xt | x0): every token is hidden with probability 1 - alpha(t), independently."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +69,7 @@ class NoisyBatch:
     is_causal: bool = False  # for a causal model: xt is what comes before x0
     density: Tensor | None = None  # (B,): of t, relative to uniform times; the weights are divided by it
 
-    def to(self, device: torch.device | str) -> NoisyBatch:
+    def to(self, device: torch.device | str) -> Self:
         """Copy the batch to another device without waiting: to a GPU through page-locked memory."""
 
         def copy(value: Any) -> Any:
@@ -79,7 +77,7 @@ class NoisyBatch:
                 return value.to(device)
             if isinstance(value, Selection):
                 return Selection(copy(value.index), copy(value.weight))
-            if isinstance(value, tuple):
+            if isinstance(value, tuple) and hasattr(value, "_fields"):  # of tensors; a plain one has numbers
                 return type(value)(*map(copy, value))
             if not isinstance(value, Tensor):
                 return value

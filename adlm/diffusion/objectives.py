@@ -1,9 +1,7 @@
 """The losses: NELBO, ANELBO, next-token cross-entropy and score entropy of features, heads and a batch."""
 
-from __future__ import annotations
-
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +32,7 @@ class Loss(NamedTuple):
     row_nll: Tensor  # (B,), detached: each row's share of nll, summed over its tokens
     row_anchor: Tensor  # (B,), likewise of the anchor term
 
-    def check(self, rows: Tensor | None = None) -> Loss:
+    def check(self, rows: Tensor | None = None) -> Self:
         """Raise if the loss is not finite, naming the rows (their place in the batch, or their own numbers)."""
         if not bool(torch.isfinite(self.total)):
             bad = (~torch.isfinite(self.row_nll + self.row_anchor)).nonzero()[:, 0].cpu()

@@ -4,8 +4,6 @@ A row's numbers do not depend on its neighbors, on the batch size, on what was s
 generator is Philox4x32-10 (Salmon et al., 2011): the seed is its key, the four other words its counter.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -56,7 +54,7 @@ class CounterRng:
     start: Tensor | int = 0  # or (B,): added to every step, for rows that have begun at different times
 
     @staticmethod
-    def from_seed(seed: int | Tensor, rows: int | Tensor) -> CounterRng:
+    def from_seed(seed: int | Tensor, rows: int | Tensor) -> "CounterRng":
         """Make the generator of `rows`: a count (rows 0, 1, …) or their own numbers, with one seed or one for each."""
         numbers = torch.arange(rows) if isinstance(rows, int) else rows.cpu()
         if isinstance(seed, int) and not 0 <= seed < 2**63:

@@ -1,7 +1,5 @@
 """What the anchor network contributes: its guesses, the model's loss without them, the order of reveals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,7 +105,7 @@ def measure_losses(
     draws: int = 1,
     seed: int = 0,
     batch: int = 16,
-    on_batch: Callable[[NoisyRows], None] = lambda noisy: None,
+    on_batch: Callable[["NoisyRows"], None] = lambda noisy: None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """Measure the NELBO of held-out rows under each perturbation, and its cost against the model itself."""

@@ -5,8 +5,6 @@ object a line; while several ranks work, each appends to `cache.RANK.jsonl`, and
 line that a kill cut short is dropped. Arrays are stored as base64 of their little-endian bytes.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import inspect
@@ -18,14 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from adlm.data.shards import file_lock, write_atomically
-
-if TYPE_CHECKING:
-    from adlm.training.distributed import DistributedContext
+from adlm.training.distributed import DistributedContext
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -1,7 +1,5 @@
 """Metrics of samples and of real text of the same lengths, with errors over texts; docs/samples.md has the reasons."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """Models that score texts, in float32, as Gen-PPL changes with the precision: nats of tokens, features of texts."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os
@@ -58,7 +56,7 @@ class TokenizedText:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def truncate(self, tokens: int) -> TokenizedText:
+    def truncate(self, tokens: int) -> "TokenizedText":
         """The first `tokens` tokens and their text."""
         if tokens >= len(self):
             return self

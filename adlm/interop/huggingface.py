@@ -1,7 +1,5 @@
 """Exports models to Hugging Face folders (docs/huggingface.md); importing this registers them with transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,13 +1,11 @@
 """Models for lm-eval (`--model adlm`); `adlm-lm-eval` is its command line for releases without entry points."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from tqdm import tqdm
@@ -110,7 +108,7 @@ class AdlmLM(HarnessModel):
         choose_sampler(sampler, steps, options, is_causal=self.lm.row_format.is_causal, fills=False, hidden=1)
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> AdlmLM:
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
         """Build the model; model_args override the command line, whose device is cuda:0 by default."""
         given = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if given.get("device") == "cuda:0" and not torch.cuda.is_available():
@@ -119,7 +117,7 @@ class AdlmLM(HarnessModel):
         return cls(**given | arg_dict)
 
     @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> AdlmLM:
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
         """Build the model from `name=value,name=value`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 

@@ -1,7 +1,5 @@
 """The four models as transformers classes; `huggingface.py` copies this file into exported folders as remote code."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any, cast

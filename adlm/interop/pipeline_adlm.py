@@ -1,7 +1,5 @@
 """A pipeline of diffusers for our masked models; exported folders have a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace

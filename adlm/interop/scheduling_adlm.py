@@ -1,7 +1,5 @@
 """Our samplers as a scheduler of diffusers, which runs inside LLaDA2Pipeline; exported folders have a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -83,7 +81,9 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         tokens = frame.tokens.to(sample.device)
         is_changed, is_masked = tokens != sample, tokens == mask_token_id
         shown, hidden = is_changed & ~is_masked, is_changed & is_masked
-        is_over = not bool((frame.is_masked & self.is_free).any()) and not self._may_remask()
+        is_over = not bool((frame.is_masked & self.is_free).any())
+        if isinstance(self.sampler, Plan):  # a later step may hide a token again
+            is_over &= not bool((self.sampler.remask_prob[self.steps_done :] > 0).any())
         self.frames = None if is_over else self.frames
         probs = model_output.float().softmax(-1).gather(-1, tokens[..., None])[..., 0]
         output: Any = (tokens, shown, hidden, tokens, probs, model_output)
@@ -115,10 +115,6 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
             is_fixed=is_fixed,
             limits=TokenLimits(torch.zeros(canvas.shape, dtype=torch.int64), banned.to(canvas.device)),
         )
-
-    def _may_remask(self) -> bool:
-        """Whether a later step may hide a token again."""
-        return isinstance(self.sampler, Plan) and bool((self.sampler.remask_prob[self.steps_done :] > 0).any())
 
     def check_block_should_continue(self, **_: Any) -> bool:
         """Whether the sampler has another step, for LLaDA2Pipeline."""

@@ -6,8 +6,6 @@ Noise and loss are on the holes alone. The anchors of `adlm` are the numbers in 
 cells of a Sudoku (each digit occurs nine times in a solution, so that no digit is rarer than another).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -45,16 +43,12 @@ class HoleTask(NamedTuple):
     find_answer: Callable[[list[int]], list[int] | None]  # in a row without holes
 
 
-def lay_out_question(question: list[int]) -> list[int]:
-    """Lay out a question of *arithmetic*: a step `a = 17 ;` for each assignment, then `<a>`, the answer and `<e>`."""
-    return [*question, WORD_MARKERS.reasoning, *[-1] * (4 * question.count(NUMBERS["="]) + 3)]
-
-
 HOLE_TASKS = {
     "arithmetic": HoleTask(
         -1,
         [NUMBERS[str(number)] for number in range(arithmetic.MODULUS)],
-        lay_out_question,
+        # A step `a = 17 ;` for each assignment, then `<a>`, the answer and `<e>`.
+        lambda question: [*question, WORD_MARKERS.reasoning, *[-1] * (4 * question.count(NUMBERS["="]) + 3)],
         lambda item: lay_out(item, ARMS["cot"], 0, 0, WORD_MARKERS).tokens,
         lambda row: find_answer(row, WORD_MARKERS),
     ),
@@ -105,7 +99,7 @@ class HoleObjective(Objective):
     multiple: int = 1
 
     @staticmethod
-    def from_config(config: Config, task: Task, *, multiple: int = 1, sampler: str | None = None) -> HoleObjective:
+    def from_config(config: Config, task: Task, *, multiple: int = 1, sampler: str | None = None) -> "HoleObjective":
         """Build the objective of a run; `sampler` is by default the first of reasoning.samplers."""
         names, arm = config.reasoning.samplers, config.reasoning.arm
         if config.init is not None:

@@ -1,7 +1,5 @@
 """The forward pass with fed-back hidden states, its capture in CUDA graphs, and the loss of every arm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

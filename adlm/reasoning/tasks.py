@@ -1,14 +1,12 @@
 """The tasks by name: problems for training and for tests, their vocabulary and their markers."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -229,7 +227,7 @@ class ItemBatch(Batch):
     @classmethod
     def from_items(
         cls, items: list[Item], foreign: list[Item], number: Tensor, place: Tensor, total: int, state: dict[str, Any]
-    ) -> ItemBatch:
+    ) -> Self:
         """Make the batch of these problems."""
         tokens = torch.from_numpy(pad_rows([item.question for item in items])[0])
         lengths = torch.tensor([len(item.question) for item in items])

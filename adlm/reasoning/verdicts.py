@@ -1,7 +1,5 @@
 """The table of arms and the verdicts, from the results of runs; the rules were written down before the runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product, zip_longest

@@ -1,7 +1,5 @@
 """The HTTP server: OpenAI's completions, infilling and scores, over an engine for each model."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

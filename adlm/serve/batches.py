@@ -6,8 +6,6 @@ positions of a key-value cache are those of all its rows. A row's text is the on
 are those of its own seed, number and clock.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace

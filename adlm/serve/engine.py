@@ -1,7 +1,5 @@
 """The serving engine: a queue of requests, and one thread that samples all of them in one running batch."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -12,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -93,14 +91,6 @@ class EngineStats:
         for row, count in zip(rows, nfe, strict=True):
             self.nfe, row.nfe = self.nfe + count - row.nfe, count
 
-    def count_leaving(self, row: Row) -> None:
-        """Add a row that is cancelled, or a text with the tokens that were generated."""
-        if row.owner.is_over:
-            self.cancelled += 1
-        else:
-            self.texts += 1
-            self.tokens += row.layout.is_fixed[: row.delivered].count(False)
-
 
 @dataclass(frozen=True)
 class RowFrame:
@@ -180,7 +170,7 @@ class Engine:
         self.turns = Turns(lm.device.type == "cuda")  # where a prediction is valid until the next one
         self.batch = make_batch(lm)
 
-    def start(self) -> Engine:
+    def start(self) -> Self:
         """Start the thread."""
         assert self.thread is None, "an engine starts once"
         self.thread = threading.Thread(target=self._run, name="adlm-engine", daemon=True)
@@ -198,7 +188,7 @@ class Engine:
                 self.stop(timeout=timeout)
         self.pool.shutdown(wait=drain, cancel_futures=True)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -293,7 +283,11 @@ class Engine:
     def _remove(self, is_leaving: Sequence[bool]) -> None:
         """Remove rows from the batch, and count them."""
         for row in compress(self.batch.rows, is_leaving):
-            self.stats.count_leaving(row)
+            if row.owner.is_over:
+                self.stats.cancelled += 1
+            else:
+                self.stats.texts += 1
+                self.stats.tokens += row.layout.is_fixed[: row.delivered].count(False)
         if any(is_leaving):
             self.batch.keep(~torch.tensor(is_leaving))
 

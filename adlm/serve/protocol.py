@@ -1,7 +1,5 @@
 """The bodies of requests, in OpenAI's form and with our settings, and the text of answers."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections import deque
@@ -130,7 +128,7 @@ class CompletionBody(SamplingBody):
         hole = Hole(self.min_tokens or max(1, most - MAX_LENGTHS + 1), most)
         return build_filling(lm, [[text, hole, self.suffix or ""] for text in texts], settings)
 
-    def make_reader(self, layout: Layout) -> TextReader:
+    def make_reader(self, layout: Layout) -> "TextReader":
         """Return the reader of the generated text; with `echo`, of the prompt too."""
         hole = next(i for i, span in enumerate(layout.spans) if span.texts is None)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -152,7 +150,7 @@ class InfillBody(SamplingBody):
         """Check the settings and return what is to be sampled."""
         return build_filling(lm, self.texts, self.read_settings())
 
-    def make_reader(self, layout: Layout) -> TextReader:
+    def make_reader(self, layout: Layout) -> "TextReader":
         """Return the reader of the whole text."""
         return TextReader(layout, layout.spans)
 

@@ -1,13 +1,11 @@
 """Generation requests, checked before anything is sampled: the rows, with a length for every hole, and the sampler."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Self, TypedDict, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -89,7 +87,7 @@ class GenerationConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> GenerationConfig:
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Make a config of settings, in which other libraries' names may be, and check the numbers."""
         options = dict(settings)
         for alias, name in ALIASES.items():

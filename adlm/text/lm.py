@@ -1,7 +1,5 @@
 """A trained model with its tokenizer: `load` one, then generate, fill in, stream and score text."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

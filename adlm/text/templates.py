@@ -5,14 +5,12 @@ it. In most vocabularies a word's token includes the blank before it, so a blank
 own: the hole's first token must begin a word.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ class Hole:
             raise ValueError(f"a hole's min_tokens is above its max_tokens in {self}: write {Hole(high, low)}")
 
     @classmethod
-    def of_length(cls, length: int) -> Hole:
+    def of_length(cls, length: int) -> Self:
         """Make a hole of exactly so many tokens."""
         return cls(length, length)
 

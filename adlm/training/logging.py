@@ -1,7 +1,5 @@
 """Logs a run's metrics to metrics.jsonl, trackers and the terminal, and measures throughput."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -12,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,10 +23,8 @@ from adlm.models.costs import count_parameters, flops_per_token, peak_flops
 from adlm.remedies import import_extra
 from adlm.training.distributed import DistributedContext, get_device_name
 from adlm.training.guard import LossGuard
+from adlm.training.setup import TrainingTask
 from adlm.view.console import SafeConsole
-
-if TYPE_CHECKING:
-    from adlm.training.setup import TrainingTask
 
 Record = dict[str, Any]  # "step", metrics ("train/loss", …) and "time"; only what is in "time" depends on the clock
 WriteRecord = Callable[[Record], None]

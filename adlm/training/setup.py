@@ -22,7 +22,7 @@ from adlm.bundled import MODELS, find_bundled_model
 from adlm.config import Config, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
 from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data
-from adlm.data.sources import Source, open_source
+from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.anchors import AnchorRule
 from adlm.diffusion.categorical import SamplingParams
@@ -69,7 +69,7 @@ class TrainingTask:
 
 def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     """Open the text that a recipe trains on, with the method's model and objective."""
-    data, stream = open_data_on_all_ranks(config, context), open_stream(config)
+    data = open_data_on_all_ranks(config, context)
     valid_rows = data.rows("valid")
     init = load_init(config, data)
     shape = build_model_config(config, data, init)
@@ -78,7 +78,17 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     sampler = None if shape.is_causal else methods.build_sampler(config.samples.sampler, steps=config.samples.steps)
     unigram_ppl = compute_unigram_ppl(data, valid_rows, config.valid.rows)
     data_hash = str(data.manifest["settings_sha256"])  # of the rows: a run resumes only on the same
-    if stream is not None:
+    batches: ShuffledBatches | StreamedBatches
+    part: dict[str, Any] = {"seed": config.seed, "rank": context.rank, "size": context.world_size}
+    part["workers"] = config.data.workers
+    if config.data.stream is None:
+        batches = ShuffledBatches(data.rows("train"), config.batch, **part)
+    else:
+        for name in config.data.stream_options:
+            check_known("key of data.stream_options", name, list(inspect.signature(open_source).parameters)[1:])
+        stream = open_source(config.data.stream, **config.data.stream_options)
+        part |= {"is_wrapped": not data.is_padded, "block": config.data.shuffle}
+        batches = StreamedBatches(stream, data.tokenizer, data.length, config.batch, **part)
         data_hash = hashlib.sha256(json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")).hexdigest()
     is_sedd = methods.METHODS[str(config.method)].score_entropy
 
@@ -116,7 +126,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         shape,
         init,
         objective,
-        build_dataloader(config, data, stream, context),
+        batches,
         build_loss=partial(LossModule, score_entropy=is_sedd, max_weight=config.objective.max_weight),
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
@@ -166,15 +176,6 @@ def open_data_on_all_ranks(config: Config, context: DistributedContext) -> Prepa
     return data
 
 
-def open_stream(config: Config) -> Source | None:
-    """Open the source of data.stream, if there is one."""
-    if config.data.stream is None:
-        return None
-    for name in config.data.stream_options:
-        check_known("key of data.stream_options", name, list(inspect.signature(open_source).parameters)[1:])
-    return open_source(config.data.stream, **config.data.stream_options)
-
-
 def compute_unigram_ppl(data: PreparedData, rows: ShardedRows, max_rows: int | None) -> float:
     """Compute the perplexity of the unigram model on the rows that validation uses."""
     counts, nats, total = data.counts(), 0.0, 0
@@ -184,18 +185,6 @@ def compute_unigram_ppl(data: PreparedData, rows: ShardedRows, max_rows: int | N
         count = tokens.numel() if lengths is None else int(lengths.sum())
         nats, total = nats + count * unigram_nll(counts, tokens, valid), total + count
     return math.exp(nats / total)
-
-
-def build_dataloader(
-    config: Config, data: PreparedData, stream: Source | None, context: DistributedContext
-) -> ShuffledBatches | StreamedBatches:
-    """Build the iterator over this rank's part of every batch."""
-    options: dict[str, Any] = {"seed": config.seed, "rank": context.rank, "size": context.world_size}
-    options["workers"] = config.data.workers
-    if stream is None:
-        return ShuffledBatches(data.rows("train"), config.batch, **options)
-    options |= {"is_wrapped": not data.is_padded, "block": config.data.shuffle}
-    return StreamedBatches(stream, data.tokenizer, data.length, config.batch, **options)
 
 
 def restore_data_state(states: list[dict[str, Any]], context: DistributedContext, *, is_stream: bool) -> dict[str, Any]:

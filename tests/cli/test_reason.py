@@ -18,8 +18,7 @@ from adlm.cli import reason
 from adlm.config import load_config
 from adlm.reasoning.arms import ARMS, Arm, Curriculum, ReasoningObjective
 from adlm.reasoning.datasets import DATASETS
-from adlm.reasoning.evaluation import count_stages, count_training_flops, draw_graph
-from adlm.reasoning.runs import load_run
+from adlm.reasoning.runs import count_stages, count_training_flops, draw_graph, load_run
 from adlm.reasoning.tasks import GENERATORS
 from adlm.view.look import COLORS
 from tests.cli.terminal import answer_json, assert_error, invoke, trained

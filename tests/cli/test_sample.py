@@ -9,7 +9,7 @@ import pytest
 
 import adlm
 from adlm.bundled import DEFAULT
-from adlm.cli.generate import parse_sampler_options
+from adlm.cli.text import parse_sampler_options
 from adlm.view.console import escape_controls
 from tests.cli.terminal import answer_json, assert_error, invoke, make_env, process, screen, trained, without_escapes
 from tests.training.runs import ROOT

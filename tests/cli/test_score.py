@@ -40,7 +40,7 @@ def test_the_table_has_the_values_of_the_json() -> None:
 @pytest.mark.parametrize("columns", [80, 60])
 def test_numbers_are_whole_in_a_narrow_terminal_and_in_a_pipe(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     long = "worst\nof times,\x1b[31m it was"
-    monkeypatch.setattr("adlm.cli.score.MAX_TEXT_WIDTH", 23)
+    monkeypatch.setattr("adlm.cli.text.MAX_TEXT_WIDTH", 23)
     words = ("score", TEXTS[0], long, "--model", trained(), "--draws", 8)
     monkeypatch.setenv("COLUMNS", str(columns))
     piped, scores = invoke(*words).stdout, answer_json(*words)["scores"]

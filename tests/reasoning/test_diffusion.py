@@ -10,7 +10,7 @@ import torch
 from adlm.config import Config, load_config
 from adlm.diffusion.objectives import training_loss
 from adlm.models.language_model import LanguageModel
-from adlm.reasoning import evaluation, runs, sudoku
+from adlm.reasoning import runs, sudoku
 from adlm.reasoning.diffusion import SAMPLINGS, HoleObjective, fill_holes, pad_holes
 from adlm.reasoning.items import MARKERS
 from adlm.reasoning.tasks import ItemBatch, ItemBatches, Task, open_task
@@ -154,7 +154,7 @@ def test_arms_train_and_are_evaluated_as_all_others(task: str, arm: str, boards:
     path = [f"reasoning.path={boards}"] if task == "sudoku" else []
     run = runs.train(task, arm, "reason", *TINY, *path, f"folder={tmp_path}")
     assert run.step == 2 and 0 <= run.valid["val/accuracy"] <= 1
-    result = evaluation.evaluate(tmp_path, "reasoning.samplers=[entropy_bounded,confidence]")
+    result = runs.evaluate(tmp_path, "reasoning.samplers=[entropy_bounded,confidence]")
     assert json.loads((tmp_path / "reasoning.json").read_text("utf-8"))["tests"] == result["tests"]
     if task == "sudoku":
         assert list(result["tests"]) == list(sudoku.LEVELS)
@@ -166,10 +166,10 @@ def test_arms_train_and_are_evaluated_as_all_others(task: str, arm: str, boards:
         assert result["tests"] == result["samplers"]["entropy_bounded"]
         puzzle = "53..7...." + 72 * "0"
         if task == "sudoku":
-            reply = evaluation.ask(tmp_path, puzzle)
+            reply = runs.ask(tmp_path, puzzle)
             assert reply["answer"].replace(" ", "").startswith("53") and reply["passes"] == 81 - 3
             with pytest.raises(ValueError, match=r"80 cells\) is no Sudoku: give 81 digits row by row"):
-                evaluation.ask(tmp_path, puzzle[1:])
+                runs.ask(tmp_path, puzzle[1:])
     shape = runs.load_run(tmp_path).model.config
     assert (shape.anchor_layers, shape.denoiser_layers, shape.is_causal) == {
         "adlm": (1, 1, False), "mdlm": (0, 2, False), "no_cot": (0, 2, True)

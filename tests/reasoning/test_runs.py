@@ -18,9 +18,8 @@ from adlm.data.tokenizers import END_OF_TEXT, train_bpe
 from adlm.models.language_model import LanguageModel, ModelConfig
 from adlm.reasoning import runs
 from adlm.reasoning.arms import ARMS
-from adlm.reasoning.evaluation import evaluate
 from adlm.reasoning.graphs import NAMES
-from adlm.reasoning.runs import load_run, open_run, solve, train
+from adlm.reasoning.runs import evaluate, load_run, open_run, solve, train
 from adlm.training.distributed import DistributedContext
 from adlm.training.loop import Run, run_training
 from tests.training.runs import assert_close, assert_same, curve, shelf, tensors, torchrun

@@ -1,4 +1,4 @@
-"""`adlm sample` and `adlm infill`: build requests, run one or two models, show and write the texts."""
+"""`adlm sample`, `adlm infill` and `adlm score`: texts of one or two models, shown and written, and likelihoods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ output_option = partial(typer.Option, rich_help_panel="Output")
 COMPARE_HELP = "Second sampler or second model, run with the same seed."
 LENGTH_HELP = "Tokens in a text, including the prompt. [default: the model's length]"
 TEMPLATE_HELP = "Text with holes: `___` of any length, `___{2}` of 2 tokens, `___{2,8}`; - reads stdin."
+MAX_TEXT_WIDTH = 60  # characters of a text in the table of scores
 GUESSES = 3  # recorded of every hidden token: the player shows all, a terminal the first
 
 
@@ -252,3 +253,56 @@ def write_outputs(runs: Sequence[GenerationRun], settings: GenerationOptions, is
         writers[path](path)
     for line in (*runs, *(f"wrote {path}" for path in paths)):
         output.status_console().print(str(line), style="dim", markup=False)
+
+
+def score(
+    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", help="Texts; - reads stdin.")] = None,
+    model: options.ModelOption = None,
+    file: Annotated[list[str] | None, typer.Option(help="File with one text, - for stdin; repeatable.")] = None,
+    lines: Annotated[list[str] | None, typer.Option(help="File with a text per line, - for stdin; repeatable.")] = None,
+    draws: Annotated[int, typer.Option(min=2, help="Noise samples per text; 4 times as many halve the error.")] = 64,
+    seed: options.Seed = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per batch; does not change the result.")] = 64,
+    device: options.Device = "auto",
+    is_json: options.Json = False,
+) -> None:
+    """Compute the likelihood of texts: nats per token with their standard error, perplexity and bits per byte.
+
+    Masked models give an upper bound (≤), causal ones the exact value.
+    """
+    inputs = read_stdin(texts or []) + [output.read_text_file(name) for name in file or []]
+    every_line = [line.removesuffix("\r") for name in lines or [] for line in output.read_text_file(name).split("\n")]
+    inputs += [line for line in every_line if line.strip()]
+    if not inputs:
+        raise ValueError("there is no text to score: give some, --file FILE, --lines FILE, or - to read stdin")
+    if skipped := sum(not line.strip() for line in every_line):
+        output.status_console().print(f"empty lines skipped: {skipped}", style="dim", markup=False)
+    with output.json_stdout(is_json):
+        from adlm.bundled import DEFAULT
+        from adlm.text.lm import load
+
+        lm, began = load(model or DEFAULT, device=device), time.perf_counter()
+        with output.status_console().status("scoring …"):
+            scores = lm.score(inputs, draws=draws, seed=seed, batch=batch)
+    is_causal = lm.row_format.is_causal
+    if is_json:
+        settings = {"model": lm.name, "method": lm.method, "draws": 1 if is_causal else draws, "seed": seed}
+        rows = [{"text": text, **asdict(each), "ppl": each.ppl} for text, each in zip(inputs, scores, strict=True)]
+        seconds = time.perf_counter() - began
+        output.print_json({"scores": rows, "seconds": seconds, "settings": settings | {"device": str(lm.device)}})
+        return
+    from adlm.evaluate.results import Cell, Column, Estimate, Table
+    from adlm.likelihood import MAX_ENUMERATED
+
+    table_rows: list[list[Cell]] = []
+    for text, each in zip(inputs, scores, strict=True):
+        text, sign = text.replace("\n", "↵"), "" if each.is_exact else "≤ "
+        shown = text if len(text) <= MAX_TEXT_WIDTH else text[: MAX_TEXT_WIDTH - 1] + "…"
+        nll = f"{each.nll:.3f} (exact)" if each.is_exact else Estimate(each.nll, each.stderr).format(prefix=sign)
+        table_rows.append([shown, each.tokens, nll, f"{sign}{each.ppl:,.1f}", f"{sign}{each.bits_per_byte:.3f}"])
+    columns = [Column("text", is_text=True), Column("tokens", is_optional=True)]
+    columns += [Column(name) for name in ("nats/token", "perplexity", "bits/byte")]
+    output.print_table(Table(columns, table_rows))
+    which = "" if lm.model.config.time_conditioning else f" of more than {MAX_ENUMERATED} tokens"
+    kind = "exact" if is_causal else f"≤: upper bound, {draws} noise samples per text{which}"
+    output.status_console().print(f"{lm.name}: {kind}", style="dim", markup=False)
