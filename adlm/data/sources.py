@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from adlm.data import formats
-from adlm.data.corpora import CONVERTED, CORPORA, DETOKENIZERS, Corpus, find_corpus
+from adlm.data.corpora import CONVERTED, CORPORA, Corpus, find_corpus
+from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES, TABLES, Documents, Parts, get_suffix, join_parts
 from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from adlm.data.corpora import CORPORA, DETOKENIZERS, Corpus, find_corpus
+from adlm.data.corpora import CORPORA, Corpus, find_corpus
+from adlm.data.detokenizers import DETOKENIZERS
 from adlm.data.formats import RULES
 from adlm.data.sources import Split, open_source
 from tests.data.test_sources import FIXTURES, make_parquet, need, texts

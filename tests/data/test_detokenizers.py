@@ -2,7 +2,7 @@
 
 import pytest
 
-from adlm.data.corpora import DETOKENIZERS
+from adlm.data.detokenizers import DETOKENIZERS
 from tests import goldens
 
 GOLDEN = goldens.facts("detokenizers")
