@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import check_output_folder, json_stdout, make_folder, print_json
+from adlm.cli.output import check_output_folder, draw_curve, json_stdout, make_folder, print_json
 from adlm.view.console import SafeConsole
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
     from adlm.data.prepare import prepare
     from adlm.data.sources import load_excerpt
     from adlm.text.lm import load
+    from adlm.training.logging import read_metrics
     from adlm.training.loop import train
 
     novel, fine_tune_steps = out / "novel.txt", max(1, steps // FINE_TUNE_SHARE)
@@ -113,6 +114,9 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
         ("fine-tuned", "fine-tune", {"data.path": out / "data-init", "steps": fine_tune_steps, **FINE_TUNE}),
     ):
         run = runs[name] = train(recipe, **shared, **own, folder=out / name)
+        if name == "from-scratch":
+            records = read_metrics(run.folder / "metrics.jsonl")
+            console.print(draw_curve([each["train/nll"] for each in records if "train/nll" in each]), style="blue")
         console.print(
             f"{name}: held-out perplexity ≤ {run.valid['val/ppl']:.1f}, of a unigram model of the same tokens "
             f"{run.valid['unigram/ppl']:.1f}. A sample:",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from adlm.evaluate.results import Column, EvalResult, Table
 
 SEPARATOR = "\n<|endoftext|>\n"  # between texts: `adlm prepare` reads it as the end of a document
+BARS = "▁▂▃▄▅▆▇█"
 MIN_TEXT_WIDTHS = (10, 5)  # columns of text fold down to the first or, where errors are below values, to the second
 UNLIMITED_WIDTH = 10_000
 LOG_SECONDS = 10.0  # between lines of progress where there is no terminal
@@ -170,6 +171,16 @@ def progress_bar(is_shown: bool = True) -> Iterator[ProgressCallback]:
                 console.print(f"{stage} {done:,} of {total:,}" if total else f"{stage} {done:,}", markup=False)
 
         yield update
+
+
+def draw_curve(losses: Sequence[float], *, width: int = 40) -> str:
+    """Draw losses as a line of bars, means of equal parts, with the first and the last mean."""
+    width = min(width, len(losses))
+    parts = [losses[i * len(losses) // width : (i + 1) * len(losses) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    bars = "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+    return f"loss {means[0]:.2f} {bars} {means[-1]:.2f} nats, {len(losses)} steps"
 
 
 def check_output_files(files: Mapping[str, Path | None]) -> None:

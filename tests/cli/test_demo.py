@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from adlm.cli import demo
 from adlm.cli.demo import TEMPLATE
 from adlm.cli.main import app
+from adlm.cli.output import draw_curve
 from adlm.text.templates import parse_template
 from adlm.training.logging import read_metrics
 from tests.cli.terminal import assert_error, invoke
@@ -76,3 +77,8 @@ def test_the_output_folder_is_checked_before_any_work(tmp_path: Path, monkeypatc
     assert (earlier / "fine-tuned").is_dir()
     assert_error(invoke("demo", "--out", tmp_path / "file"), f"--out {tmp_path / 'file'} is a file")
     assert_error(invoke("demo", "--out", "/proc/demo"), "--out /proc/demo/x cannot be written")
+
+
+def test_a_falling_curve_falls() -> None:
+    assert draw_curve([4.0, 3.0, 2.0, 1.0]) == "loss 4.00 █▆▃▁ 1.00 nats, 4 steps"
+    assert draw_curve([2.0] * 99, width=3) == "loss 2.00 ▁▁▁ 2.00 nats, 99 steps"
