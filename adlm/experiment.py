@@ -100,8 +100,9 @@ def load_experiment(path: Path, *changes: str) -> Experiment:
     try:
         merged = OmegaConf.merge(Experiment, OmegaConf.load(path), OmegaConf.from_dotlist(list(changes)))
         experiment = cast(Experiment, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"{path} is no experiment ({' '.join(str(error).split())}): see docs/reproduce.md") from error
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        problem = " ".join(str(error).partition("full_key:")[0].split())
+        raise ValueError(f"{path} is no experiment ({problem}): see docs/reproduce.md") from error
     for name in (name for claim in experiment.claims for name in (claim.arm, claim.than)):
         check_known("arm", name, experiment.arms)
     return experiment

@@ -33,8 +33,8 @@ def test_every_sampler_can_be_built_and_checks_its_options(name):
     wrong = {"speed": 3} if name not in NEEDS_NO_STEPS else {"steps": 4}
     with pytest.raises(ValueError, match=f"unknown {name} option '{next(iter(wrong))}': expected one of "):
         build_sampler(name, **options, **wrong)
-    for steps in (0, -3) if options else ():
-        with pytest.raises(ValueError, match=f"steps must be at least 1, got {steps}"):
+    for steps in (0, -3, 2.5) if options else ():
+        with pytest.raises(ValueError, match=f"steps must be at least 1 and whole, got {steps}"):
             build_sampler(name, steps=steps)
 
 

@@ -10,11 +10,9 @@ import typer
 from adlm.cli import options
 from adlm.cli.output import print_result, status_console
 
-FILE_HELP = "A YAML file; with --check, claims. [default with --check: docs/reproduce.json]"
-
 
 def experiment(
-    file: Annotated[Path | None, typer.Argument(help=FILE_HELP)] = None,
+    file: Annotated[Path | None, typer.Argument(help="YAML file; claims with --check [docs/reproduce.json].")] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as corpora.prose=DATA.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results. [default: FILE without .yaml]")] = None,
     runs: Annotated[Path | None, typer.Option(help="Folder of the run folders. [default: runs/NAME]")] = None,

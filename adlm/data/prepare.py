@@ -79,7 +79,7 @@ def prepare(
     if not 0 <= valid_share < 1:
         raise ValueError(f"valid_share is {valid_share}: expected at least 0 and below 1")
     if shard_tokens < length:
-        raise ValueError(f"shard_tokens is {shard_tokens}: expected at least a row's {length}")
+        raise ValueError(f"length is {length:,}: expected at most shard_tokens, {shard_tokens:,}; choose a shorter one")
     if train_tokenizer is not None and not 258 <= train_tokenizer <= MAX_VOCAB_SIZE:
         expected = f"expected at least 258 tokens (bytes, end, mask) and at most {MAX_VOCAB_SIZE:,}"
         raise ValueError(f"train_tokenizer is {train_tokenizer}: {expected}")
@@ -185,7 +185,7 @@ def begin_or_resume(job: Preparation) -> dict[str, Any] | None:
         lines = [f"  {key}: {then!s:.200} there, {now!s:.200} now" for key, then, now in changes if then != now]
         content = "prepared data" if is_finished else "an unfinished preparation"
         lines = [f"{job.folder} holds {content} with other settings:", *lines]
-        raise ValueError("\n".join([*lines, "Choose another --out, or --overwrite it."]))
+        raise ValueError("\n".join([*lines, "(choose another --out, or --overwrite it)"]))
     if is_finished:
         remove_files(job.folder, TEMPORARY)
         return shards.open_data(job.folder).manifest

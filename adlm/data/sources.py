@@ -329,7 +329,7 @@ def choose_columns(
     if spec is None and ("text" in texts or len(texts) == 1):
         return ("text",) if "text" in texts else (texts[0],)
     numbers = "; where there is no header, give numbers: --column 0" if is_numbered else ""
-    known = ", ".join(f"{column!r:.40}" for column in columns)
+    known = ", ".join(f"{column!r:.40}{'' if is_text else ' (no text)'}" for column, is_text in columns.items())
     raise ValueError(f"{name} has no text column {spec or 'text'!r}; choose one with --column: {known}{numbers}")
 
 

@@ -208,8 +208,8 @@ def _grid(steps: int, compat: bool) -> tuple[Tensor, Tensor]:
 
 def check_steps(steps: int) -> int:
     """Return a number of steps, which must be between 1 and MAX_STEPS."""
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    if steps < 1 or steps % 1:
+        raise ValueError(f"steps must be at least 1 and whole, got {steps}")
     if steps > MAX_STEPS:
         remedy = "use fewer, or the sampler first_hitting, which is the limit of many steps"
         raise ValueError(f"steps must be at most {MAX_STEPS:,}, got {steps:,}: {remedy}")

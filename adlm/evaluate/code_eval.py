@@ -123,6 +123,8 @@ def code(
         raise ValueError(f"candidates={str(candidates)!r} solve problems: give problems too")
     if (candidates is None) != bool(lms):
         raise ValueError(f"{len(lms)} models and candidates={candidates}: give models, or candidates, not both")
+    if problems is None and n != 1:
+        raise ValueError(f"n={n} is for problems: give problems too, or say how many with texts and infills")
     if not k or min(k) < 1:
         raise ValueError(f"k={list(k)}: pass@k needs whole numbers from 1; give for example k=[1, 5] (--k 1,5)")
     if problems is not None and candidates is None and max(k) > n:

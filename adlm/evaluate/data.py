@@ -26,6 +26,8 @@ ROWS_PER_READ = 1024
 UNKNOWN = "<unk>"  # stands for rare words in the tokenized form of some sets
 RowLayout = Literal["wrapped", "documents"]
 
+MIN_DOCUMENTS = 10  # fewer give a standard error that is often far too small
+
 
 @dataclass(frozen=True)
 class EvalDataset:
@@ -42,8 +44,8 @@ class EvalDataset:
     settings: dict[str, Any]
 
     def document_units(self) -> Tensor | None:
-        """The documents for a standard error over documents; None if there is only one, so that rows are the units."""
-        return self.documents if len(self.documents.unique()) > 1 else None
+        """The documents for a standard error over documents; None if they are few, so that rows are the units."""
+        return self.documents if len(self.documents.unique()) >= MIN_DOCUMENTS else None
 
 
 def load_eval_data(

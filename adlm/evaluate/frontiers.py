@@ -110,7 +110,7 @@ def choose_settings(points: Sequence[Point], reference: Point | None) -> dict[st
     if reference is None or reference["gen_ppl"] is None:
         return best
     for point in points:
-        is_close = abs(point["entropy"] - reference["entropy"]) <= ENTROPY_TOLERANCE
+        is_close = abs(point["entropy"] - reference["entropy"]) <= ENTROPY_TOLERANCE and point["gen_ppl"] is not None
         if is_close and point["gen_ppl"] < best.get(point["model"], {"gen_ppl": np.inf})["gen_ppl"]:
             best[point["model"]] = point
     return best

@@ -109,9 +109,11 @@ def perplexity(
 
 def list_models(models: LM | Iterable[LM]) -> list[LM]:
     """The models, each once; two models of one name would be mixed up and are refused."""
-    listed = [models] if isinstance(models, LM) else list(models)
+    listed = [models] if isinstance(models, LM | str) else list(models)
     by_name: dict[str, LM] = {}
     for lm in listed:
+        if not isinstance(lm, LM):
+            raise ValueError(f"models has {lm!r:.80}, which is no LM: give adlm.load({str(lm)!r:.80})")
         if lm.name in by_name and hash_weights(lm.model) != hash_weights(by_name[lm.name].model):
             raise ValueError(f"two different models are named {lm.name!r}: give them different names (LM.name)")
         by_name.setdefault(lm.name, lm)
@@ -200,7 +202,7 @@ def estimate_text(
         entry["unmasking"] = describe(second, data.bytes) | order | {"draws": second.draws, "is_bound": is_bound}
         entry["unmasking"]["kind"] = "unmasking_bound" if is_bound else "unmasking_exact"
     count = len(data.documents.unique())
-    entry["se_unit"], entry["se_count"] = ("documents", count) if count > 1 else ("rows", len(data.rows))
+    entry["se_unit"], entry["se_count"] = ("rows", len(data.rows)) if documents is None else ("documents", count)
     entry |= {"rows": len(data.rows), "documents": count, "bytes": data.bytes, "rows_hash": data.rows_hash}
     entry["seconds"] = time.perf_counter() - started
     described = {"model": lm.name, "method": lm.method, "step": lm.step, "weights_sha256": weights_sha256}

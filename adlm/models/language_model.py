@@ -204,15 +204,8 @@ class LanguageModel(nn.Module):
             got = "none" if level is None else f"shape {tuple(level.shape)}"
             expected = f"a noise_level of shape ({x.shape[0]},), one per row"  # zero instead would be another model
             raise ValueError(f"a time-conditioned model needs {expected}; got {got}")
-        place: slice | Tensor = slice(start, length)
         rows = x.shape[0]
-        mask: Valid = valid
-        if isinstance(valid, UnpaddedRows):
-            if not can_unpad(config):
-                raise ValueError("this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)")
-            x, place = gather_rows(x, valid), valid.position
-        elif valid is not None:
-            mask = attention_mask(valid, config.is_causal, cache is not None)
+        x, place, mask = arrange_rows(x, slice(start, length), valid, config, is_cached=cache is not None)
         rotary = None
         if self.positions is None:
             cos, sin = self.rotary(x.device)
@@ -324,9 +317,22 @@ def attention_mask(valid: Tensor, is_causal: bool, is_cached: bool) -> Tensor:
     return (causal_mask(length, length, valid.device) & valid[:, None, None, :]) | itself
 
 
+def arrange_rows(
+    x: Tensor, place: slice, valid: Valid, config: ModelConfig, *, is_cached: bool
+) -> tuple[Tensor, slice | Tensor, Valid]:
+    """Return the input of a stage, its positions and what attention may read: of unpadded rows the tokens alone."""
+    if isinstance(valid, UnpaddedRows):
+        if not can_unpad(config):
+            raise ValueError("this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)")
+        return gather_rows(x, valid), valid.position, valid
+    return x, place, None if valid is None else attention_mask(valid, config.is_causal, is_cached)
+
+
 def can_unpad(config: ModelConfig) -> bool:
-    """Whether a model takes UnpaddedRows: it is masked, and nothing but attention and rotary angles knows the rows."""
-    return not config.is_causal and not config.time_conditioning and config.positions == "rotary"
+    """Whether a model takes UnpaddedRows: it is masked, only attention and rotary angles know rows, heads are usual."""
+    head_dim = config.dim // config.heads
+    is_usual = head_dim % 8 == 0 and head_dim <= 256  # of the kernel
+    return is_usual and not config.is_causal and not config.time_conditioning and config.positions == "rotary"
 
 
 def build_on_meta(config: ModelConfig) -> LanguageModel:

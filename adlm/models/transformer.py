@@ -47,10 +47,10 @@ class UnpaddedRows(NamedTuple):
 def unpad(valid: Tensor) -> UnpaddedRows:
     """Find the tokens of rows whose padding is not `valid` (B, L).
 
-    N is rounded up to a multiple of about B · L / (2 √B): three shapes or so to compile, whatever the number of rows.
+    N is rounded up to a multiple of about B · L / √B: a few shapes to compile, whatever the number of rows.
     """
     rows, length = valid.shape
-    multiple = 64 * math.ceil(rows * length / (2 * math.sqrt(rows)) / 64)  # GPUs like round sizes
+    multiple = 64 * math.ceil(length * math.sqrt(rows) / 64)  # GPUs like round sizes
     places = valid.reshape(-1).nonzero()[:, 0]
     count = len(places)
     rounded = count + -count % multiple
@@ -74,8 +74,8 @@ def scatter_rows(x: Tensor, rows: UnpaddedRows, count: int) -> Tensor:
 def find_neighbors(x: Tensor, valid: Tensor | UnpaddedRows | None) -> tuple[Tensor, Tensor]:
     """Return where positions of x (B, L, …) have a left and a right neighbor in their row, each (B or 1, L, 1)."""
     if isinstance(valid, UnpaddedRows):
-        is_later = valid.position[None] > 0
-        return is_later[..., None], F.pad(is_later[:, 1:], (0, 1))[..., None]
+        has_next = (valid.places[1:] == valid.places[:-1] + 1) & (valid.position[1:] > 0)
+        return F.pad(has_next, (1, 0))[None, :, None], F.pad(has_next, (0, 1))[None, :, None]
     mask = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device) if valid is None else valid
     return F.pad(mask[:, :-1], (1, 0))[..., None], F.pad(mask[:, 1:], (0, 1))[..., None]
 

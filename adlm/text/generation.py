@@ -167,7 +167,7 @@ class RowFormat:
         if not tokenize_piece(self.tokenizer, text)[0]:
             raise ValueError(f"the text {shorten(text)} has 0 tokens, a score takes at least 1: give more text")
         layout = self.build_layout((text,))
-        self._require_room(len(layout), f"the text {shorten(text)}")
+        self._require_room(len(layout), f"the text {shorten(text)}", "measure it with `adlm eval ppl --data FILE`, ")
         return layout
 
     def layout_prompt(self, prompt: str, length: int | None = None, max_new_tokens: int | None = None) -> Layout:
@@ -220,10 +220,10 @@ class RowFormat:
                 lengths[number] = choose_hole_length(predictor(), layouts, number)
         return self.build_layout(set_hole_lengths(pieces, lengths))
 
-    def _require_room(self, tokens: int, name: str) -> None:
+    def _require_room(self, tokens: int, name: str, remedy: str = "") -> None:
         if tokens > self.row:
             problem = f"{name} takes {tokens} tokens with BOS and EOS; this model's rows have {self.row}"
-            raise ValueError(f"{problem}: make it shorter, or use a model with longer rows")
+            raise ValueError(f"{problem}: make it shorter, {remedy}or use a model with longer rows")
 
 
 @torch.no_grad()

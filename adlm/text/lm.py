@@ -167,11 +167,13 @@ class LMEngine:
     ) -> None:
         if loaded.tokenizer is None:
             remedy = "copy the one that its data was prepared with (`adlm prepare` writes it into the data's folder)"
+            remedy += ", or convert a .ckpt with --tokenizer"
             raise ValueError(f"{name} has no tokenizer.json, so its tokens cannot be read as text: {remedy}")
         self.model, self.tokenizer, config = loaded.model.eval(), loaded.tokenizer, loaded.model.config
         method, largest, problem = look_up(METHODS, loaded.method, "method"), self.tokenizer.max_id, ""
         if config.is_causal and self.tokenizer.bos_id is None:
-            problem = "its tokenizer has no BOS token, which a causal model reads first: name bos_token"
+            problem = "its tokenizer has no BOS token, which a causal model reads first: name bos_token, "
+            problem += "or use `adlm reason ask` if it was trained to reason"
         elif not config.is_causal and config.mask_id != self.tokenizer.mask_id:
             problem = f"the model's mask is token {config.mask_id}, the tokenizer's {self.tokenizer.mask_id}: use "
             problem += "the tokenizer.json that the model was trained with"
@@ -309,6 +311,8 @@ class LM(LMEngine):
     ) -> Trajectory:
         """Record one text at every step, for a notebook, `adlm.write_player` or `adlm.write_gif`."""
         request = self.build_request(prompt, template=template, **settings)
+        if request.config.n > 1:
+            raise ValueError(f"n is {request.config.n}: one text is recorded; leave n out")
         started = time.perf_counter()
         frames = [step.trajectory_frame() for step in self.stream_request(request, guesses)]
         return self.build_trajectory(frames, request, title=title, seconds=time.perf_counter() - started)

@@ -147,7 +147,7 @@ class RunLogger:
     def __init__(self, task: TrainingTask, context: DistributedContext, exit_stack: ExitStack, state: Record) -> None:
         config = self.config = task.config
         self.context, self.seconds_before, step = context, state["seconds"], state["step"]
-        self.tokens_per_step = config.batch * task.length
+        self.tokens_per_step = round(config.batch * (task.row_tokens or task.length))  # padding is not counted
         self.flops_per_token = flops_per_token(task.shape, length=task.length)
         self.peak_flops = peak_flops(get_device_name(context.device))
         self.start = self.last_log = time.perf_counter()

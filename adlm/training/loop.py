@@ -15,8 +15,7 @@ from adlm import checkpoint
 from adlm.config import Config, load_config, save_config
 from adlm.data.batches import Batch
 from adlm.diffusion.masking import NoisyBatch
-from adlm.models.language_model import LanguageModel, can_unpad
-from adlm.models.transformer import unpad
+from adlm.models.language_model import LanguageModel
 from adlm.training import guard, setup
 from adlm.training.distributed import DistributedContext, ParallelModel, init_distributed, parallelize
 from adlm.training.ema import EMA
@@ -48,7 +47,6 @@ def train_steps(
     """
     context = context or DistributedContext(parallel.model.embed.weight.device)
     device, on_gpu = context.device, context.device.type == "cuda"
-    is_unpadded = on_gpu and precision == torch.bfloat16 and can_unpad(parallel.model.config)
     parallel.model.train()
 
     def prepare(step: int) -> tuple[Batch, Sequence[Batch], list[NoisyBatch], float]:
@@ -58,8 +56,6 @@ def train_steps(
         stall = time.perf_counter() - start
         rows = batch.split(micro_batch or batch.total)
         noisy = [objective.corrupt(part, seed, step) for part in rows]
-        if is_unpadded:  # the kernel for rows of different lengths is one of half precision
-            noisy = [part if part.valid is None else replace(part, valid=unpad(part.valid)) for part in noisy]
         tokens = torch.stack([part.tokens for part in noisy]).sum(0)  # what the mean is over
         if batch.lengths is not None:  # otherwise every rank has as many
             tokens = context.all_reduce_sum(tokens) / context.world_size

@@ -1,12 +1,13 @@
 """The training objective of a model: how a batch is corrupted, and how much anchors weigh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from adlm.data.batches import Batch
 from adlm.diffusion.anchors import anchor_weight
 from adlm.diffusion.masking import ForwardProcess, NoisyBatch, corrupt, shift_tokens
 from adlm.diffusion.rng import CounterRng
+from adlm.models.transformer import unpad
 
 
 class TrainingObjective(Protocol):
@@ -24,6 +25,7 @@ class Objective:
     is_causal: bool
     peak_anchor_weight: float = 3e-3
     anchor_ramp: bool = True
+    is_unpadded: bool = False  # the model's layers leave padding out
 
     def corrupt(self, batch: Batch, seed: int, step: int) -> NoisyBatch:
         """Corrupt the batch of a step."""
@@ -31,7 +33,8 @@ class Objective:
         if self.is_causal:
             return shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
         rng = CounterRng.from_seed(seed, batch.number)
-        return corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
+        noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
+        return replace(noisy, valid=unpad(noisy.valid)) if self.is_unpadded and noisy.valid is not None else noisy
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma at a step; None where there are no anchors."""

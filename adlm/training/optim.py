@@ -65,7 +65,8 @@ class BatchedMuon(Muon):
                     updates = updates / (torch.stack(squares).sqrt() + group["eps"])
                     updates *= norm / updates.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-                torch._foreach_add_(params, list(updates), alpha=-lr * math.sqrt(max(1, rows / columns)))
+                scale = lr * math.sqrt(max(1, rows / columns))
+                torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-scale)
 
 
 def new_muon_state(p: Tensor, beta2: float | None) -> dict[str, Tensor]:
@@ -103,6 +104,10 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
             )
         muon = BatchedMuon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
         muon.param_groups[0] |= {"peak_momentum": settings.muon_momentum, "momentum_warmup": settings.momentum_warmup}
+        if settings.muon_beta2 is not None and not 0 < settings.muon_beta2 < 1:
+            raise ValueError(
+                f"optimizer.muon_beta2 is {settings.muon_beta2}: expected null or a number between 0 and 1"
+            )
         muon.param_groups[0] |= {"split_qkv": settings.split_qkv, "beta2": settings.muon_beta2}
         optimizers.append(muon)
     for optimizer in optimizers:
@@ -150,7 +155,7 @@ def get_training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
             for p in group["params"]:
                 state = optimizer.state[p]
                 if not state and isinstance(optimizer, Muon):  # before the first step
-                    state.update(new_muon_state(p.detach(), group["beta2"]))
+                    state.update(new_muon_state(p.detach(), group.get("beta2")))
                 elif not state:
                     state["step"] = torch.zeros((), device=p.device)
                     state.update({key: torch.zeros_like(p.detach()) for key in ("exp_avg", "exp_avg_sq")})

@@ -30,7 +30,7 @@ from adlm.diffusion.masking import ForwardProcess
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.likelihood import estimate_nll, unigram_nll
 from adlm.models.costs import estimate_memory
-from adlm.models.language_model import LanguageModel, ModelConfig
+from adlm.models.language_model import LanguageModel, ModelConfig, can_unpad
 from adlm.remedies import check_known
 from adlm.training.distributed import DistributedContext, LossModule, ParallelModel
 from adlm.training.objective import Objective, TrainingObjective
@@ -61,10 +61,11 @@ class TrainingTask:
     sample: Callable[[LanguageModel], str]
     data_hash: str
     description: str
-    length: int  # tokens of a row
+    length: int  # positions of a row
     tokenizer: Tokenizer | None
     rows: str = checkpoint.WRAPPED
     best_metric: str = "val/nll"  # the lowest value is the best checkpoint
+    row_tokens: float | None = None  # of a row on average, without padding; null: its length
 
 
 def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
@@ -90,7 +91,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         part |= {"is_wrapped": not data.is_padded, "block": config.data.shuffle}
         batches = StreamedBatches(stream, data.tokenizer, data.length, config.batch, **part)
         data_hash = hashlib.sha256(json.dumps([data_hash, stream.identity], sort_keys=True).encode("utf-8")).hexdigest()
-    is_sedd = methods.METHODS[str(config.method)].score_entropy
+    is_sedd, train = methods.METHODS[str(config.method)].score_entropy, data.manifest["splits"]["train"]
 
     def validate(parallel: ParallelModel, batch: int) -> dict[str, float]:
         estimate = estimate_nll(
@@ -136,6 +137,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         length=shape.length,
         tokenizer=data.tokenizer,
         rows=data.manifest["rows"],
+        row_tokens=train["tokens"] / train["rows"],
     )
 
 
@@ -276,7 +278,10 @@ def build_objective(config: Config, model: ModelConfig, data: PreparedData, *, o
             options |= count_documents(data)
         rule = methods.build_anchor_rule(settings.anchor_rule, **options)
     process = build_process(config, model.mask_id, rule, on_gpu=on_gpu)
-    return Objective(process, model.is_causal, settings.anchor_weight, settings.anchor_ramp)
+    # The kernel for rows of different lengths is one of half precision, for GPUs from Ampere on.
+    is_unpadded = on_gpu and config.precision != "float32" and can_unpad(model)
+    is_unpadded = is_unpadded and torch.cuda.get_device_capability() >= (8, 0)
+    return Objective(process, model.is_causal, settings.anchor_weight, settings.anchor_ramp, is_unpadded)
 
 
 def build_process(config: Config, mask_id: int | None, rule: AnchorRule | None, *, on_gpu: bool) -> ForwardProcess:

@@ -202,7 +202,7 @@ def test_a_dataset_of_the_hub(hub: Path) -> None:
     assert texts(open_source("me/words", split="train[1:3]", detokenizer="lambada")) == ["\nw 1", "\nw 2"]
     errors: list[tuple[str, dict[str, str], str]] = [
         ("me/words", {"split": "test"}, r"no split 'test': choose one of train, validation"),
-        ("me/words", {"column": "text"}, r"me/words has no text column 'text'.*'n', 'body'"),
+        ("me/words", {"column": "text"}, r"me/words has no text column 'text'.*'n' \(no text\), 'body'"),
         ("me/words", {"split": "train[-1:]"}, "which me/words does not have"),
         ("me/words", {"documents": "line"}, "a row is a document"),
         ("me/nothing", {}, "me/nothing is no file, and loading me/nothing from the Hub failed"),

@@ -263,7 +263,7 @@ def test_a_named_dataset_has_its_own_settings(tmp_path: Path) -> None:
     [
         ({"rows": "sentences"}, "rows is 'sentences': expected wrapped or documents"),
         ({"valid_share": 1.0}, "valid_share is 1.0: .*below 1"),
-        ({"shard_tokens": 63}, "shard_tokens is 63: .*at least a row's 64"),
+        ({"shard_tokens": 63}, "length is 64: expected at most shard_tokens, 63"),
         ({"length": 2}, "at least 3"),
         ({"train_tokenizer": 257}, "at least 258"),
         ({"train_tokenizer": 10**30}, "at most 16,777,216"),

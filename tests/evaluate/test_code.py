@@ -210,3 +210,8 @@ def test_files_that_are_not_problems_or_candidates(tmp_path: Path, text: str, k:
     path.write_text(text, "utf-8")
     with pytest.raises(ValueError, match=message):
         code(problems=FILE, candidates=path, k=[k], unsafe=True) if k else read_problems(path)
+
+
+def test_candidates_need_problems() -> None:
+    with pytest.raises(ValueError, match="n=2 is for problems"):
+        code(lm(), n=2)

@@ -46,6 +46,13 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path, rows: Any) -> Non
     assert read_rows(one) == read_rows(four)
 
 
+@pytest.mark.parametrize(("count", "is_enough"), [(1, False), (9, False), (10, True)])
+def test_a_few_documents_are_no_units_of_a_standard_error(tmp_path: Path, count: int, is_enough: bool) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [PROSE[:300]] * count)
+    units = load_eval_data(path, tokenizer("bytes"), 32).document_units()
+    assert (units is not None) == is_enough
+
+
 @pytest.mark.parametrize("rows", ["wrapped", "documents"])
 @pytest.mark.parametrize("words", ["gpt2", "bert-base-uncased"])
 def test_rows_are_those_of_prepare(tmp_path: Path, rows: Any, words: str) -> None:

@@ -34,7 +34,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder, paths = tmp_path_factory.mktemp("texts"), {}
     for number, name in enumerate(("first", "second")):
         paths[name] = folder / f"{name}.txt"
-        pieces = TEXT[3000 * number :][:1200].split(". ")
+        pieces = TEXT[3000 * number :][:1200].split(", ")
         paths[name].write_text("\n<|endoftext|>\n".join(pieces), "utf-8")
     paths["one"] = folder / "one.txt"
     paths["one"].write_text(" ".join(TEXT[:900].split()), "utf-8")
@@ -196,6 +196,7 @@ def test_errors_name_model_and_text(texts: dict[str, Path], tmp_path: Path) -> N
         (broken, texts, {}, "small cannot be evaluated on second: the loss is nan"),
         ([small(), broken], texts, {}, "two different models are named 'small'"),
         ([], texts, {}, "models is empty"),
+        ("adlm-prose", texts, {}, r"models has 'adlm-prose', which is no LM: give adlm.load\('adlm-prose'\)"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=error):
             measure(models, data, "blank" if data is blank else "second", **options)  # type: ignore[arg-type]

@@ -265,6 +265,16 @@ def test_layers_without_padding_compute_the_same(method, changes, lengths):
         assert (gradients[1][name] - padded).norm() <= 1e-3 * padded.norm() + 1e-5, name
 
 
+@pytest.mark.parametrize("short_conv", [False, True])
+def test_padding_may_be_anywhere(short_conv):
+    """A row's neighbors are those of its text, on the left of which, or in which, padding may be."""
+    model = random_model("mdlm", vocab_size=20, mask_id=19, dim=16, length=8, short_conv=short_conv)
+    valid = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 1], [1, 0, 0, 0, 0, 0, 0, 0]]).bool()
+    tokens = random_tokens(3, 8, 19)
+    padded, unpadded = model(tokens, valid=valid).final, model(tokens, valid=unpad(valid)).final
+    torch.testing.assert_close(unpadded[valid], padded[valid], atol=5e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize(("method", "changes"), [("ar", {}), ("mdlm", {"time_conditioning": True})])
 def test_models_that_need_whole_rows_refuse_unpadded_ones(method, changes):
     model, rows = random_model(method, **changes), unpad(torch.ones(2, 3, dtype=torch.bool))

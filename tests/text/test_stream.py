@@ -133,6 +133,8 @@ def test_a_causal_model_is_streamed_without_guesses(method: str) -> None:
 
 
 def test_a_notebook_shows_a_trajectory_as_a_player() -> None:
+    with pytest.raises(ValueError, match="n is 3: one text is recorded"):
+        lm("adlm").record(length=9, steps=2, n=3)
     html = lm("adlm").record(length=9, steps=2)._repr_html_()
     assert html.startswith("<iframe srcdoc=") and "&lt;script" in html and "<script" not in html
 

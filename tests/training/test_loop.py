@@ -169,6 +169,19 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
     assert get_lr_multiplier(1, 10, OptimizerSettings(warmup=0)) == 1.0
 
 
+@pytest.mark.parametrize("checkpoint_activations", [False, True])
+def test_steps_without_padding_are_those_with_it(checkpoint_activations: bool) -> None:
+    """In micro-batches of unequal size too; dropout aside, which draws for fewer positions."""
+    runs = []
+    for is_unpadded in (False, True):
+        model = perturbed()
+        options: dict[str, Any] = {"padded": True, "micro_batch": 3, "checkpoint_activations": checkpoint_activations}
+        options |= {"optimizers": plain_descent(model), "objective": {"is_unpadded": is_unpadded}}
+        values = torch.stack([metrics.values for metrics in take_steps(model, **options)])
+        runs.append((values, torch.cat([p.detach().flatten() for p in model.parameters()])))
+    torch.testing.assert_close(runs[1], runs[0], atol=1e-4, rtol=1e-4)
+
+
 def test_muon_moves_the_layers_matrices_and_adamw_the_rest() -> None:
     ends = ("qkv.weight", "out.weight", "up.weight", "down.weight")
     for lr, muon_lr in ((0.0, 0.02), (3e-3, 0.0)):
