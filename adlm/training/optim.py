@@ -105,9 +105,7 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
         muon = BatchedMuon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
         muon.param_groups[0] |= {"peak_momentum": settings.muon_momentum, "momentum_warmup": settings.momentum_warmup}
         if settings.muon_beta2 is not None and not 0 < settings.muon_beta2 < 1:
-            raise ValueError(
-                f"optimizer.muon_beta2 is {settings.muon_beta2}: expected null or a number between 0 and 1"
-            )
+            raise ValueError(f"optimizer.muon_beta2 is {settings.muon_beta2}: expected null, or above 0 and below 1")
         muon.param_groups[0] |= {"split_qkv": settings.split_qkv, "beta2": settings.muon_beta2}
         optimizers.append(muon)
     for optimizer in optimizers:
