@@ -1,6 +1,7 @@
 """The table of arms and the verdicts, from the results of runs; the rules were written down before the runs."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product, zip_longest
 from pathlib import Path
@@ -15,6 +16,7 @@ from adlm.training.logging import read_metrics
 
 RESULT = "reasoning.json"  # in a run's folder
 FORM = {"task": str, "arm": tuple(ARMS), "seed": int, "tests": dict, "flops": (int, float, None), "settings": dict}
+TASK_LINE = r"(?m)^reasoning:\n(?:  .*\n)*?  task: (?!null$)"  # of the config.yaml of a reasoning run
 MIN_SEEDS = 3
 MIN_DEVIATION = 0.8  # points: the sampling error of 4,000 problems
 MIN_TASKS = 2  # of the generated ones, for a claim about all tasks
@@ -90,9 +92,11 @@ def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
     """Read the results of runs and of folders of runs, by run folder, in the order of tasks, arms and seeds."""
     found: dict[str, Result] = {}
     for place in map(Path, places):
-        folders = [place] if (place / "config.yaml").is_file() else [p.parent for p in place.rglob("config.yaml")]
+        paths = [place / "config.yaml"] if (place / "config.yaml").is_file() else place.rglob("config.yaml")
+        folders = [path.parent for path in paths if re.search(TASK_LINE, path.read_text("utf-8", "replace"))]
         if not folders:
-            raise FileNotFoundError(f"{place} has no run: give a folder that `adlm reason train` wrote, or one of runs")
+            expected = "a folder that `adlm reason train` wrote, or one of such folders"
+            raise FileNotFoundError(f"{place} has no reasoning run: give {expected}")
         for folder in folders:
             if not (folder / RESULT).is_file():
                 raise FileNotFoundError(f"{folder} has no {RESULT}: run `adlm reason eval {folder}` first")

@@ -130,6 +130,16 @@ def test_the_table_prints_and_writes(runs: Path, tmp_path: Path) -> None:
     assert all(verdict.get("holds") is None for verdict in answer["verdicts"])
 
 
+def test_the_table_skips_what_is_no_reasoning_run(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "arithmetic-cot", tmp_path / "cot")
+    for name, text in {"other": "[", "text": (Path(trained()) / "config.yaml").read_text("utf-8")}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text, "utf-8")
+    assert [run["arm"] for run in answer_json("reason", "table", tmp_path)["runs"]] == ["cot"]
+    (tmp_path / "cot" / "reasoning.json").unlink()
+    assert_error(invoke("reason", "table", tmp_path), f"run `adlm reason eval {tmp_path / 'cot'}` first")
+
+
 def test_quick_tests_itself_and_shows_a_solution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("reason-quick", "reasoning.task=arithmetic", "folder=run")
     assert (config.reasoning.hops, config.model.dim, config.model.denoiser_layers) == (2, 64, 2)
@@ -205,8 +215,9 @@ def test_wrong_questions_and_runs_are_one_message(runs: Path, tmp_path: Path) ->
         ("eval", run, "--data", tmp_path): "arithmetic has no published problems",
         ("eval", graphs, "--data", tmp_path): "prosqa has no split 'test'",
         ("eval", run, "--device", "gpu"): "device 'gpu' is not one of auto, cpu",
-        ("table", tmp_path): "has no run",
-        ("table", run, run / "config.yaml"): "has no run",
+        ("table", tmp_path): "has no reasoning run",
+        ("table", trained()): "has no reasoning run: give a folder that `adlm reason train` wrote",
+        ("table", run, run / "config.yaml"): "has no reasoning run",
         ("table", runs, "--out", run / "config.yaml"): "is a file",
     }
     for words, message in cases.items():

@@ -19,7 +19,7 @@ GOOD |= {"acot_off_path": (60.0, 61, 59), "short_cot": (90.0, 91, 89), "acot_fee
 def write_run(folder: Path, task: str, arm: str, seed: int, accuracies: tuple[float, ...], **changes: Any) -> Path:
     """Write what `adlm reason train` and `adlm reason eval` leave of a run."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("", "utf-8")
+    (folder / "config.yaml").write_text(f"reasoning:\n  task: {task}\n", "utf-8")
     records = [{"step": step, "val/accuracy": 0.1 * step, "val/error": 0.5} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     tests = {
@@ -125,7 +125,7 @@ def test_runs_that_do_not_belong_together(tmp_path: Path) -> None:
         (one, other): "different test problems (4 hops; 4 hops, 5 hops)",
         (broken,): f"run `adlm reason eval {broken}` again",
         (bare,): f"run `adlm reason eval {bare}` first",
-        (tmp_path / "empty",): "has no run: give a folder that `adlm reason train` wrote",
+        (tmp_path / "empty",): "has no reasoning run: give a folder that `adlm reason train` wrote",
     }
     for runs, message in cases.items():
         with pytest.raises((ValueError, OSError)) as error:
