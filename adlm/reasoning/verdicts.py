@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from adlm.data.tokenizers import read_object
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, render_markdown
+from adlm.evaluate.stats import NORMAL_975
 from adlm.reasoning.arms import ARMS
 from adlm.reasoning.tasks import GENERATORS
 from adlm.training.logging import read_metrics
@@ -219,6 +220,14 @@ def build_verdict_tables(comparisons: Sequence[Result], verdicts: Sequence[Resul
     return [compared_arms, Table(texts, claims, "verdicts at h, h+1, h+2 hops")]
 
 
+def estimate_accuracy(accuracy: float, problems: int) -> Estimate:
+    """Return an accuracy in percent with Wilson's 95% interval, which is no point where all or none are right."""
+    weight = NORMAL_975**2 / problems
+    half = NORMAL_975 * math.sqrt((accuracy * (1 - accuracy) + weight / 4) / problems)
+    low, high = ((accuracy + weight / 2 + side) / (1 + weight) for side in (-half, half))
+    return Estimate(100 * accuracy, interval=(100 * max(0.0, low), 100 * min(1.0, high)))
+
+
 def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
     """Build the table of runs' results, by folder: one row for each test set."""
     names = ("run", "task", "arm", "seed", "test", "accuracy, %", "problems", "tokens", "passes")
@@ -227,8 +236,8 @@ def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
     for folder, result in results.items():
         for sampler, tests in result.get("samplers", {"": result["tests"]}).items():
             for name, test in tests.items():
-                accuracy = Estimate(100 * test["accuracy"], 100 * test["stderr"])
+                accuracy = estimate_accuracy(test["accuracy"], test["problems"])
                 start: list[Cell] = [folder, result["task"], result["arm"], result["seed"], f"{name} {sampler}".strip()]
                 rows.append([*start, accuracy, test["problems"], test["tokens"], test["passes"]])
     metrics = {"runs": [{"run": folder, **result} for folder, result in results.items()]}
-    return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy ± standard error")])
+    return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy (95% interval)")])
