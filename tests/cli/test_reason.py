@@ -205,6 +205,10 @@ def test_wrong_questions_and_runs_are_one_message(runs: Path, tmp_path: Path) ->
     long = " | ".join(["a = 1 + 1"] * 40)
     cases = {
         ("ask", run, "x = 5 / 2 ? x"): "'/' is no word of arithmetic: ask as in '",
+        ("ask", run, "x=5+2?x"): ", with spaces between words",
+        ("ask", run, "x = 5 + 2 ? z"): "'z' is not assigned in 'x = 5 + 2 ? z': assign every variable",
+        ("ask", run, "x = y + 2 ? x"): "'y' is not assigned",
+        ("ask", run, "x = 5 + 2 ? 7"): "'7' is not assigned",
         ("ask", run, "x = 5 + 2"): "'x = 5 + 2' is no question of arithmetic: ask as in '",
         ("ask", run, "x = 5 + 2 ? ? x"): "'x = 5 + 2 ? ? x' is no question of arithmetic",
         ("ask", run, f"{long} ? a"): "the model 160: shorten the question",
