@@ -140,7 +140,7 @@ def describe_model(name: str) -> dict[str, Any]:
 
 
 def recipes(name: RecipeArgument = None, is_json: options.Json = False) -> None:
-    """List the recipes of `adlm train`, or show one: its method, device, data and settings."""
+    """List the recipes of `adlm train` and `adlm reason train`, or show one: its method, device, data and settings."""
     from adlm.config import list_recipes
     from adlm.remedies import check_known
 
@@ -166,13 +166,16 @@ def describe_recipe(path: Path) -> dict[str, Any]:
     device = f"{processes[1]} GPUs" if processes else "1 GPU" if "GPU" in header else "CPU"
     commands = [line.strip() for line in comments if line.startswith("  ")]
     data = re.search(r"adlm prepare (.*?) *--out data *(.*)", "\n".join(commands))
+    reasoning = re.search(r"adlm reason train (\S+).*", "\n".join(commands))
+    problems = f"files of {reasoning[1]}" if reasoning and "reasoning.path" in reasoning[0] else "generated problems"
+    other_data = f"{problems}, for adlm reason train" if reasoning else "see bundled/README.md"
     about = " ".join(line for line in comments if not line.startswith("  "))
     return {
         "recipe": path.stem,
-        "method": settings.get("method", "that of init"),
+        "method": settings.get("method", "that of the arm" if reasoning else "that of init"),
         "device": device,
         "steps": settings.get("steps"),
-        "data": " ".join(filter(None, data.groups())) if data else "see bundled/README.md",
+        "data": " ".join(filter(None, data.groups())) if data else other_data,
         "about": re.split(r"[.:;] ", about)[0].removesuffix("."),
         "commands": commands,
         "path": str(path),

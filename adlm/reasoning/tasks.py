@@ -111,7 +111,12 @@ class Task:
         if self.name in GENERATORS and (unknown or not asked.strip() or "?" in asked):
             example = self.decode(self.draw(0, 1, 1)[0].question)
             problem = f"{unknown[0]!r} is no word" if unknown else f"{text!r} is no question"
-            raise ValueError(f"{problem} of {self.name}: ask as in {example!r}")
+            raise ValueError(f"{problem} of {self.name}: ask as in {example!r}, with spaces between words")
+        assigned = re.findall(r"(\S+)\s+=", text)
+        unassigned = [word for word in [*re.findall(r"\b[a-z]\b", text), *asked.split()] if word not in assigned]
+        if self.name == "arithmetic" and unassigned:
+            remedy = "assign every variable that is used or asked, as in 'b = a - 9 | a = 13 + 4 ? b'"
+            raise ValueError(f"{unassigned[0]!r} is not assigned in {text!r}: {remedy}")
         return [MARKERS.index("<q>"), *self.tokenizer.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """The table of arms and the verdicts, from the results of runs; the rules were written down before the runs."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product, zip_longest
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any, NamedTuple
 
 from adlm.data.tokenizers import read_object
 from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, render_markdown
+from adlm.evaluate.stats import NORMAL_975
 from adlm.reasoning.arms import ARMS
 from adlm.reasoning.tasks import GENERATORS
 from adlm.training.logging import read_metrics
 
 RESULT = "reasoning.json"  # in a run's folder
 FORM = {"task": str, "arm": tuple(ARMS), "seed": int, "tests": dict, "flops": (int, float, None), "settings": dict}
+TASK_LINE = r"(?m)^reasoning:\n(?:  .*\n)*?  task: (?!null$)"  # of the config.yaml of a reasoning run
 MIN_SEEDS = 3
 MIN_DEVIATION = 0.8  # points: the sampling error of 4,000 problems
 MIN_TASKS = 2  # of the generated ones, for a claim about all tasks
@@ -90,9 +93,11 @@ def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
     """Read the results of runs and of folders of runs, by run folder, in the order of tasks, arms and seeds."""
     found: dict[str, Result] = {}
     for place in map(Path, places):
-        folders = [place] if (place / "config.yaml").is_file() else [p.parent for p in place.rglob("config.yaml")]
+        paths = [place / "config.yaml"] if (place / "config.yaml").is_file() else place.rglob("config.yaml")
+        folders = [path.parent for path in paths if re.search(TASK_LINE, path.read_text("utf-8", "replace"))]
         if not folders:
-            raise FileNotFoundError(f"{place} has no run: give a folder that `adlm reason train` wrote, or one of runs")
+            expected = "a folder that `adlm reason train` wrote, or one of such folders"
+            raise FileNotFoundError(f"{place} has no reasoning run: give {expected}")
         for folder in folders:
             if not (folder / RESULT).is_file():
                 raise FileNotFoundError(f"{folder} has no {RESULT}: run `adlm reason eval {folder}` first")
@@ -215,6 +220,14 @@ def build_verdict_tables(comparisons: Sequence[Result], verdicts: Sequence[Resul
     return [compared_arms, Table(texts, claims, "verdicts at h, h+1, h+2 hops")]
 
 
+def estimate_accuracy(accuracy: float, problems: int) -> Estimate:
+    """Return an accuracy in percent with Wilson's 95% interval, which is no point where all or none are right."""
+    weight = NORMAL_975**2 / problems
+    half = NORMAL_975 * math.sqrt((accuracy * (1 - accuracy) + weight / 4) / problems)
+    low, high = ((accuracy + weight / 2 + side) / (1 + weight) for side in (-half, half))
+    return Estimate(100 * accuracy, interval=(100 * max(0.0, low), 100 * min(1.0, high)))
+
+
 def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
     """Build the table of runs' results, by folder: one row for each test set."""
     names = ("run", "task", "arm", "seed", "test", "accuracy, %", "problems", "tokens", "passes")
@@ -223,8 +236,8 @@ def summarize_runs(results: Mapping[str, Mapping[str, Any]]) -> EvalResult:
     for folder, result in results.items():
         for sampler, tests in result.get("samplers", {"": result["tests"]}).items():
             for name, test in tests.items():
-                accuracy = Estimate(100 * test["accuracy"], 100 * test["stderr"])
+                accuracy = estimate_accuracy(test["accuracy"], test["problems"])
                 start: list[Cell] = [folder, result["task"], result["arm"], result["seed"], f"{name} {sampler}".strip()]
                 rows.append([*start, accuracy, test["problems"], test["tokens"], test["passes"]])
     metrics = {"runs": [{"run": folder, **result} for folder, result in results.items()]}
-    return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy ± standard error")])
+    return EvalResult("reasoning", metrics, {}, {}, [Table(columns, rows, "accuracy (95% interval)")])

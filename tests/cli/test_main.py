@@ -71,6 +71,11 @@ def test_the_recipes_are_listed_with_what_they_need() -> None:
     assert devices == {"owt-adlm": "8 GPUs", "mini-ar": "1 GPU", "bundled-ar": "1 GPU", "cpu-nano": "CPU"}
     assert by_name["lm1b-ar"]["data"] == "lm1b" and by_name["lm1b-ar"]["method"] == "ar"
     assert by_name["cpu-nano"]["data"] == "TEXTS --train-tokenizer 8192 --length 128"
+    reasoning = {name: each for name, each in by_name.items() if name.startswith(("reason", "sudoku"))}
+    assert [each["device"] for each in reasoning.values()].count("1 GPU") == len(reasoning) - 1  # all but reason-quick
+    assert {each["method"] for each in reasoning.values()} == {"that of the arm"}
+    assert reasoning["reason-gsm8k"]["data"] == "files of gsm8k-equations, for adlm reason train"
+    assert reasoning["reason-quick"]["data"] == "generated problems, for adlm reason train"
     assert [len(each["about"]) > 20 for each in by_name.values()].count(False) == 0
     assert "adlm prepare TEXTS" in invoke("recipes", "cpu-nano").stdout
     assert_error(invoke("recipes", "cpu-nan"), "did you mean cpu-nano", "expected one of best")

@@ -130,6 +130,16 @@ def test_the_table_prints_and_writes(runs: Path, tmp_path: Path) -> None:
     assert all(verdict.get("holds") is None for verdict in answer["verdicts"])
 
 
+def test_the_table_skips_what_is_no_reasoning_run(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "arithmetic-cot", tmp_path / "cot")
+    for name, text in {"other": "[", "text": (Path(trained()) / "config.yaml").read_text("utf-8")}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text, "utf-8")
+    assert [run["arm"] for run in answer_json("reason", "table", tmp_path)["runs"]] == ["cot"]
+    (tmp_path / "cot" / "reasoning.json").unlink()
+    assert_error(invoke("reason", "table", tmp_path), f"run `adlm reason eval {tmp_path / 'cot'}` first")
+
+
 def test_quick_tests_itself_and_shows_a_solution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("reason-quick", "reasoning.task=arithmetic", "folder=run")
     assert (config.reasoning.hops, config.model.dim, config.model.denoiser_layers) == (2, 64, 2)
@@ -195,6 +205,10 @@ def test_wrong_questions_and_runs_are_one_message(runs: Path, tmp_path: Path) ->
     long = " | ".join(["a = 1 + 1"] * 40)
     cases = {
         ("ask", run, "x = 5 / 2 ? x"): "'/' is no word of arithmetic: ask as in '",
+        ("ask", run, "x=5+2?x"): ", with spaces between words",
+        ("ask", run, "x = 5 + 2 ? z"): "'z' is not assigned in 'x = 5 + 2 ? z': assign every variable",
+        ("ask", run, "x = y + 2 ? x"): "'y' is not assigned",
+        ("ask", run, "x = 5 + 2 ? 7"): "'7' is not assigned",
         ("ask", run, "x = 5 + 2"): "'x = 5 + 2' is no question of arithmetic: ask as in '",
         ("ask", run, "x = 5 + 2 ? ? x"): "'x = 5 + 2 ? ? x' is no question of arithmetic",
         ("ask", run, f"{long} ? a"): "the model 160: shorten the question",
@@ -205,8 +219,9 @@ def test_wrong_questions_and_runs_are_one_message(runs: Path, tmp_path: Path) ->
         ("eval", run, "--data", tmp_path): "arithmetic has no published problems",
         ("eval", graphs, "--data", tmp_path): "prosqa has no split 'test'",
         ("eval", run, "--device", "gpu"): "device 'gpu' is not one of auto, cpu",
-        ("table", tmp_path): "has no run",
-        ("table", run, run / "config.yaml"): "has no run",
+        ("table", tmp_path): "has no reasoning run",
+        ("table", trained()): "has no reasoning run: give a folder that `adlm reason train` wrote",
+        ("table", run, run / "config.yaml"): "has no reasoning run",
         ("table", runs, "--out", run / "config.yaml"): "is a file",
     }
     for words, message in cases.items():

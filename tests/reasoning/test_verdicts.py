@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import binomtest
 
 from adlm.evaluate.plots import draw_figures
 from adlm.reasoning import verdicts
@@ -19,7 +20,7 @@ GOOD |= {"acot_off_path": (60.0, 61, 59), "short_cot": (90.0, 91, 89), "acot_fee
 def write_run(folder: Path, task: str, arm: str, seed: int, accuracies: tuple[float, ...], **changes: Any) -> Path:
     """Write what `adlm reason train` and `adlm reason eval` leave of a run."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("", "utf-8")
+    (folder / "config.yaml").write_text(f"reasoning:\n  task: {task}\n", "utf-8")
     records = [{"step": step, "val/accuracy": 0.1 * step, "val/error": 0.5} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     tests = {
@@ -53,6 +54,17 @@ def test_the_deviation_is_pooled_over_arms_and_has_a_floor() -> None:
 )
 def test_differences_are_judged_by_the_rule(difference: float, deviation: float, verdict: str) -> None:
     assert verdicts.judge_difference(difference, deviation) == verdict
+
+
+@pytest.mark.parametrize(("right", "text"), [(0, "0.0 (0.0–7.1)"), (50, "100.0 (92.9–100.0)"), (7, "14.0 (7.0–26.2)")])
+def test_an_accuracy_has_an_interval_even_where_all_or_none_are_right(right: int, text: str) -> None:
+    tests = {"2 hops": {"accuracy": right / 50, "stderr": 0.0, "problems": 50, "tokens": 1.0, "passes": 1.0}}
+    result = verdicts.summarize_runs({"run": {"task": "arithmetic", "arm": "cot", "seed": 0, "tests": tests}})
+    (row,) = result.tables[0].format_rows()
+    assert row[5] == text
+    assert result["runs"][0]["tests"] == tests
+    theirs = binomtest(right, 50).proportion_ci(method="wilson")
+    assert verdicts.estimate_accuracy(right / 50, 50).interval == pytest.approx((100 * theirs.low, 100 * theirs.high))
 
 
 def test_fewer_than_three_seeds_have_no_verdict() -> None:
@@ -125,7 +137,7 @@ def test_runs_that_do_not_belong_together(tmp_path: Path) -> None:
         (one, other): "different test problems (4 hops; 4 hops, 5 hops)",
         (broken,): f"run `adlm reason eval {broken}` again",
         (bare,): f"run `adlm reason eval {bare}` first",
-        (tmp_path / "empty",): "has no run: give a folder that `adlm reason train` wrote",
+        (tmp_path / "empty",): "has no reasoning run: give a folder that `adlm reason train` wrote",
     }
     for runs, message in cases.items():
         with pytest.raises((ValueError, OSError)) as error:
