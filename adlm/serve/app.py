@@ -23,9 +23,10 @@ from starlette.exceptions import HTTPException
 
 from adlm import __version__
 from adlm.methods import SAMPLERS
+from adlm.remedies import suggest_names
 from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows
-from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, describe_draft
-from adlm.text.generation import GenerationRequest
+from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, StreamOptions, describe_draft
+from adlm.text.generation import SHARED_SETTINGS, GenerationRequest
 from adlm.text.lm import LM
 from adlm.view.player import read_asset
 
@@ -53,6 +54,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
 )
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 KINDS |= dict.fromkeys((500, 503), "server_error")
+SHARED_FIELDS = [name for name in SHARED_SETTINGS if name in InfillBody.model_fields]  # that all requests can have
 
 
 def answer_json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -77,7 +79,9 @@ async def answer_exception(request: Request, error: Exception) -> Response:
         first = min(error.errors(), key=lambda each: each["type"].endswith("_type"))  # if a form fits, what it lacks
         place = [str(part) for part in first["loc"][1:]]
         if first["type"] == "extra_forbidden":
-            return answer_error(400, f"unknown field {place[-1]!r}: leave it out", param=place[-1])
+            body = StreamOptions if len(place) > 1 else request.scope["endpoint"].__annotations__["body"]
+            hint = suggest_names(place[-1][:99], body.model_fields)
+            return answer_error(400, f"unknown field {place[-1]!r}{hint}: correct it or leave it out", param=place[-1])
         if first["type"] == "json_invalid":
             return answer_error(400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}")
         where, param = (f"field {place[0]}", place[0]) if place else ("the body", None)
@@ -86,8 +90,11 @@ async def answer_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, QueueFullError):
         return answer_error(error.status, str(error), {"retry-after": str(error.retry_after)}, code=error.code)
     if isinstance(error, HTTPException):
-        return answer_error(error.status_code, str(error.detail), dict(error.headers or {}))
-    return answer_error(400, str(error).replace("max_new_tokens", "max_tokens"))  # the API's name of it
+        missing = f"there is no {request.url.path}: use /v1/completions, or see /docs for all paths"
+        message = missing if error.detail == "Not Found" else str(error.detail)
+        return answer_error(error.status_code, message, dict(error.headers or {}))
+    message = str(error).replace(", ".join(SHARED_SETTINGS), ", ".join(SHARED_FIELDS))
+    return answer_error(400, message.replace("max_new_tokens", "max_tokens"))  # the API's name of it
 
 
 class EngineCollector:
@@ -319,7 +326,7 @@ def create_app(
         """Sample the texts; their request is built in the engine's thread where the model chooses lengths of holes."""
         name = find_model(body.model)
         engine, make = engines[name], partial(body.build_request, engines[name].lm)
-        engine.limits.check_count(len(body.texts) * (body.n or 1))
+        engine.limits.check_size(len(body.texts) * (body.n or 1), body.steps)
         request = await (asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make))
         answer = Answer(body, request, name)
         mode, wants = ALL if body.has_drafts else SETTLED, {"guesses": body.guesses, "logprobs": body.logprobs}
@@ -347,8 +354,7 @@ def create_app(
         async def compute() -> dict[str, Any]:
             scores = []
             for text in texts:
-                settings = {"draws": body.draws, "seed": body.seed, "batch": SCORE_BATCH}
-                call = partial(engine.lm.score, text, **settings)
+                call = partial(engine.lm.score, text, draws=body.draws, seed=body.seed, batch=SCORE_BATCH)
                 scores += await asyncio.wrap_future(engine.call(call))
             return {"object": "list", "model": name, "data": [asdict(each) for each in scores]}
 
