@@ -6,9 +6,10 @@ import json
 import logging
 import reprlib
 import secrets
+import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
@@ -23,9 +24,10 @@ from starlette.exceptions import HTTPException
 
 from adlm import __version__
 from adlm.methods import SAMPLERS
+from adlm.remedies import suggest_names
 from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows
-from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, describe_draft
-from adlm.text.generation import GenerationRequest
+from adlm.serve.protocol import CompletionBody, ErrorBody, InfillBody, ScoreBody, StreamOptions, describe_draft
+from adlm.text.generation import SHARED_SETTINGS, GenerationRequest
 from adlm.text.lm import LM
 from adlm.view.player import read_asset
 
@@ -53,6 +55,8 @@ GAUGES: tuple[tuple[str, str, Callable[[Engine], int]], ...] = (
 )
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 KINDS |= dict.fromkeys((500, 503), "server_error")
+SHARED_FIELDS = [name for name in SHARED_SETTINGS if name in InfillBody.model_fields]  # that all requests can have
+SHUTDOWN = "the server is shutting down: retry later"
 
 
 def answer_json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -77,7 +81,9 @@ async def answer_exception(request: Request, error: Exception) -> Response:
         first = min(error.errors(), key=lambda each: each["type"].endswith("_type"))  # if a form fits, what it lacks
         place = [str(part) for part in first["loc"][1:]]
         if first["type"] == "extra_forbidden":
-            return answer_error(400, f"unknown field {place[-1]!r}: leave it out", param=place[-1])
+            body = StreamOptions if len(place) > 1 else request.scope["endpoint"].__annotations__["body"]
+            hint = suggest_names(place[-1][:99], body.model_fields)
+            return answer_error(400, f"unknown field {place[-1]!r}{hint}: correct it or leave it out", param=place[-1])
         if first["type"] == "json_invalid":
             return answer_error(400, f"the body is not JSON: {first['ctx']['error']} at character {place[0]}")
         where, param = (f"field {place[0]}", place[0]) if place else ("the body", None)
@@ -86,8 +92,31 @@ async def answer_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, QueueFullError):
         return answer_error(error.status, str(error), {"retry-after": str(error.retry_after)}, code=error.code)
     if isinstance(error, HTTPException):
-        return answer_error(error.status_code, str(error.detail), dict(error.headers or {}))
-    return answer_error(400, str(error).replace("max_new_tokens", "max_tokens"))  # the API's name of it
+        missing = f"there is no {request.url.path}: use /v1/completions, or see /docs for all paths"
+        message = missing if error.detail == "Not Found" else str(error.detail)
+        return answer_error(error.status_code, message, dict(error.headers or {}))
+    message = str(error).replace(", ".join(SHARED_SETTINGS), ", ".join(SHARED_FIELDS))
+    return answer_error(400, message.replace("max_new_tokens", "max_tokens"))  # the API's name of it
+
+
+def handle_signals(requests: Collection[asyncio.Task[Any]]) -> None:
+    """Log at a first signal how many requests the server waits for, and cancel them at a Ctrl-C after it."""
+    loop = asyncio.get_running_loop()
+
+    def wait(before: Callable[..., Any], number: int, frame: Any) -> None:
+        before(number, frame)
+        if requests:
+            log.warning("waiting for %d request(s) to end: press Ctrl-C to stop at once", len(requests))
+            signal.signal(signal.SIGINT, stop)
+
+    def stop(number: int, frame: Any) -> None:
+        log.warning("stopping at once: %d request(s) end with an error", len(requests))
+        for task in tuple(requests):
+            loop.call_soon_threadsafe(task.cancel)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        if callable(before := signal.getsignal(each)):
+            signal.signal(each, partial(wait, before))
 
 
 class EngineCollector:
@@ -108,12 +137,11 @@ class EngineCollector:
 class Guard:
     """ASGI middleware: API key, size of bodies, headers, request ids, and metrics of requests."""
 
-    def __init__(self, app: Any, *, api_key: str | None, registry: CollectorRegistry) -> None:
-        self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
-        labels = ("path", "status")
-        self.requests = Counter("adlm_requests", "HTTP requests", labels, registry=registry)
+    def __init__(self, app: Any, *, api_key: str | None, registry: CollectorRegistry, tasks: set[Any]) -> None:
+        self.app, self.tasks, self.key = app, tasks, None if api_key is None else f"Bearer {api_key}".encode()
+        self.requests = Counter("adlm_requests", "HTTP requests", ("path", "status"), registry=registry)
         self.seconds = Histogram(
-            "adlm_request_seconds", "seconds of HTTP requests", labels[:1], registry=registry, buckets=SECONDS
+            "adlm_request_seconds", "seconds of HTTP requests", ("path",), registry=registry, buckets=SECONDS
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -145,8 +173,13 @@ class Guard:
         if key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), key):
             message = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
             app = answer_error(401, message, code="invalid_api_key")
+        self.tasks.add(task := asyncio.current_task())
         try:
             await app(scope, receive_some, send_more)
+        except asyncio.CancelledError:  # by the server, which stops; a stream has sent its error
+            if not has_begun:
+                error = answer_error(503, SHUTDOWN, {"retry-after": "5"}, code="shutting_down")
+                await error(scope, receive, send_more)
         except Exception:
             log.exception("a request failed")
             if has_begun:
@@ -154,6 +187,9 @@ class Guard:
             error = answer_error(500, "the server failed: retry the request, and see its log")
             await error(scope, receive, send_more)
         finally:
+            self.tasks.discard(task)
+            if "at_end" in scope:  # of a stream, however it ends
+                scope["at_end"]()
             path = getattr(scope.get("route"), "path", "other")
             self.requests.labels(path, status).inc()
             self.seconds.labels(path).observe(time.perf_counter() - began)
@@ -205,6 +241,8 @@ class Answer:
             if has_usage:
                 yield encode_event({**self.head, "choices": [], "usage": self.count_usage()})
             yield b"data: [DONE]\n\n"
+        except (QueueFullError, asyncio.CancelledError):
+            yield encode_event(describe_error(503, SHUTDOWN, code="shutting_down"))
         except Exception:
             log.exception("a stream failed")
             yield encode_event(describe_error(500, "the server failed while it sampled: retry the request"))
@@ -217,23 +255,6 @@ class Answer:
                 if choice := self.read(frame):
                     choices[frame.index] = choice | {"text": self.readers[frame.index].text}
         return {**self.head, "choices": choices, "usage": self.count_usage()}
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events; the request leaves the batch when they end, however that is."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, answer: Answer, frames: AsyncGenerator[RowFrame]) -> None:
-        super().__init__(answer.stream(frames))
-        self.answer = answer
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send the events."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.answer.skipped.update(range(len(self.answer.readers)))
 
 
 def encode_event(content: dict[str, Any]) -> bytes:
@@ -292,13 +313,15 @@ def create_app(
     if len(engines) <= len(others):
         raise ValueError(f"two models have the same name, {', '.join(each.name for each in others)}: rename a folder")
     cards = {each: describe_model(each, served.lm) for each, served in engines.items()}
-    registry = CollectorRegistry()
+    registry, tasks = CollectorRegistry(), set[asyncio.Task[Any]]()  # of open requests
     registry.register(EngineCollector(engines.values()))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for each in engines.values():
             each.start()
+        with suppress(ValueError):  # only the main thread can handle signals
+            handle_signals(tasks)
         yield
         await asyncio.gather(*(asyncio.to_thread(partial(each.stop, drain=True)) for each in engines.values()))
 
@@ -306,7 +329,7 @@ def create_app(
     app.state.engine = engine
     for path, file in PAGE_FILES.items():
         app.add_route(path, serve_file(file), include_in_schema=False)
-    app.add_middleware(Guard, api_key=api_key, registry=registry)
+    app.add_middleware(Guard, api_key=api_key, registry=registry, tasks=tasks)
     for kind in (RequestValidationError, HTTPException, QueueFullError, ValueError):
         app.add_exception_handler(kind, answer_exception)
 
@@ -319,13 +342,14 @@ def create_app(
         """Sample the texts; their request is built in the engine's thread where the model chooses lengths of holes."""
         name = find_model(body.model)
         engine, make = engines[name], partial(body.build_request, engines[name].lm)
-        engine.limits.check_count(len(body.texts) * (body.n or 1))
+        engine.limits.check_size(len(body.texts) * (body.n or 1), body.steps)
         request = await (asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make))
         answer = Answer(body, request, name)
         mode, wants = ALL if body.has_drafts else SETTLED, {"guesses": body.guesses, "logprobs": body.logprobs}
         frames = stream_rows(engine, request, mode, answer.skipped, **wants)
         if body.stream:
-            return EventStream(answer, frames)
+            http.scope["at_end"] = partial(answer.skipped.update, range(len(answer.readers)))  # they leave the batch
+            return StreamingResponse(answer.stream(frames), media_type="text/event-stream")
         return await run_while_connected(http, answer.finish(frames))
 
     @app.post("/v1/completions", responses=STREAMED)
@@ -347,8 +371,7 @@ def create_app(
         async def compute() -> dict[str, Any]:
             scores = []
             for text in texts:
-                settings = {"draws": body.draws, "seed": body.seed, "batch": SCORE_BATCH}
-                call = partial(engine.lm.score, text, **settings)
+                call = partial(engine.lm.score, text, draws=body.draws, seed=body.seed, batch=SCORE_BATCH)
                 scores += await asyncio.wrap_future(engine.call(call))
             return {"object": "list", "model": name, "data": [asdict(each) for each in scores]}
 

@@ -56,21 +56,21 @@ class EngineLimits:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
-    def check_count(self, count: int) -> None:
-        """Raise if a request is for too many texts."""
+    def check_size(self, count: int, steps: int | None) -> None:
+        """Raise if a request is for too many texts, or for texts of too many steps."""
         allowed = min(self.max_texts, self.max_rows + self.max_waiting)  # more never fit
         if count > allowed:
             raise ValueError(f"the request is for {count} texts, at most {allowed} are allowed: ask for fewer")
+        if steps is not None and steps > self.max_steps:
+            raise ValueError(f"a text takes {steps} steps, at most {self.max_steps} are allowed: use fewer steps")
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raise if a request exceeds the limits of one."""
-        self.check_count(len(request.layouts) * request.config.n)
         steps = request.steps
         if steps is None and "steps" in request.settings:  # every block takes all of them
             blocks = -(-max(len(layout) for layout in request.layouts) // (request.config.block or 1))
             steps = request.settings["steps"] * blocks
-        if steps is not None and steps > self.max_steps:
-            raise ValueError(f"a text takes {steps} steps, at most {self.max_steps} are allowed: use fewer steps")
+        self.check_size(len(request.layouts) * request.config.n, steps)
 
 
 @dataclass

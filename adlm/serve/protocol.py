@@ -95,6 +95,7 @@ class CompletionBody(SamplingBody):
     best_of: int | None = Field(None, ge=1, le=1)
     presence_penalty: float | None = Field(None, ge=0, le=0)
     frequency_penalty: float | None = Field(None, ge=0, le=0)
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
 
     @property
     def is_filling(self) -> bool:

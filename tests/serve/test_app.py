@@ -216,9 +216,23 @@ def test_errors_say_the_value_and_what_is_expected(client: TestClient) -> None:
         ({"stop": ["x"] * 17}, "List should have at most 16 items"),
         ({"prompt": "the", "max_tokens": 999}, "max_tokens is 999"),
         ({"prompt": ["the"] * 100_000}, "100000 texts, at most 128"),
+        ({"temprature": 1}, "unknown field 'temprature' (did you mean temperature?): correct it"),
+        ({"stream_options": {"include_usages": True}}, "(did you mean include_usage?)"),
+        ({"steps": 100_000}, "100000 steps, at most 4096 are allowed"),
+        (
+            {"eta": 0.1, "sampler": "margin"},
+            "one of steps (of margin), n, sampler, temperature, top_p, top_k, seed, block",
+        ),
     ):
         assert message in client.post("/v1/completions", json=body).json()["error"]["message"]
     assert "at most 64 items" in client.post("/v1/score", json={"text": ["a"] * 65}).text
+
+
+def test_neutral_values_of_unsupported_fields_are_accepted(client: TestClient) -> None:
+    neutral: dict[str, Any] = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    for bias in (None, {}):
+        complete(client, prompt="the", logit_bias=bias, **neutral, **QUICK)
+    assert client.post("/v1/completions", json={"logit_bias": {"5": 1}}).status_code == 400
 
 
 def test_holes_that_leave_too_many_lengths_are_refused(client: TestClient) -> None:
@@ -235,7 +249,9 @@ def test_bad_requests_never_fail_the_server(client: TestClient) -> None:
         assert client.post("/v1/completions", content=content).status_code == 400
     assert client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1)).status_code == 413
     assert client.post("/v1/completions", content=iter([b" " * MAX_BODY_BYTES] * 2)).status_code == 413
-    assert client.get("/nothing").json()["error"]["message"] == "Not Found"
+    missing = client.post("/v1/chat/completions", json={})
+    assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
+    assert "no /v1/chat/completions: use /v1/completions" in missing.json()["error"]["message"]
     assert client.get("/v1/completions").status_code == 405
     missing = client.post("/v1/completions", json={"model": "other"})
     assert missing.status_code == 404 and "'other'" in missing.json()["error"]["message"]

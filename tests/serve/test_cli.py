@@ -31,4 +31,29 @@ def test_the_command_serves_the_bundled_model_and_ends_after_its_streams() -> No
             process.send_signal(signal.SIGTERM)
             assert response.read().endswith(b"data: [DONE]\n\n")
         rest = process.stdout.read()
-    assert rest == "" and process.returncode in (0, -signal.SIGTERM)
+    assert rest == "waiting for 1 request(s) to end: press Ctrl-C to stop at once\n"
+    assert process.returncode in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_streams_end_with_an_error_after_the_grace_period_or_a_second_signal(signals: int) -> None:
+    """Neither prints a traceback."""
+    grace = "import adlm.cli.serve as cli; cli.SECONDS_TO_DRAIN = 1" if signals == 1 else ""
+    code = f"{grace}\nfrom adlm.cli.main import app\napp(['serve', '--port', '0'])"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        address = process.stdout.readline().split()[-1]
+        body = json.dumps({"prompt": "It was", "steps": 2000, "n": 20, "stream": True}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request) as response:
+            process.send_signal(signal.SIGINT)
+            lines = [process.stderr.readline()]
+            if signals == 2:
+                process.send_signal(signal.SIGINT)
+            event = json.loads(response.read().split(b"\n\n")[-2].removeprefix(b"data: "))
+        lines += process.stderr.readlines()
+    assert event["error"]["code"] == "shutting_down" and event["error"]["type"] == "server_error"
+    assert lines[0].startswith("waiting for 1 request(s)") and len(lines) == 2, lines
+    assert ("stopping at once: 1 request(s)" if signals == 2 else "Cancel 1 running task") in lines[1]
+    assert process.returncode == 130
