@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adlm import checkpoint, methods
 from adlm.bundled import MODELS, find_bundled_model
-from adlm.config import Config, compare_configs, load_config
+from adlm.config import Config, ReasoningSettings, compare_configs, load_config
 from adlm.data.batches import ShuffledBatches, StreamedBatches, is_valid
 from adlm.data.shards import PreparedData, ShardedRows, describe_tokenizer, file_lock, hash_file, open_data
 from adlm.data.sources import open_source
@@ -70,6 +70,8 @@ class TrainingTask:
 
 def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
     """Open the text that a recipe trains on, with the method's model and objective."""
+    if config.reasoning != ReasoningSettings():
+        raise ValueError("the recipe has settings of reasoning.*, which is not for text: use `adlm reason train`")
     data = open_data_on_all_ranks(config, context)
     valid_rows = data.rows("valid")
     init = load_init(config, data)

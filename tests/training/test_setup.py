@@ -34,6 +34,11 @@ def test_an_apple_gpu_does_not_train(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_recipe_for_reasoning_does_not_train_on_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use `adlm reason train`"):
+        train("reason-quick", f"data.path={tmp_path / 'data'}", folder=tmp_path / "run", steps=1, device="cpu")
+
+
 def test_data_without_held_out_rows(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, "utf-8")
     prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=300, length=32, valid_share=0, workers=1)
