@@ -101,7 +101,7 @@ def load_experiment(path: Path, *changes: str) -> Experiment:
         merged = OmegaConf.merge(Experiment, OmegaConf.load(path), OmegaConf.from_dotlist(list(changes)))
         experiment = cast(Experiment, OmegaConf.to_object(merged))
     except (OmegaConfBaseException, YAMLError, OSError) as error:
-        problem = " ".join(str(error).partition("full_key:")[0].split())
+        problem, *_ = " ".join(str(error).split()).split(" full_key:")
         raise ValueError(f"{path} is no experiment ({problem}): see docs/reproduce.md") from error
     for name in (name for claim in experiment.claims for name in (claim.arm, claim.than)):
         check_known("arm", name, experiment.arms)
@@ -313,8 +313,7 @@ def check_claims(path: Path) -> list[str]:
         for key, value in recompute_claim(claim.get("evidence"), path.parent).items():
             stored = claim.get(key)
             is_number = isinstance(value, float | list) and isinstance(stored, type(value))
-            is_equal = np.allclose(value, stored, rtol=1e-9, atol=0) if is_number else value == stored
-            if not is_equal:
+            if not (np.allclose(value, stored, rtol=1e-9, atol=0) if is_number else value == stored):
                 problems.append(f"{claim['claim']!r}, {key}: stored {stored!r}, computed {value!r}")
     return problems
 

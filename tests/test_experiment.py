@@ -251,7 +251,7 @@ def test_the_committed_claims_follow_from_the_committed_measurements(tmp_path: P
     content["claims"][0]["verdict"] = NOT_TESTABLE
     altered.write_text(json.dumps(content), "utf-8")
     assert f"verdict: stored '{NOT_TESTABLE}'" in check_claims(altered)[0]
-    answer = CliRunner().invoke(app, ["experiment", "--check", str(altered)])
+    answer = CliRunner().invoke(app, ["experiment", "--check", str(altered), "--json"])
     assert answer.exit_code == 1 and "1 values differ" in answer.output
 
 

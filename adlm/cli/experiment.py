@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from adlm.cli import options
-from adlm.cli.output import print_result, status_console
+from adlm.cli.output import print_json, print_result, status_console
 
 
 def experiment(
@@ -30,6 +30,8 @@ def experiment(
     log = partial(status_console().print, markup=False)
     if is_check:
         problems = module.check_claims(file := file or Path("docs/reproduce.json"))
+        if is_json:
+            print_json({"file": str(file), "problems": problems})
         log("\n".join([*problems, f"{file}: {len(problems)} values differ"]))
         raise typer.Exit(bool(problems))
     if file is None:
