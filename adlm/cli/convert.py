@@ -47,6 +47,8 @@ def convert(
         else:
             loaded, weights = load_model(found), "for inference"
         written = write_lightning(loaded, path) if to else export_model(loaded, path, is_quantized=False)
+        if to and loaded.tokenizer is not None:
+            status_console().print("warning: a .ckpt has no tokenizer; give --tokenizer when you convert it back")
     config = loaded.model.config
     summary: dict[str, object] = {"out": str(written), "method": loaded.method, "weights": weights, "step": loaded.step}
     summary |= {"parameters": count_parameters(config), "layers": [config.anchor_layers, config.denoiser_layers]}

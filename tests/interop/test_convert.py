@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import adlm
-from adlm.checkpoint import load_model
+from adlm.checkpoint import export_model, load_model
 from adlm.convert import StoredObject, load_lineage, map_names, read_pickle, write_lightning
 from tests.cli.terminal import answer_json, assert_error, invoke
 from tests.goldens import HEADS, arrays, model, weights
+from tests.text.models import tokenizer
 
 POSSIBLE = -1e5  # below this an entry is the lineage's stand-in for minus infinity
 DIM, VOCAB, COND = 32, 65, 16
@@ -187,6 +189,13 @@ def test_round_trips_are_bit_identical(tmp_path: Path, kind: str) -> None:
         assert all(torch.equal(average, p) for average, p in zip(shadow, lineage.parameters(), strict=True))
         assert back["global_step"] == back["ema"]["num_updates"] == 7
         assert back["hyper_parameters"]["config"]["model"]["length"] == 16
+
+
+def test_a_tokenizer_that_a_checkpoint_cannot_hold_gives_a_warning(tmp_path: Path) -> None:
+    loaded, _ = load_lineage(save_checkpoint(tmp_path / "last.ckpt", "mdlm"))
+    export_model(replace(loaded, tokenizer=tokenizer("bytes")), tmp_path / "model", is_quantized=False)
+    result = invoke("convert", tmp_path / "model", "--out", tmp_path / "back.ckpt", "--to", "lightning")
+    assert result.exit_code == 0 and "has no tokenizer; give --tokenizer" in result.output
 
 
 def test_the_order_of_names_is_that_of_the_parameters() -> None:
