@@ -1,5 +1,6 @@
 """`adlm serve`: the HTTP server."""
 
+import signal
 import socket
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -54,12 +55,25 @@ def serve(
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SECONDS_TO_DRAIN, server_header=False)
 
     class Server(uvicorn.Server):
-        """Prints the address when it accepts connections."""
+        """Prints the address when it accepts connections, and when it stops, what it waits for."""
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             address = listener.getsockname()
             shown = f"[{address[0]}]" if ":" in address[0] else address[0]
             typer.echo(f"serving {', '.join(each.name for each in (lm, *others))} on http://{shown}:{address[1]}")
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            """Wait for open requests at a first signal, and cancel them at a Ctrl-C after it."""
+            requests = tuple(app.state.requests)
+            if requests and self.should_exit and sig == signal.SIGINT:
+                typer.echo(f"stopping at once: {len(requests)} request(s) end with an error", err=True)
+                for task in requests:
+                    task.get_loop().call_soon_threadsafe(task.cancel)
+                return
+            super().handle_exit(sig, frame)
+            if requests:
+                waiting = f"waiting for {len(requests)} request(s) to end"
+                typer.echo(f"{waiting}: press Ctrl-C to stop at once", err=True)
 
     Server(config).run(sockets=[listener])

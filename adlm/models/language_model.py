@@ -329,10 +329,10 @@ def arrange_rows(
 
 
 def can_unpad(config: ModelConfig) -> bool:
-    """Whether a model takes UnpaddedRows: it is masked, only attention and rotary angles know rows, heads are usual."""
+    """Whether a model takes UnpaddedRows: masked, heads fit the kernel, only attention and rotary angles know rows."""
     head_dim = config.dim // config.heads
-    is_usual = head_dim % 8 == 0 and head_dim <= 256  # of the kernel
-    return is_usual and not config.is_causal and not config.time_conditioning and config.positions == "rotary"
+    fits_kernel = head_dim % 8 == 0 and head_dim <= 256
+    return fits_kernel and not config.is_causal and not config.time_conditioning and config.positions == "rotary"
 
 
 def build_on_meta(config: ModelConfig) -> LanguageModel:

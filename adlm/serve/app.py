@@ -6,10 +6,9 @@ import json
 import logging
 import reprlib
 import secrets
-import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
@@ -97,26 +96,6 @@ async def answer_exception(request: Request, error: Exception) -> Response:
         return answer_error(error.status_code, message, dict(error.headers or {}))
     message = str(error).replace(", ".join(SHARED_SETTINGS), ", ".join(SHARED_FIELDS))
     return answer_error(400, message.replace("max_new_tokens", "max_tokens"))  # the API's name of it
-
-
-def handle_signals(requests: Collection[asyncio.Task[Any]]) -> None:
-    """Log at a first signal how many requests the server waits for, and cancel them at a Ctrl-C after it."""
-    loop = asyncio.get_running_loop()
-
-    def wait(before: Callable[..., Any], number: int, frame: Any) -> None:
-        before(number, frame)
-        if requests:
-            log.warning("waiting for %d request(s) to end: press Ctrl-C to stop at once", len(requests))
-            signal.signal(signal.SIGINT, stop)
-
-    def stop(number: int, frame: Any) -> None:
-        log.warning("stopping at once: %d request(s) end with an error", len(requests))
-        for task in tuple(requests):
-            loop.call_soon_threadsafe(task.cancel)
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        if callable(before := signal.getsignal(each)):
-            signal.signal(each, partial(wait, before))
 
 
 class EngineCollector:
@@ -320,8 +299,6 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for each in engines.values():
             each.start()
-        with suppress(ValueError):  # only the main thread can handle signals
-            handle_signals(tasks)
         yield
         await asyncio.gather(*(asyncio.to_thread(partial(each.stop, drain=True)) for each in engines.values()))
 
@@ -329,6 +306,7 @@ def create_app(
     app.state.engine = engine
     for path, file in PAGE_FILES.items():
         app.add_route(path, serve_file(file), include_in_schema=False)
+    app.state.requests = tasks
     app.add_middleware(Guard, api_key=api_key, registry=registry, tasks=tasks)
     for kind in (RequestValidationError, HTTPException, QueueFullError, ValueError):
         app.add_exception_handler(kind, answer_exception)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class BatchedMuon(Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             lr, momentum, beta2 = group["lr"], group["momentum"], group.get("beta2")
             by_shape: dict[torch.Size, list[Tensor]] = {}
