@@ -52,6 +52,7 @@ class ExperimentArm:
     overrides: dict[str, Any] = field(default_factory=dict)
     scout: dict[str, list[Any]] = field(default_factory=dict)  # the first seed chooses the value for all others
     model: str = ""
+    seeds: list[int] | None = None  # of the experiment's seeds only these, such as [0] where one seed was enough
     seconds_per_step: float | None = None
 
 
@@ -115,15 +116,14 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
     """
     records = {each["name"]: each for each in (read_json(path)["runs"] if path.is_file() else [])}
     runs: dict[str, Record] = {}
-    seeds, own_seeds = experiment.seeds, experiment.corpus_seeds
-    points = [(corpus, seed) for corpus in experiment.corpora for seed in own_seeds.get(corpus, seeds)]
+    points = [(key, seed) for key in experiment.corpora for seed in experiment.corpus_seeds.get(key, experiment.seeds)]
     for (corpus, seed), (name, arm) in product(points, experiment.arms.items()):
         variants: list[Record] = [{key: value} for key, values in arm.scout.items() for value in values] or [{}]
+        variants = variants if arm.seeds is None or seed in arm.seeds else []
         scouts = [each["record"] for each in runs.values() if each["arm"] == name][: len(variants)]
         is_waiting = len(variants) > 1 and None in scouts
         if scouts:
-            nll = [compute_nll(each) for each in scouts]
-            variants = [variants[nll.index(min(nll))]]
+            variants = [variants[int(np.argmin([compute_nll(each) for each in scouts]))]]
         for variant in variants:
             label = " ".join(f"{key}={value}" for key, value in variant.items())
             run_name = re.sub(r"[^\w.=-]+", "_", "-".join(filter(None, [name, label, corpus, str(seed)])))
