@@ -33,12 +33,10 @@ data.path data.workers data.verify reasoning.tests reasoning.samplers
 POSITIVE_KEYS = """
 steps batch micro_batch log.every valid.every valid.batch valid.draws samples.every samples.rows samples.steps
 checkpoint.every checkpoint.keep data.shuffle model.dim model.heads optimizer.lr optimizer.muon_lr optimizer.clip
-objective.discrete_steps objective.max_weight objective.time_std guard.spike guard.window parallel.shard
+objective.discrete_steps objective.time_std guard.spike guard.window parallel.shard
 reasoning.hops reasoning.stages reasoning.stage_steps reasoning.slots_per_stage reasoning.tests
 """
-NON_NEGATIVE_KEYS = (
-    "objective.anchor_weight data.workers optimizer.warmup optimizer.momentum_warmup reasoning.label_weight"
-)
+NON_NEGATIVE_KEYS = "objective.anchor_weight data.workers optimizer.warmup reasoning.label_weight"
 CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.decay": ("constant", "cosine", "wsd"),
@@ -100,7 +98,6 @@ class ObjectiveSettings:
     attend_padding: bool = False  # as the lineage on LM1B: padding is masked and attended like text
     discrete_steps: int | None = None
     time_std: float | None = None  # of training times around 1/2; null: uniform times
-    max_weight: float | None = None  # cap of the loss weight 1/t in training; 1: every hidden token counts alike
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,6 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     muon_lr: float = 0.02  # muon: of the layers' matrices
     muon_momentum: float = 0.95
-    momentum_warmup: int = 0  # muon: steps in which the momentum rises from 0.85
     split_qkv: bool = False  # muon: queries, keys and values as three matrices
     muon_beta2: float | None = None  # muon: rows are divided by the root of their mean square, averaged with this decay
     clip: float = 1.0  # maximal gradient norm

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +171,21 @@ def test_the_noise_does_not_depend_on_the_arm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
 def test_committed_experiments_plan_their_runs(path: Path) -> None:
     experiment = load_experiment(path)
-    runs, seeds = list_runs(experiment, Path("none")), experiment.corpus_seeds
-    points = sum(len(seeds.get(corpus, experiment.seeds)) for corpus in experiment.corpora)
-    scouts = sum(len(values) - 1 for arm in experiment.arms.values() for values in arm.scout.values())
-    assert len(runs) == points * len(experiment.arms) + scouts  # every name once
+    arms, seeds = experiment.arms.values(), experiment.corpus_seeds
+    points = [seed for corpus in experiment.corpora for seed in seeds.get(corpus, experiment.seeds)]
+    scouts = sum(len(values) - 1 for arm in arms for values in arm.scout.values())
+    planned = sum(arm.seeds is None or seed in arm.seeds for seed in points for arm in arms)
+    assert len(list_runs(experiment, Path("none"))) == planned + scouts  # every name once
+
+
+def test_an_arm_may_have_fewer_seeds() -> None:
+    scout = {"seeds": [1], "scout": {"optimizer.lr": [1e-3, 2e-3]}}
+    for own, names in (({"seeds": [1]}, ["adlm-toy-1"]), ({"seeds": []}, []), (scout, ["adlm-toy-1"] * 2)):
+        experiment = load_experiment(TOY)
+        arms = experiment.arms | {"adlm": replace(experiment.arms["adlm"], **own)}
+        runs = list_runs(replace(experiment, arms=arms), Path("none"))
+        planned = [f"{run['arm']}-{run['corpus']}-{run['seed']}" for run in runs.values() if run["arm"] == "adlm"]
+        assert planned == names and sum(run["arm"] == "mdlm" for run in runs.values()) == 2
 
 
 def test_a_dry_run_prints_runs_and_minutes(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class FeatureModel(Protocol):
 class Loss(NamedTuple):
     """The optimized total = nll + anchor_weight · anchor, apart from the reported nll; nats per token.
 
-    With a `max_weight`, or with times that are not uniform, the total has other weights; the rest stays the NELBO.
+    With times that are not uniform the total has other weights; the rest stays the NELBO.
     """
 
     total: Tensor
@@ -50,25 +50,20 @@ def training_loss(
     *,
     anchor_weight: float | Tensor | None = None,
     score_entropy: bool = False,
-    max_weight: float | None = None,
     check: bool = True,
 ) -> Loss:
-    """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones).
-
-    `max_weight` caps the weight w(t) in the total, and not in what is reported.
-    """
+    """Compute a model's loss on a batch of `corrupt` (masked models) or `shift_tokens` (causal ones)."""
     mask_id = model.config.mask_id
     if batch.is_causal != model.config.is_causal:
         raise ValueError("a masked model learns from batches of `corrupt`, a causal one from batches of `shift_tokens`")
     if score_entropy and anchor_weight is not None:
         raise ValueError("score entropy has no anchor term: leave anchor_weight out")
     features = model(batch.xt, batch.noise_level, valid=batch.valid)
-    options: dict[str, Any] = {"max_weight": max_weight, "check": check}
     if score_entropy:
         assert mask_id is not None
-        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, **options)
+        return score_entropy_loss(features.final, model.head, batch, mask_id=mask_id, check=check)
     anchors = {"anchor": features.anchor, "anchor_head": model.anchor_head, "anchor_weight": anchor_weight}
-    return diffusion_loss(features.final, model.head, batch, mask_id=mask_id, **options, **anchors)
+    return diffusion_loss(features.final, model.head, batch, mask_id=mask_id, check=check, **anchors)
 
 
 def diffusion_loss(
@@ -81,7 +76,6 @@ def diffusion_loss(
     anchor_head: nn.Linear | None = None,
     anchor_weight: float | Tensor | None = None,
     offset: float | None = None,
-    max_weight: float | None = None,
     check: bool = True,
 ) -> Loss:
     """Compute the NELBO or, with an `anchor_weight` (gamma), the ANELBO: the mean over tokens of
@@ -92,27 +86,27 @@ def diffusion_loss(
     batch of `shift_tokens` gives the losses of AR and A2R. `check` raises if the loss is not finite, which waits for
     the device.
     """
-    total, nll, row_nll = _mean_loss(final, head, batch, batch.hidden, max_weight, without=mask_id, offset=offset)
+    total, nll, row_nll = _mean_loss(final, head, batch, batch.hidden, without=mask_id, offset=offset)
     mean_anchor, row_anchor = torch.zeros_like(nll), torch.zeros_like(row_nll)
     if anchor_weight is not None:
         if anchor is None or anchor_head is None or batch.anchors is None:
             raise ValueError(
                 "anchor_weight needs a two-stage model (anchor features and head) and a batch made with an anchor_rule"
             )
-        total_anchor, mean_anchor, row_anchor = _mean_loss(anchor, anchor_head, batch, batch.anchors, max_weight)
+        total_anchor, mean_anchor, row_anchor = _mean_loss(anchor, anchor_head, batch, batch.anchors)
         total = total + anchor_weight * total_anchor  # at weight 0 too: every parameter stays in the graph
     loss = Loss(total, nll, mean_anchor, row_nll, row_anchor)
     return loss.check() if check else loss
 
 
-def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, **options: Any) -> Loss:
+def score_entropy_loss(final: Tensor, head: nn.Linear, batch: NoisyBatch, *, mask_id: int, check: bool = True) -> Loss:
     """Compute SEDD's absorbing score entropy, for a head whose exp(logit) / (V - 1) is the score · (e^noise_level - 1).
 
     Its weighted form collapses to w(t) [ exp(lse - c) - z_x + c - 1 ] with c = log(V - 1): the NELBO's
     cross-entropy plus a penalty that holds the logits' mass at V - 1, where the two are equal.
     """
     offset = math.log(head.weight.shape[0] - 1)
-    return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, **options)
+    return diffusion_loss(final, head, batch, mask_id=mask_id, offset=offset, check=check)
 
 
 def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -> Tensor:
@@ -123,15 +117,13 @@ def token_nll(selected: SelectedLoss, selection: Selection, shape: torch.Size) -
 
 
 def _mean_loss(
-    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, max_weight: float | None, **options: Any
+    features: Tensor, head: nn.Linear, batch: NoisyBatch, where: Selection, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean over the batch's tokens of a head's loss at a selection, as it is optimized (weights capped, and
-    not divided by the density of t) and as the NELBO has it, and the latter's sum over each row (detached)."""
+    """Return the mean over the batch's tokens of a head's loss at a selection, as it is optimized (weights not
+    divided by the density of t) and as the NELBO has it, and the latter's sum over each row (detached)."""
     weight = where.weight
     if batch.density is not None:
         weight = weight * batch.density[where.index // batch.x0.shape[1]]
-    if max_weight is not None:
-        weight = weight.clamp(max=max_weight)
     share = Selection(where.index, weight / batch.tokens)
     loss = selected_loss(features, head, batch.x0, share, **options)
     rows = token_nll(loss, where, batch.x0.shape).sum(-1).detach()

@@ -14,7 +14,6 @@ one dim × dim map, so the logits between the stages never exist.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -23,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adlm.models.transformer import (
-    ACTIVATIONS,
     KVCache,
     Layer,
     Norm,
@@ -31,7 +29,6 @@ from adlm.models.transformer import (
     Stack,
     UnpaddedRows,
     causal_mask,
-    find_neighbors,
     gather_rows,
     rms_norm,
     rotary_table,
@@ -39,17 +36,14 @@ from adlm.models.transformer import (
 )
 
 CHOICES = {"bridge": ("factored", "direct", "softmax", "none"), "positions": ("rotary", "learned")}
-CHOICES |= {"activation": tuple(ACTIVATIONS), "skips": ("none", "unet", "input")}
 # Inductor's fusion of row sums with column sums gives wrong gradients of the modulations at training sizes (torch 2.11,
 # relative errors of 0.4 to 7); without it a step takes as long.
 INDUCTOR_OPTIONS: dict[str, str | int | bool] = {"triton.mix_order_reduction": False}
 # Settings that the paper's models do not have.
-EXTENSIONS: tuple[str, ...] = ("embed_norm", "qk_norm", "zero_init", "activation", "skips", "value_embeddings")
-EXTENSIONS += ("short_conv", "project_after")
+EXTENSIONS = ("embed_norm", "qk_norm", "project_after")
 # The least and the largest value of each size.
 SIZES = {"vocab_size": (1, 2**24), "dim": (1, 2**16), "heads": (1, 2**16), "anchor_layers": (0, 1024)}
-SIZES |= {"denoiser_layers": (1, 1024), "length": (1, 2**17), "cond_dim": (1, 2**16), "value_embeddings": (0, 512)}
-SIZES |= {"project_after": (0, 1024)}
+SIZES |= {"denoiser_layers": (1, 1024), "length": (1, 2**17), "cond_dim": (1, 2**16), "project_after": (0, 1024)}
 NEG_INF = -1e6  # log-probability of the impossible; finite, so that 0 · log 0 stays 0
 
 
@@ -75,11 +69,6 @@ class ModelConfig:
     tied: bool = False
     embed_norm: bool = False  # divide embeddings by their root mean square
     qk_norm: bool = False  # likewise queries and keys
-    activation: str = "gelu"  # of the MLP; relu2 is the squared ReLU
-    zero_init: bool = False  # the layers' output projections start at zero; with modulation their gates do anyway
-    skips: str = "none"  # learned connections to later layers of a stage: unet, or from its input
-    value_embeddings: int = 0  # tables whose rows are added to the values of the first and the last layers
-    short_conv: bool = False  # layers read each token with its two neighbors; at first they weigh nothing
     project_after: int = 0  # a dim × dim matrix after this layer of the denoiser, at first the identity; 0: none
 
     def __post_init__(self) -> None:
@@ -94,7 +83,6 @@ class ModelConfig:
                 raise ValueError(f"model config: {name} must be true or false, got {value!r:.80}")
         is_outside = self.mask_id is not None and not (is_whole(self.mask_id) and 0 <= self.mask_id < self.vocab_size)
         is_rate = isinstance(self.dropout, int | float) and 0 <= self.dropout < 1
-        readers, tables = self.anchor_layers or self.denoiser_layers, self.value_embeddings
         problems = {
             f"dropout must be a number in [0, 1), got {self.dropout!r:.80}": not is_rate,
             f"dim {self.dim} must be a multiple of heads {self.heads}": self.dim % self.heads != 0,
@@ -102,11 +90,7 @@ class ModelConfig:
             f"mask_id {self.mask_id!r:.80} is outside the vocabulary of {self.vocab_size}": is_outside,
             "a masked (not causal) model needs a mask_id": not self.is_causal and self.mask_id is None,
             "time_conditioning needs a cond_dim": self.time_conditioning and self.cond_dim is None,
-            "zero_init needs cond_dim null (model.cond_dim=0)": self.zero_init and self.cond_dim is not None,
-            "short_conv needs a masked model": self.short_conv and self.is_causal,
             f"project_after {self.project_after} is above denoiser_layers": self.project_after > self.denoiser_layers,
-            f"value_embeddings {tables} is above half of the {readers} layers that read tokens": 2 * tables
-            > readers + 1,
         }
         for problem, is_present in problems.items():
             if is_present:
@@ -154,8 +138,6 @@ class LanguageModel(nn.Module):
             self.bridge = nn.Linear(dim if config.bridge == "direct" else vocab, dim) if has_bridge else None
             self.denoiser = Stack(config, config.denoiser_layers, config.project_after)
             self.head = nn.Linear(dim, vocab, bias=not config.tied)
-            tables = config.value_embeddings
-            self.values = nn.Parameter(torch.zeros(vocab, tables * dim)) if tables else None
         if seed is not None:
             self.to_empty(device="cpu")
             if config.tied:
@@ -195,8 +177,7 @@ class LanguageModel(nn.Module):
         self, stack: Stack, x: Tensor, level: Tensor | None, valid: Valid, cache: Caches, is_first: bool = False
     ) -> Tensor:
         """Run a stage on features (B, L, dim), the first one on tokens (B, L) or embeddings (B, L, dim)."""
-        config, values = self.config, None
-        start = cache[0].used if cache else 0
+        config, start = self.config, cache[0].used if cache else 0
         length = start + x.shape[1]
         if length > config.length:
             raise ValueError(f"{length} tokens are longer than this model's length of {config.length}: shorten them")
@@ -211,9 +192,8 @@ class LanguageModel(nn.Module):
             cos, sin = self.rotary(x.device)
             rotary = cos[place], sin[place]
         if is_first:
-            values, x = self._look_up_values(x), self._embed_tokens(x, start)
-        neighbors = find_neighbors(x, valid) if config.short_conv else None
-        x = stack(x, level if config.time_conditioning else None, rotary, mask, cache, values, neighbors)
+            x = self._embed_tokens(x, start)
+        x = stack(x, level if config.time_conditioning else None, rotary, mask, cache)
         return scatter_rows(x, valid, rows) if isinstance(valid, UnpaddedRows) else x
 
     def _embed_tokens(self, tokens: Tensor, start: int) -> Tensor:
@@ -225,14 +205,6 @@ class LanguageModel(nn.Module):
             x = rms_norm(x)
         is_half = torch.is_autocast_enabled(x.device.type)
         return x.to(torch.get_autocast_dtype(x.device.type)) if is_half else x
-
-    def _look_up_values(self, tokens: Tensor) -> Sequence[Tensor] | None:
-        """Look up the value embeddings (B, L, dim) of tokens, one for each table."""
-        if self.values is None:
-            return None
-        if tokens.is_floating_point():
-            raise ValueError("a model with value_embeddings takes tokens, not embeddings: train one without them")
-        return F.embedding(tokens, self.values).chunk(self.config.value_embeddings, -1)
 
     def rotary(self, device: torch.device) -> Rotary:
         """Return the rotary angles, made once and no buffer, because a cast of the model must not round them."""
@@ -379,9 +351,5 @@ def initialize(model: LanguageModel, rng: torch.Generator) -> None:
         nn.init.eye_(model.bridge.weight)
         model.bridge.bias.zero_()
     for module in model.modules():
-        if isinstance(module, LanguageModel | Stack | Layer):  # skips, projection, convolution, value embeddings
-            for parameter in module.parameters(recurse=False):
-                parameter.zero_()
-        if isinstance(module, Layer) and model.config.zero_init:
-            for parameter in (*module.out.parameters(), *module.down.parameters()):
-                parameter.zero_()
+        if isinstance(module, Stack) and module.projection is not None:
+            module.projection.zero_()

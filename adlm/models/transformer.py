@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,22 +71,6 @@ def scatter_rows(x: Tensor, rows: UnpaddedRows, count: int) -> Tensor:
     return flat.index_copy(0, rows.places, x[0])[:-1].view(count, rows.length, -1)
 
 
-def find_neighbors(x: Tensor, valid: Tensor | UnpaddedRows | None) -> tuple[Tensor, Tensor]:
-    """Return where positions of x (B, L, …) have a left and a right neighbor in their row, each (B or 1, L, 1)."""
-    if isinstance(valid, UnpaddedRows):
-        has_next = (valid.places[1:] == valid.places[:-1] + 1) & (valid.position[1:] > 0)
-        return F.pad(has_next, (1, 0))[None, :, None], F.pad(has_next, (0, 1))[None, :, None]
-    mask = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device) if valid is None else valid
-    return F.pad(mask[:, :-1], (1, 0))[..., None], F.pad(mask[:, 1:], (0, 1))[..., None]
-
-
-def convolve(x: Tensor, weights: Tensor, neighbors: tuple[Tensor, Tensor]) -> Tensor:
-    """Add to x (B, L, dim) the left and the right neighbor of every position, times the vectors `weights` (2, dim)."""
-    left, right = F.pad(x[:, :-1], (0, 0, 1, 0)), F.pad(x[:, 1:], (0, 0, 0, 1))
-    first, second = weights.to(x.dtype)
-    return x + first * left * neighbors[0] + second * right * neighbors[1]
-
-
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows) -> Tensor:
     """Compute attention (1, heads, N, head_dim) within each row; without a kernel for it, by a mask (N, N)."""
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
@@ -125,14 +109,6 @@ def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
     if x.is_cuda and x.dtype == linear.weight.dtype == torch.bfloat16 and not torch.is_grad_enabled():
         return gelu_in_product(x, linear.weight, linear.bias)
     return F.gelu(linear(x), approximate="tanh")
-
-
-def linear_relu2(x: Tensor, linear: nn.Linear) -> Tensor:
-    """Compute the squared ReLU of a linear map."""
-    return F.relu(linear(x)).square()
-
-
-ACTIVATIONS = {"gelu": linear_gelu, "relu2": linear_relu2}
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -212,7 +188,7 @@ class Layer(nn.Module):
         super().__init__()
         dim, bias = config.dim, config.attention_bias
         self.heads, self.is_causal, self.dropout = config.heads, config.is_causal, config.dropout
-        self.qk_norm, self.activate = config.qk_norm, ACTIVATIONS[config.activation]
+        self.qk_norm = config.qk_norm
         self.norm1 = Norm(dim, config.norm_bias)
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
         self.out = nn.Linear(dim, dim, bias=bias)
@@ -220,7 +196,6 @@ class Layer(nn.Module):
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
         self.modulation = None if config.cond_dim is None else nn.Linear(config.cond_dim, 6 * dim)
-        self.conv = nn.Parameter(torch.zeros(2, dim)) if config.short_conv else None
 
     def forward(
         self,
@@ -229,22 +204,15 @@ class Layer(nn.Module):
         cond: Tensor | None = None,
         attend: Tensor | UnpaddedRows | None = None,
         cache: KVCache | None = None,
-        value: Tensor | None = None,
-        neighbors: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         batch, length, dim = x.shape
         shift1, scale1, gate1, shift2, scale2, gate2 = compute_modulations(self.modulation, cond, 6)
-        y = self.norm1(x, shift1, scale1)
-        if self.conv is not None and neighbors is not None:
-            y = convolve(y, self.conv, neighbors)
-        qkv = self.qkv(y).view(batch, length, 3, self.heads, dim // self.heads)
+        qkv = self.qkv(self.norm1(x, shift1, scale1)).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = qkv.unbind(2)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if self.qk_norm:
             q, k = rms_norm(q), rms_norm(k)
-        if value is not None:
-            v = v + value.view_as(v).to(v.dtype)
         # Transposed views, not copies: the kernel's output has the layout of q, ready for the output projection.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         is_causal = self.is_causal and attend is None
@@ -256,7 +224,7 @@ class Layer(nn.Module):
         y = attention(q, k, v, is_causal=is_causal, attend=attend)
         y = y.transpose(1, 2).reshape(batch, length, dim)
         x = x + F.dropout(apply_gate(self.out, y, gate1), self.dropout, self.training).to(x.dtype)
-        y = self.activate(self.norm2(x, shift2, scale2), self.up)
+        y = linear_gelu(self.norm2(x, shift2, scale2), self.up)
         return x + F.dropout(apply_gate(self.down, y, gate2), self.dropout, self.training).to(x.dtype)
 
 
@@ -288,19 +256,17 @@ class NoiseEmbedding(nn.Module):
 class Stack(nn.Module):
     """One stage: layers and the final norm, conditioned on the noise level or on the constant zero.
 
-    `skips` add to each layer's input that of the first layer ("input") or of its mirror image ("unet"), times a learned
-    scalar; after `project_after` layers there is a matrix. At first they change nothing.
+    After `project_after` layers there is a matrix, at first the identity.
     """
 
     def __init__(self, config: ModelConfig, layers: int, project_after: int = 0) -> None:
         super().__init__()
-        dim, self.skips, self.project_after = config.dim, config.skips, project_after
+        dim, self.project_after = config.dim, project_after
         self.condition = None if config.cond_dim is None else NoiseEmbedding(config.cond_dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(layers))
         self.norm = Norm(dim, config.norm_bias)
         self.modulation = None if config.cond_dim is None else nn.Linear(config.cond_dim, 2 * dim)
         self.states: list[Tensor] | None = None
-        self.skip_weights = None if config.skips == "none" else nn.Parameter(torch.zeros(layers))
         self.projection = nn.Parameter(torch.zeros(dim, dim)) if project_after else None  # minus the identity
 
     @contextmanager
@@ -325,19 +291,10 @@ class Stack(nn.Module):
         rotary: Rotary | None = None,
         attend: Tensor | UnpaddedRows | None = None,
         caches: list[KVCache] | None = None,
-        values: Sequence[Tensor] | None = None,
-        neighbors: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Run the layers; the first of `values` (B, L, dim) is added to the values of the first and the last one, …"""
         cond = self.condition_on(noise_level, x.device)
-        count, inputs = len(self.layers), list[Tensor]()
         for i, layer in enumerate(self.layers):
-            if self.skip_weights is not None:
-                inputs.append(x)
-                x = x + self.skip_weights[i] * inputs[0 if self.skips == "input" else min(i, count - i)]
-            table = min(i, count - 1 - i)
-            value = values[table] if values is not None and table < len(values) else None
-            x = layer(x, rotary, cond, attend, None if caches is None else caches[i], value, neighbors)
+            x = layer(x, rotary, cond, attend, None if caches is None else caches[i])
             if self.projection is not None and i + 1 == self.project_after:
                 x = x + F.linear(x, self.projection)
             if self.states is not None:

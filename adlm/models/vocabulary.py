@@ -8,7 +8,7 @@ from torch import Tensor
 from adlm.models.language_model import LanguageModel, build_on_meta, is_whole
 
 # One row per token.
-ROWS = ("embed.weight", "values", "head.weight", "head.bias", "anchor_head.weight", "anchor_head.bias")
+ROWS = ("embed.weight", "head.weight", "head.bias", "anchor_head.weight", "anchor_head.bias")
 
 
 @torch.no_grad()

@@ -209,7 +209,7 @@ class RunLogger:
         values = torch.stack([metrics.values for metrics in self.unread]).cpu().double()
         values = self.context.all_reduce_sum(values) / self.context.world_size
         for metrics, row in zip(self.unread, values.tolist(), strict=True):
-            self.guard.check(row[1], row[3], metrics.step, metrics.batch)
+            self.guard.check(row[0], row[3], metrics.step, metrics.batch)
             self.values.append(row)
         self.unread.clear()
 

@@ -67,7 +67,7 @@ def train_steps(
         batch, rows, noisy, stall = upcoming
         multiplier, anchor_weight = lr_multiplier(step), objective.anchor_weight(step, steps)
         gamma = None if anchor_weight is None else torch.full((), anchor_weight, device=device)  # does not wait
-        set_lr(optimizers, multiplier, step)
+        set_lr(optimizers, multiplier)
         values = torch.zeros(4, device=device)
         for number, micro in enumerate(noisy):
             sync = nullcontext() if number == len(noisy) - 1 else parallel.no_sync()

@@ -14,7 +14,6 @@ from adlm.models.transformer import Layer
 from adlm.training.ema import EMA
 
 PAPER = OptimizerSettings()
-FIRST_MOMENTUM = 0.85  # of Muon, where it warms up
 
 
 def get_lr_multiplier(step: int, steps: int, settings: OptimizerSettings = PAPER) -> float:
@@ -103,7 +102,6 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
                 "optimizer.name=muon needs whole matrices, and fsdp shards them: use parallel.kind=ddp or adamw"
             )
         muon = BatchedMuon(list(matrices), lr=settings.muon_lr, momentum=settings.muon_momentum, weight_decay=decay)
-        muon.param_groups[0] |= {"peak_momentum": settings.muon_momentum, "momentum_warmup": settings.momentum_warmup}
         if settings.muon_beta2 is not None and not 0 < settings.muon_beta2 < 1:
             raise ValueError(f"optimizer.muon_beta2 is {settings.muon_beta2}: expected null, or above 0 and below 1")
         muon.param_groups[0] |= {"split_qkv": settings.split_qkv, "beta2": settings.muon_beta2}
@@ -114,14 +112,11 @@ def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> l
     return optimizers
 
 
-def set_lr(optimizers: Sequence[Optimizer], multiplier: float, step: int) -> None:
-    """Set the learning rate of every group to a multiple of its peak, and Muon's momentum by its warm-up."""
+def set_lr(optimizers: Sequence[Optimizer], multiplier: float) -> None:
+    """Set the learning rate of every group to a multiple of its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * multiplier
-            if step <= group.get("momentum_warmup", 0):
-                share = step / group["momentum_warmup"]
-                group["momentum"] = FIRST_MOMENTUM + share * (group["peak_momentum"] - FIRST_MOMENTUM)
 
 
 def step_optimizers(

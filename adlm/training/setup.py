@@ -130,7 +130,7 @@ def open_text_task(config: Config, context: DistributedContext) -> TrainingTask:
         init,
         objective,
         batches,
-        build_loss=partial(LossModule, score_entropy=is_sedd, max_weight=config.objective.max_weight),
+        build_loss=partial(LossModule, score_entropy=is_sedd),
         validate=validate,
         format_metrics=partial(format_validation, is_causal=shape.is_causal),
         sample=sample,

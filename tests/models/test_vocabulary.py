@@ -18,7 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": CAUSAL | {"tied": True, "positions": "learned", "norm_bias": True, "attention_bias": True},
     "ar": CAUSAL,
     "a2r": CAUSAL | {"anchor_layers": 1, "bridge": "direct"},
-    "mdlm": {"value_embeddings": 1},
+    "mdlm": {},
     "adlm": {"anchor_layers": 1},
     "adlm, tied, direct": {"anchor_layers": 1, "bridge": "direct", "tied": True},
 }

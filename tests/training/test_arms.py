@@ -20,7 +20,7 @@ NARROW = {"model.dim": 16, "model.heads": 2, "batch": 2, "steps": 4, "valid.rows
 
 def list_arms() -> list[Any]:
     arms = []
-    for name in ("2b", "best-scouts"):
+    for name in ("2b", "best-changes", "best"):
         experiment = yaml.safe_load((ROOT / "experiments" / f"{name}.yaml").read_text("utf-8"))
         arms += [
             pytest.param(experiment["overrides"], arm, id=f"{name}: {each}") for each, arm in experiment["arms"].items()
