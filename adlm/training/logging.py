@@ -236,7 +236,7 @@ class RunLogger:
         }
         self.log(record)
         # The latest means are in the bar or, without a terminal, on a line every few seconds.
-        text = f"nll {means['train/nll']:.3f}  {speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.0%}")
+        text = f"loss {means['train/loss']:.3f}  {speed:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.0%}")
         self.bar.update(self.task, description=text)
         step, steps = metrics.step, self.config.steps
         if not self.has_bar and (now - self.last_line >= SECONDS_BETWEEN_LINES or step >= steps):
