@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.runs import ROOT
+from tests.training.runs import ROOT, data
 
 SMALL = "--device cpu --size nano --threads 1"
 Check = Callable[[dict[str, Any]], bool]
@@ -27,6 +27,10 @@ BENCHES: dict[str, tuple[str, Check]] = {
     "serve": (
         "--threads 1 engine --device cpu --size nano --rows 2 --alone 1 --length 16 --steps 2",
         lambda r: r["lengths"][0]["texts_equal"] == 1 and r["lengths"][0]["ratio"] > 0,
+    ),
+    "speedrun": (
+        f"{ROOT}/experiments/toy.yaml --set corpora.toy={data()} --steps 9 --device cpu --threads 1 --out none",
+        lambda r: r["arms"]["mdlm"]["steps"] == 60 and r["arms"]["adlm"]["step_ms"] > 0,
     ),
     "prepare": ("--mb 1 --repeats 1", lambda r: r["mb_per_s"] > 0),
     "writing": (
