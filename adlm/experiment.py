@@ -106,6 +106,8 @@ def load_experiment(path: Path, *changes: str) -> Experiment:
         raise ValueError(f"{path} is no experiment ({problem}): see docs/reproduce.md") from error
     for name in (name for claim in experiment.claims for name in (claim.arm, claim.than)):
         check_known("arm", name, experiment.arms)
+    if unknown := {seed for arm in experiment.arms.values() for seed in arm.seeds or ()} - {*experiment.seeds}:
+        raise ValueError(f"{path}: an arm has the seed {min(unknown)}: expected some of the seeds {experiment.seeds}")
     return experiment
 
 
@@ -114,8 +116,8 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
 
     At the first corpus and seed an arm has a run for each value of its scout; the others wait for the best value.
     """
-    records = {each["name"]: each for each in (read_json(path)["runs"] if path.is_file() else [])}
-    runs: dict[str, Record] = {}
+    stored = read_json(path)["runs"] if path.is_file() else []
+    runs, records = dict[str, Record](), {run["name"]: run for run in stored}
     points = [(key, seed) for key in experiment.corpora for seed in experiment.corpus_seeds.get(key, experiment.seeds)]
     for (corpus, seed), (name, arm) in product(points, experiment.arms.items()):
         variants: list[Record] = [{key: value} for key, values in arm.scout.items() for value in values] or [{}]
@@ -156,11 +158,10 @@ def run_experiment(
         for data in {run["config"].data.path for run in planned.values() if run["config"] and not run["record"]}:
             open_data(data)  # raises before anything starts
         while True:
-            left = deadline - time.monotonic()
-            is_stopping = bool(signals) or left < 0
-            for process, _ in active.values() if is_stopping else ():
+            left = -1.0 if signals else deadline - time.monotonic()  # below 0 it stops
+            for process, _ in active.values() if left < 0 else ():
                 process.terminate()
-            for name, run in planned.items() if not is_stopping else ():
+            for name, run in planned.items() if left >= 0 else ():
                 is_open = not run["record"] and not run["is_waiting"] and run["seconds"] < left
                 if devices and is_open and name not in {*active, *failures}:
                     device = devices.pop(0)
@@ -180,7 +181,7 @@ def run_experiment(
                     on_event(f"{name}: {record.get('error') or f'nll {compute_nll(record):.4f}'}")
                     save_results(experiment, planned, path)
                     planned = list_runs(experiment, path)
-                elif not is_stopping:
+                elif left >= 0:
                     failures.append(name)
                     log = folder / name / "log.txt"
                     lines = log.read_text("utf-8").strip().splitlines() if log.is_file() else []
@@ -250,8 +251,7 @@ def summarize(results: Record) -> Record:
     arms = [{"corpus": corpus, "name": name} | describe_seeds(nll) for (corpus, name), nll in groups.items()]
     comparisons: list[Record] = []
     for corpus, runs in choose_runs(results).items():
-        first, *others = runs
-        for rule in results["rules"] or [asdict(ExperimentClaim("", arm, first)) for arm in others]:
+        for rule in results["rules"] or [asdict(ExperimentClaim("", arm, next(iter(runs)))) for arm in [*runs][1:]]:
             one, other = runs.get(rule["arm"], {}), runs.get(rule["than"], {})
             if pairs := [(one[seed], other[seed]) for seed in one if seed in other]:
                 about = {"corpus": corpus, "name": f"{rule['arm']} − {rule['than']}"} | rule

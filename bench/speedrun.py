@@ -20,12 +20,12 @@ from adlm.training.logging import read_metrics
 from adlm.training.loop import train
 from bench.setting import compute_spread, describe_machine, print_report
 
-LOG_EVERY = 5  # steps in a timing
+STEPS_PER_TIMING = 5
 
 
-def time_step(config: Config, steps: int, device: str) -> list[float]:
+def time_steps(config: Config, steps: int, device: str) -> list[float]:
     """Time the steps of a run, in seconds; the first third, in which torch compiles, is left out."""
-    quiet = {"log.every": LOG_EVERY, "log.show": False, "valid.every": 10**9, "checkpoint.every": 10**9}
+    quiet = {"log.every": STEPS_PER_TIMING, "log.show": False, "valid.every": 10**9, "checkpoint.every": 10**9}
     with TemporaryDirectory() as folder:
         run = train(config, folder=folder, device=device, steps=steps, **quiet)
         logged = [record for record in read_metrics(run.folder / "metrics.jsonl") if "lr" in record]
@@ -38,17 +38,21 @@ def main(args: argparse.Namespace) -> None:
     experiment = load_experiment(args.file, *args.set)
     runs = list_runs(experiment, (args.out or args.file.with_suffix("")) / "results.json").values()
     rows, measured = list[list[str]](), dict[str, dict[str, Any]]()
-    for name in experiment.arms:
-        own = [run for run in runs if run["arm"] == name]
+    for name, arm in experiment.arms.items():
+        own = [run for run in runs if run["arm"] == name and run["corpus"] == next(iter(experiment.corpora))]
+        if arm.model or arm.scout or not own:
+            raise ValueError(
+                f"{args.file}: arm {name!r} has a model, a scout or no seed: expected one recipe and seeds"
+            )
         config, nll = own[0]["config"], [compute_nll(run["record"]) for run in own if run["record"]]
-        step, half = compute_spread(time_step(config, args.steps, args.device))
+        step, half = compute_spread(time_steps(config, args.steps, args.device))
         minutes = config.steps * step / 60
         timing = {"minutes": minutes, "step_ms": 1e3 * step, "spread_ms": 1e3 * half}
         measured[name] = timing | {"steps": config.steps, "batch": config.batch, "nll": nll}
-        first = next(iter(measured.values()))["minutes"]
-        found = f"{fmean(nll):.3f} ({min(nll):.3f}–{max(nll):.3f})" if nll else "not run"
-        cost = [f"{1e3 * step:.1f} ± {1e3 * half:.1f}", f"{minutes:.2f}", f"{minutes / first:.3f}"]
-        rows.append([name, f"{config.steps:,} × {config.batch}", *cost, found])
+        share = minutes / next(iter(measured.values()))["minutes"]
+        nll_range = f"{fmean(nll):.3f} ({min(nll):.3f}–{max(nll):.3f})" if nll else "not run"
+        cost = [f"{1e3 * step:.1f} ± {1e3 * half:.1f}", f"{minutes:.2f}", f"{share:.3f}"]
+        rows.append([name, f"{config.steps:,} × {config.batch}", *cost, nll_range])
     columns = ["arm", "steps × rows", "ms per step", "minutes", "of the first", "nll (least–largest)"]
     print_report(experiment.question, columns, rows, describe_machine("speedrun", args.device) | {"arms": measured})
 

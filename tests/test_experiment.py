@@ -179,6 +179,8 @@ def test_committed_experiments_plan_their_runs(path: Path) -> None:
 
 
 def test_an_arm_may_have_fewer_seeds() -> None:
+    with pytest.raises(ValueError, match=r"toy.yaml: an arm has the seed 7: expected some of the seeds \[0, 1\]"):
+        load_experiment(TOY, "arms.adlm.seeds=[1,7]")
     scout = {"seeds": [1], "scout": {"optimizer.lr": [1e-3, 2e-3]}}
     for own, names in (({"seeds": [1]}, ["adlm-toy-1"]), ({"seeds": []}, []), (scout, ["adlm-toy-1"] * 2)):
         experiment = load_experiment(TOY)
