@@ -37,10 +37,12 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 
 class Cache:
-    """Results by key, in memory and, with a folder, on disk."""
+    """Results by key, in memory and, with a folder, on disk; `open_cache` makes one that ranks share."""
 
-    def __init__(self, folder: Path | None = None, *, rank: int = 0) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self, folder: Path | None = None, context: DistributedContext | None = None) -> None:
+        self.folder, self.context = folder, context
+        self.on_progress: ProgressCallback = ignore_progress  # of `fill`
+        self.rank, self.world_size = (context.rank, context.world_size) if context else (0, 1)
         self.entries: dict[str, Any] = {}
         self._unwritten: dict[str, Any] = {}
         self._flushed = time.monotonic()
@@ -60,26 +62,19 @@ class Cache:
             if is_flushed or time.monotonic() - self._flushed >= FLUSH_SECONDS:
                 self.flush()
 
-    def fill(
-        self,
-        keys: Sequence[str],
-        parts: Iterable[Mapping[str, Any]],
-        stage: str,
-        on_progress: ProgressCallback,
-        context: DistributedContext | None = None,
-    ) -> list[Any]:
+    def fill(self, keys: Sequence[str], parts: Iterable[Mapping[str, Any]], stage: str) -> list[Any]:
         """The entries of all keys; `parts` computes the missing ones of this rank, some at a time."""
-        done, ranks = sum(key in self for key in keys), 1 if context is None else context.world_size
-        on_progress(stage, done, len(keys))
+        done = sum(key in self for key in keys)
+        self.on_progress(stage, done, len(keys))
         try:
             for part in parts:
                 for key, value in part.items():
                     self.put(key, value)
-                done += ranks * len(part)  # the other ranks are assumed to be as fast
-                on_progress(stage, min(done, len(keys)), len(keys))
+                done += self.world_size * len(part)  # the other ranks are assumed to be as fast
+                self.on_progress(stage, min(done, len(keys)), len(keys))
         finally:
             self.flush()
-        self.sync(context)
+        self.sync()
         return [self.get(key) for key in keys]
 
     def flush(self) -> None:
@@ -112,15 +107,15 @@ class Cache:
         for path in parts:
             path.unlink()
 
-    def sync(self, context: DistributedContext | None = None) -> None:
+    def sync(self) -> None:
         """Give all ranks the entries of all that share the folder; every rank calls it."""
         self.flush()
-        if context is None:
+        if self.context is None:
             self.merge()
             return
-        context.any(False)  # waits for all ranks
-        context.run_on_rank0(self.merge)
-        self.entries = context.all_gather(self.entries if context.is_main else {})[0]
+        self.context.any(False)  # waits for all ranks
+        self.context.run_on_rank0(self.merge)
+        self.entries = self.context.all_gather(self.entries if self.context.is_main else {})[0]
 
 
 def open_cache(
@@ -129,9 +124,9 @@ def open_cache(
     """Open a cache on all ranks with the entries of earlier runs; rank 0 writes, with `is_shared` every rank."""
     if is_shared and folder is None and context is not None and context.world_size > 1:
         raise ValueError(f"{context.world_size} processes exchange results in a folder that all of them see: give out")
-    rank = 0 if context is None else context.rank
-    cache = Cache(None if folder is None or (rank and not is_shared) else Path(folder), rank=rank)
-    cache.sync(context)
+    is_reader = context is not None and not context.is_main and not is_shared
+    cache = Cache(None if folder is None or is_reader else Path(folder), context)
+    cache.sync()
     return cache
 
 

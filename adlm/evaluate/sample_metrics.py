@@ -259,8 +259,6 @@ def compare_texts(
     seeds: Sequence[int] = SEEDS,
     batch: int = BATCH,
     cache: Cache | None = None,
-    context: DistributedContext | None = None,
-    on_progress: ProgressCallback = ignore_progress,
 ) -> tuple[SampleMetrics, SampleMetrics, dict[str, Any]]:
     """Measure samples and twice as many passages of real text: the metrics of both, and their settings."""
     features, n = features or scorer, len(samples)
@@ -279,7 +277,7 @@ def compare_texts(
         encoded = [features.encode([text.text for text in texts]) for texts in sets]
         requests = [ScoringRequest(scorer, texts, window=window) for texts in sets[::2]]
         requests += [ScoringRequest(features, texts, False, True, size) for texts in encoded]
-    scores = score_texts(requests, cache=cache, context=context, batch=batch, on_progress=on_progress)
+    scores = score_texts(requests, cache=cache, batch=batch)
     nats, vectors = [each.nats for each in scores if each.nats], [np.asarray(each.features) for each in scores[-3:]]
     metrics = []
     for texts, own_nats, own_features in zip(sets[::2], nats, vectors[::2], strict=True):
@@ -362,6 +360,7 @@ def samples(
         raise ImportError(f"MAUVE, a metric of samples, needs mauve-text: {install_command('mauve')}")
     # Wrong names are refused before anything is generated.
     source, cache = open_source(reference), open_cache(out, context, is_shared=True)
+    cache.on_progress = on_progress
     device = model.device if model is not None else context.device if context else "cpu"
     scoring_model = load_scorer(scorer, device=device)
     scoring_model.require_causal()
@@ -369,7 +368,7 @@ def samples(
     if model is not None:
         request = model.build_request(n=n or NUM_SAMPLES, seed=seed, batch=batch, **sampling, **(sampler_options or {}))
         require_two(request.config.n, "generate a hundred or more")
-        generated = generate_samples(model, request, cache=cache, context=context, on_progress=on_progress)
+        generated = generate_samples(model, request, cache)
         if out is not None and (context is None or context.is_main):
             lines = [json.dumps(each, ensure_ascii=False).encode() + b"\n" for each in generated]
             write_atomically(Path(out) / "samples.jsonl", b"".join(lines))
@@ -387,7 +386,7 @@ def samples(
     documents = (text for text, _ in source.read())
     passages = cut_passages(documents, 2 * len(selected), characters, seed=seed, is_fit=is_long_enough)
     scoring: dict[str, Any] = {"until_eos": until_eos, "window": window, "batch": scorer_batch}
-    scoring |= {"seeds": range(mauve_seeds), "cache": cache, "context": context, "on_progress": on_progress}
+    scoring |= {"seeds": range(mauve_seeds), "cache": cache}
     measured, baseline, settings = compare_texts(selected, passages, scoring_model, features, **scoring)
     cut = {"shortest": f"{min_passage(characters)} characters", "longest": f"{characters} characters"}
     settings |= {"reference": {"name": source.name, "identity": source.identity, **cut}}
@@ -420,16 +419,8 @@ def tabulate_samples(measured: SampleMetrics, baseline: SampleMetrics, settings:
 # Generation.
 
 
-def generate_samples(
-    lm: LM,
-    request: GenerationRequest,
-    *,
-    cache: Cache | None = None,
-    context: DistributedContext | None = None,
-    on_progress: ProgressCallback = ignore_progress,
-) -> list[Sample]:
+def generate_samples(lm: LM, request: GenerationRequest, cache: Cache) -> list[Sample]:
     """Generate the samples of a request with one prompt; those in the cache are not generated again."""
-    cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
     base, (layout,), eos_id = hash_settings(describe_samples(lm, request)), request.layouts, lm.tokenizer.eos_id
     keys = [f"sample-{base}-{number}" for number in range(request.config.n)]
     missing = [number for number, key in enumerate(keys) if key not in cache]
@@ -445,9 +436,9 @@ def generate_samples(
             batch[keys[number]] = sample | {"tokens": tokens, "nfe": nfe}
         return batch
 
-    own, size = missing[rank::world_size], request.config.batch
+    own, size = missing[cache.rank :: cache.world_size], request.config.batch
     batches = (generate(own[first : first + size]) for first in range(0, len(own), size))
-    return cache.fill(keys, batches, "generating", on_progress, context)
+    return cache.fill(keys, batches, "generating")
 
 
 def describe_samples(lm: LM, request: GenerationRequest) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from adlm.data.hub import check_hub
 from adlm.data.shards import hash_file
-from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress
+from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.provenance import hash_weights
 from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
-from adlm.training.distributed import DistributedContext
 
 ACCEPTED = "give a folder as transformers saves it, a .gguf file, an installed package with a model, or a Hub name"
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -310,25 +309,19 @@ def split_windows(length: int, window: int | None) -> list[TokenWindow]:
 
 
 def score_texts(
-    requests: Sequence[ScoringRequest],
-    *,
-    cache: Cache | None = None,
-    context: DistributedContext | None = None,
-    batch: int = BATCH,
-    on_progress: ProgressCallback = ignore_progress,
+    requests: Sequence[ScoringRequest], *, cache: Cache | None = None, batch: int = BATCH
 ) -> list[TextScores]:
     """Score the texts of all requests that the cache lacks; every process scores a part and returns all scores."""
     check_whole_numbers(1, batch=batch)
-    cache, (rank, world_size) = cache or Cache(), (context.rank, context.world_size) if context else (0, 1)
-    parts = []
+    cache, parts = cache or Cache(), []
     for request in requests:
         request.check()  # before anything is scored
         longest_first = sorted(range(len(request.texts)), key=lambda number: -len(request.texts[number]))
         missing = {number for number, key in enumerate(request.keys) if key not in cache}
         # Every world_size-th from the longest on: equal work, and texts of similar length together.
-        parts.append(compute_scores(request, longest_first[rank::world_size], missing, batch))
+        parts.append(compute_scores(request, longest_first[cache.rank :: cache.world_size], missing, batch))
     keys = [key for request in requests for key in request.keys]
-    cache.fill(keys, chain(*parts), "scoring", on_progress, context)
+    cache.fill(keys, chain(*parts), "scoring")
     results = []
     for request in requests:
         entries = [cache.get(key) for key in request.keys]

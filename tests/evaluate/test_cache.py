@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from adlm.data.shards import file_lock
 from adlm.evaluate.cache import LOCKED_FOLDERS, Cache, hash_settings, lock_output, open_cache, read_entries
@@ -33,7 +34,7 @@ def reopen(folder: Path) -> Cache:
 def test_entries_of_all_ranks_are_merged(tmp_path: Path) -> None:
     arrays = [np.arange(6, dtype=dtype).reshape(2, 3) for dtype in ("<f8", ">f4", "<i8", "<u2")]
     for rank in range(3):
-        cache = Cache(tmp_path, rank=rank)
+        cache = Cache(tmp_path, DistributedContext(torch.device("cpu"), rank, 3))
         cache.put(f"of {rank}", {"array": arrays[rank], "number": 0.1 + rank, "text": "naïve"})
         assert f"of {rank}" in cache and cache.get("other") is None
         cache.flush()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adlm.evaluate import sample_metrics as metrics
+from adlm.evaluate.cache import Cache
 from adlm.evaluate.sample_metrics import (
     TextScorer,
     compute_entropies,
@@ -197,8 +198,11 @@ def test_three_sets_are_truncated_to_one_shape() -> None:
 def test_features_of_another_model_change_mauve_alone() -> None:
     progress: list[tuple[str, int, int]] = []
     samples = cut(real_texts(N), 30)
+    caches = [Cache(), Cache()]
+    for cache in caches:
+        cache.on_progress = lambda *done: progress.append(done)
     (found, _, settings), (own, _, _) = (
-        compare(samples, features=each, on_progress=lambda *done: progress.append(done)) for each in (encoder(), None)
+        compare(samples, features=each, cache=cache) for each, cache in zip((encoder(), None), caches, strict=True)
     )
     assert found.details["gen_ppl"]["nll"] == pytest.approx(own.details["gen_ppl"]["nll"], abs=1e-5)
     assert all(

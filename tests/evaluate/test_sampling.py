@@ -27,7 +27,9 @@ N, SIZE = 10, 200
 def generate(folder: Path | None = None, model: LM | None = None, **changes: Any) -> list[sampling.Sample]:
     model, on_progress = model or lm(), changes.pop("on_progress", lambda *_: None)
     request = model.build_request(**({"n": N, "batch": 4} | SAMPLING | changes))
-    return sampling.generate_samples(model, request, cache=open_cache(folder), on_progress=on_progress)
+    cache = open_cache(folder)
+    cache.on_progress = on_progress
+    return sampling.generate_samples(model, request, cache)
 
 
 def evaluate(model: str, scorer: str | Path, out: Path | None, **changes: Any) -> EvalResult:

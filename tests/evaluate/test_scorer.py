@@ -312,7 +312,7 @@ def test_ranks_and_batches_change_nothing(
     for rank in range(size):
         context = DistributedContext(torch.device("cpu"), rank, size)
         with suppress(TypeError):  # the scores of the other ranks are not there yet
-            score_texts(requests, cache=Cache(tmp_path, rank=rank), context=context, batch=batch)
+            score_texts(requests, cache=Cache(tmp_path, context), batch=batch)
     monkeypatch.undo()
     resumed = open_cache(tmp_path)
     count = len(resumed.entries)
@@ -328,10 +328,13 @@ def test_scores_before_an_error_are_kept(tmp_path: Path) -> None:
         if done >= 4:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        score_texts([whole], cache=open_cache(tmp_path), batch=2, on_progress=stop)
     cache = open_cache(tmp_path)
-    resumed = score_texts([whole], cache=cache, batch=2, on_progress=lambda _, done, total: progress.append(done))
+    cache.on_progress = stop
+    with pytest.raises(KeyboardInterrupt):
+        score_texts([whole], cache=cache, batch=2)
+    cache = open_cache(tmp_path)
+    cache.on_progress = lambda _, done, total: progress.append(done)
+    resumed = score_texts([whole], cache=cache, batch=2)
     assert progress[0] == 4 and progress[-1] == len(LENGTHS)
     assert_equal(resumed[0], score_texts([whole])[0], abs=1e-5)
 
