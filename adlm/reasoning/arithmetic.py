@@ -53,15 +53,8 @@ def draw_items(rng: np.random.Generator, count: int, min_hops: int, max_hops: in
     items = []
     rows = zip(hops.tolist(), assignments.reshape(count, -1).tolist(), steps.tolist(), values.tolist())
     for row, (length, question, trace, path) in enumerate(rows):
-        anchors = path[:length]
-        others = [*constants[row, :length].tolist(), int(first[row])]
-        items.append(
-            Item(
-                question=[_IDS["<q>"], *question[: 6 * length], trace[length - 1][0]],
-                steps=trace[:length],
-                anchors=anchors,
-                answer=anchors[-1:],
-                off_path=[constant for constant in others if constant not in anchors][:length],
-            )
-        )
+        question = [_IDS["<q>"], *question[: 6 * length], trace[length - 1][0]]
+        anchors, others = path[:length], [*constants[row, :length].tolist(), int(first[row])]
+        off_path = [constant for constant in others if constant not in anchors][:length]
+        items.append(Item(question, trace[:length], anchors, answer=anchors[-1:], off_path=off_path))
     return items

@@ -200,9 +200,8 @@ class SudokuTask(Task):
         """Return the ids of a puzzle; spaces between its cells are optional, and 0 is an empty cell too."""
         cells = "".join(text.split()).replace("0", ".")
         if not re.fullmatch("[1-9.]{81}", cells):
-            raise ValueError(
-                f"{cells!r} ({len(cells)} cells) is no Sudoku: give 81 digits row by row, a dot for an empty cell"
-            )
+            problem = f"{cells!r} ({len(cells)} cells) is no Sudoku"
+            raise ValueError(f"{problem}: give 81 digits row by row, a dot for an empty cell")
         return super().encode_question(" ".join(cells))
 
 
