@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from adlm.remedies import install_command
+from adlm.remedies import import_extra
 from adlm.view import look
 from adlm.view.console import escape_controls
 from adlm.view.trajectory import GIVEN, REMASKED, REVEALED, Trajectory, TrajectoryFrame
@@ -26,10 +26,9 @@ def write_gif(trajectories: Sequence[Trajectory], path: Path, *, seconds: float 
         raise ValueError("there are 0 trajectories: give at least one")
     if path.suffix.lower() != ".gif":
         raise ValueError(f"{path.name!r} does not end in .gif: call it {path.stem or 'sample'}.gif")
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError as error:
-        raise ImportError(f"a GIF needs Pillow ({error}): {install_command('view')}") from error
+    import_extra("PIL", "a GIF needs Pillow", "view")
+    from PIL import Image, ImageDraw, ImageFont
+
     fonts = [ImageFont.load_default(size) for size in SIZES]
     width = 720 if count == 1 else 540 * count
     panel_width = (width - MARGIN) // count - MARGIN
