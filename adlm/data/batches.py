@@ -177,14 +177,12 @@ class StreamedBatches:
         self.state = dict(state)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(
-            _build_loader(
-                _StreamedRows(self._iterate_rows),
-                collate_fn=self._collect_batch,
-                batch_size=self.batch // self.size,
-                num_workers=min(self.workers, 1),  # one: the order is the stream's
-                multiprocessing_context="fork" if self.workers else None,
-            )
+        yield from _build_loader(
+            _StreamedRows(self._iterate_rows),
+            collate_fn=self._collect_batch,
+            batch_size=self.batch // self.size,
+            num_workers=min(self.workers, 1),  # one: the order is the stream's
+            multiprocessing_context="fork" if self.workers else None,
         )
 
     def _collect_batch(self, rows: list[tuple[Any, Any, Any, dict[str, Any]]]) -> Batch:
