@@ -383,18 +383,20 @@ def estimate_order_nll(
     return _estimate(rows, compute_nats, draws=draws, is_exact=not is_random, **options)
 
 
+def compute_logits(model: LanguageModel, features: Tensor) -> Tensor:
+    """Return logits (…, V) in which the mask, which is no token of a text, is impossible."""
+    logits: Tensor = model.head(features)
+    if model.config.mask_id is not None:
+        logits[..., model.config.mask_id] = -torch.inf
+    return logits
+
+
 def _nats_in_order(
     model: LanguageModel, rows: RowBatch, scores: Tensor, score: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
     """Nats of rows (n,) by revealing in each the hidden token with the highest of `scores` (n, L), one by one."""
     device, mask_id = model.embed.weight.device, model.config.mask_id
     assert mask_id is not None
-
-    def compute_logits(features: Tensor) -> Tensor:
-        logits: Tensor = model.head(features)
-        logits[:, mask_id] = -torch.inf
-        return logits
-
     is_hidden, nats = rows.is_counted.clone(), torch.zeros(len(rows.x0), dtype=torch.float64)
     while bool(is_hidden.any()):
         active = is_hidden.any(1).nonzero()[:, 0]
@@ -405,12 +407,12 @@ def _nats_in_order(
         features = model(torch.where(here, mask_id, x0).to(device), level.to(device), valid=valid).final
         if score is not None:
             parts = features[here.to(device)].split(MAX_LOGIT_ROWS[device.type])
-            scored = torch.cat([score(compute_logits(part)) for part in parts]).cpu()
+            scored = torch.cat([score(compute_logits(model, part)) for part in parts]).cpu()
             scores[active] = torch.zeros_like(scores[active]).masked_scatter_(here, scored)
         ranked = scores[active].masked_fill(~here, -torch.inf)
         chosen = (ranked >= ranked.amax(1, keepdim=True) - MAX_TIE).long().argmax(1)
         place = torch.arange(len(active)), chosen
-        logits = compute_logits(features[tuple(each.to(device) for each in place)])
+        logits = compute_logits(model, features[tuple(each.to(device) for each in place)])
         nats[active] -= logits.log_softmax(-1).cpu().double()[place[0], x0[place]]
         is_hidden[active, chosen] = False
     return nats

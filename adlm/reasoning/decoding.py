@@ -12,6 +12,7 @@ from torch import Tensor
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.denoising import continue_tokens
 from adlm.diffusion.rng import CounterRng
+from adlm.likelihood import compute_logits
 from adlm.models.language_model import LanguageModel
 from adlm.reasoning.arms import RowLayout, collate
 from adlm.reasoning.items import Markers
@@ -64,7 +65,7 @@ def decode_greedily(
         return model(tokens, cache=cache).final[:, -1]
 
     xt, rng = F.pad(batch.xt, (0, max_new_tokens)), CounterRng.from_seed(0, len(rows))
-    sampling, head = SamplingParams(0.0), partial(apply_head, model)
+    sampling, head = SamplingParams(0.0), partial(compute_logits, model)
     frames = continue_tokens(xt, predict, head, is_fixed=is_fixed, rng=rng, sampling=sampling)
     with torch.autocast(device.type, enabled=False):
         for frame in frames:
@@ -80,14 +81,6 @@ def decode_greedily(
         passes = len(written) + (len(layout.slots) if feedback else 0)
         decoded.append(Decoded(written, find_answer(layout.tokens[: layout.prompt] + written, markers), passes))
     return decoded
-
-
-def apply_head(model: LanguageModel, features: Tensor) -> Tensor:
-    """Return logits (…, V) in which the mask, which is no token of a text, is impossible."""
-    logits = model.head(features)
-    if model.config.mask_id is not None:
-        logits[..., model.config.mask_id] = -torch.inf
-    return logits
 
 
 def find_answer(tokens: Sequence[int], markers: Markers) -> list[int] | None:

@@ -23,6 +23,7 @@ from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import save_json
 from adlm.generate import pick_device
 from adlm.interop import gpt2
+from adlm.likelihood import compute_logits
 from adlm.methods import METHODS, look_up
 from adlm.models.costs import count_parameters, flops_per_token
 from adlm.models.language_model import LanguageModel, ModelConfig
@@ -30,7 +31,7 @@ from adlm.models.vocabulary import extend_vocabulary
 from adlm.reasoning import sudoku
 from adlm.reasoning.arms import ARMS, Curriculum, ReasoningObjective, choose_anchors, collate, lay_out
 from adlm.reasoning.datasets import DATASETS
-from adlm.reasoning.decoding import Decoded, apply_head, decode_greedily, decode_in_batches
+from adlm.reasoning.decoding import Decoded, decode_greedily, decode_in_batches
 from adlm.reasoning.diffusion import HoleObjective, fill_holes
 from adlm.reasoning.items import Item
 from adlm.reasoning.losses import CAPTURED_LENGTHS, CapturedFeatures, StepDecoder, compute_features, reasoning_loss
@@ -331,7 +332,7 @@ def ask(folder: str | Path, question: str, *, device: str = "auto", plot: Path |
         (result,) = decode_greedily(run.model, [layout], task.markers, **options)
         if objective.arm.labels != "none":
             batch = collate([layout], [[]], feedback=objective.arm.feedback).to(run.device)
-            logits = apply_head(run.model, compute_features(run.model, batch).final[0, list(layout.slots)])
+            logits = compute_logits(run.model, compute_features(run.model, batch).final[0, list(layout.slots)])
             guesses = [task.tokenizer.decode([token]).strip() for token in logits.argmax(-1).tolist()]
     answer = None if result.answer is None else task.decode(result.answer)
     text = task.tokenizer.decode(result.tokens)
