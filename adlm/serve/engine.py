@@ -121,9 +121,10 @@ class Ticket:
 
     request: GenerationRequest
     notify: Notify
-    frames: str
-    skipped: set[int]  # rows that are no longer wanted
-    guesses: int | None  # of the anchor network, in every frame; None: frames without tokens
+    frames: str = LAST
+    skipped: set[int] = field(default_factory=set)  # rows that are no longer wanted: they leave before the next step
+    guesses: int | None = None  # of the anchor network, in every frame; None: frames without tokens
+    logprobs: int | None = None  # likeliest tokens recorded for every token that is drawn; None: no logprobs
     is_over: bool = False  # cancelled or failed: none of its rows is wanted
 
     def send(self, news: list[RowFrame] | Exception) -> None:
@@ -199,19 +200,11 @@ class Engine:
         """Whether requests are answered."""
         return self.thread is not None and self.thread.is_alive() and not self.is_stopping
 
-    def submit(
-        self,
-        request: GenerationRequest,
-        notify: Notify,
-        frames: str = LAST,
-        skipped: set[int] | None = None,
-        guesses: int | None = None,
-        logprobs: int | None = None,
-    ) -> Ticket:
-        """Put a request into the queue; a row in `skipped` leaves the batch before the next step."""
+    def submit(self, request: GenerationRequest, notify: Notify, **wants: Any) -> Ticket:
+        """Put a request into the queue; `wants` are fields of its ticket."""
         self.limits.check_request(request)
-        ticket = Ticket(request, notify, frames, set() if skipped is None else skipped, guesses)
-        rows = [Row(layout, request, number, i, ticket, logprobs) for i, (layout, number) in enumerate(request.rows)]
+        ticket, numbered = Ticket(request, notify, **wants), enumerate(request.rows)
+        rows = [Row(layout, request, number, i, ticket, ticket.logprobs) for i, (layout, number) in numbered]
         with self.wake:
             self._require_running()
             count, most = len(self.waiting) + self.running, self.limits.max_rows + self.limits.max_waiting
@@ -308,13 +301,9 @@ class Engine:
 
 
 def stream_rows(
-    engine: Engine,
-    request: GenerationRequest,
-    frames: str = SETTLED,
-    skipped: set[int] | None = None,
-    **wants: int | None,
+    engine: Engine, request: GenerationRequest, frames: str = SETTLED, **wants: Any
 ) -> AsyncGenerator[RowFrame]:
-    """Submit a request and return the frames of its rows that are not in `skipped`; closing them cancels it."""
+    """Submit a request and return the frames of its rows that are not skipped; closing them cancels it."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[RowFrame] | Exception]()
 
     def notify(news: list[RowFrame] | Exception) -> None:
@@ -322,7 +311,7 @@ def stream_rows(
             news = [frame for frame in news if frame.is_done]
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
-    ticket = engine.submit(request, notify, frames, skipped, **wants)
+    ticket = engine.submit(request, notify, frames=frames, **wants)
 
     async def read_frames() -> AsyncGenerator[RowFrame]:
         left = set(range(len(request.rows)))

@@ -127,7 +127,7 @@ def test_a_skipped_row_leaves_and_the_others_finish() -> None:
 
     async def run(engine: Engine) -> list[RowFrame]:
         frames = []
-        async for frame in stream_rows(engine, request, ALL, skipped):
+        async for frame in stream_rows(engine, request, ALL, skipped=skipped):
             frames.append(frame)
             skipped.add(1)
         return frames
