@@ -16,16 +16,7 @@ from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.generate import Predictor
 from adlm.methods import SAMPLERS, build_sampler, choose_steps, look_up
-from adlm.text.templates import (
-    Hole,
-    Layout,
-    Pieces,
-    Template,
-    build_layout,
-    parse_template,
-    set_hole_lengths,
-    tokenize_piece,
-)
+from adlm.text.templates import Hole, Layout, Template, build_layout, parse_template, set_hole_lengths, tokenize_piece
 
 DEFAULT_BATCH = 16  # rows that are sampled at a time
 Templates = Template | Sequence[Template]
@@ -158,7 +149,7 @@ class RowFormat:
         """The most tokens that a text can have; what begins and ends it is not counted."""
         return self.row - len(self.build_layout(()))
 
-    def build_layout(self, pieces: Pieces) -> Layout:
+    def build_layout(self, pieces: tuple[str | Hole, ...]) -> Layout:
         """Lay pieces out as a row."""
         return build_layout(pieces, self.tokenizer, ends=self.is_framed, may_end=not self.is_framed)
 

@@ -122,10 +122,8 @@ class StreamStep:
     @property
     def texts(self) -> list[str]:
         """The texts so far, hidden tokens as blocks."""
-        return [
-            layout.text(ids[: len(layout)])
-            for layout, ids in zip(self.layouts, self.frame.tokens.tolist(), strict=True)
-        ]
+        rows = zip(self.layouts, self.frame.tokens.tolist(), strict=True)
+        return [layout.text(ids[: len(layout)]) for layout, ids in rows]
 
     @property
     def nfe(self) -> list[int]:
