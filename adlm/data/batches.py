@@ -4,13 +4,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from adlm.data.packing import PackedRows, Packer, iterate_blocks
 from adlm.data.sources import Source
@@ -82,18 +83,10 @@ def _build_loader(rows: Any, **options: Any) -> Any:
         return StatefulDataLoader(rows, prefetch_factor=prefetch, **options)
 
 
-class _NumberedRows(Dataset[Any]):
-    """Rows with their numbers, a whole batch per call; repeated where a batch is larger than the data."""
-
-    def __init__(self, rows: RowDataset, repeats: int) -> None:
-        self.rows, self.repeats = rows, repeats
-
-    def __len__(self) -> int:
-        return len(self.rows) * self.repeats
-
-    def __getitems__(self, numbers: list[int]) -> tuple[Tensor, Tensor | None, Tensor]:
-        number = torch.tensor(numbers)
-        return *self.rows.fetch(number % len(self.rows)), number
+def _fetch_batch(rows: RowDataset, numbers: list[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Fetch a whole batch with its numbers; rows are repeated where a batch is larger than the data."""
+    number = torch.tensor(numbers)
+    return *rows.fetch(number % len(rows)), number
 
 
 class ShuffledBatches:
@@ -109,11 +102,11 @@ class ShuffledBatches:
         if batch % size:
             raise ValueError(f"batch {batch} is not a multiple of {size} processes: choose one that is")
         self.batch, self.rank, self.size = batch, rank, size
-        numbered = _NumberedRows(rows, repeats=-(-batch // len(rows)))
-        self.sampler = StatefulDistributedSampler(numbered, size, rank, shuffle=True, seed=seed, drop_last=True)
+        numbers: Any = range(len(rows) * -(-batch // len(rows)))
+        self.sampler = StatefulDistributedSampler(numbers, size, rank, shuffle=True, seed=seed, drop_last=True)
         self.loader = _build_loader(
-            numbered,
-            collate_fn=tuple,  # a batch is one already
+            numbers,
+            collate_fn=partial(_fetch_batch, rows),
             batch_size=batch // size,
             sampler=self.sampler,
             drop_last=True,
