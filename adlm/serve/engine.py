@@ -85,12 +85,6 @@ class EngineStats:
     cancelled: int = 0
     rejected: int = 0  # requests that the queue had no room for
 
-    def count_step(self, rows: Sequence[Row], nfe: Sequence[int]) -> None:
-        """Add a step of rows that have had so many network evaluations."""
-        self.steps, self.row_steps = self.steps + 1, self.row_steps + len(rows)
-        for row, count in zip(rows, nfe, strict=True):
-            self.nfe, row.nfe = self.nfe + count - row.nfe, count
-
 
 @dataclass(frozen=True)
 class RowFrame:
@@ -286,9 +280,11 @@ class Engine:
 
     def _step(self) -> None:
         """Take a step, remove the rows that are done and deliver the frames."""
-        began, rows = time.perf_counter(), self.batch.rows
+        began, rows, stats = time.perf_counter(), self.batch.rows, self.stats
         result = self.batch.step()
-        self.stats.count_step(rows, result.nfe.tolist())
+        stats.steps, stats.row_steps = stats.steps + 1, stats.row_steps + len(rows)
+        for row, nfe in zip(rows, result.nfe.tolist(), strict=True):
+            stats.nfe, row.nfe = stats.nfe + nfe - row.nfe, nfe
         news = collect_frames(self.lm, rows, result)
         if bool(result.is_done.any()):
             mean_steps = float(result.step[result.is_done].double().mean())
