@@ -9,20 +9,17 @@ from adlm.cli import options
 from adlm.cli.output import json_stdout, print_json, status_console
 
 SOURCE_HELP = "Lightning .ckpt, folder or Hub name (OWNER/NAME) of the lineage; with --to lightning a model of ours."
+TO_HELP = "Write a Lightning checkpoint. [default: a model folder]"
+EMA_HELP = "Averaged or raw weights. [default: averaged if there are any]"
+TOKENIZER_HELP = "Tokenizer the model was trained with. [default: by its name or vocabulary]"
 
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     out: Annotated[Path, typer.Option(help="New folder for the model; with --to lightning a .ckpt or its folder.")],
-    to: Annotated[
-        Literal["lightning"] | None, typer.Option(help="Write a Lightning checkpoint. [default: a model folder]")
-    ] = None,
-    is_ema: Annotated[
-        bool | None, typer.Option("--ema/--raw", help="Averaged or raw weights. [default: averaged if there are any]")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer the model was trained with. [default: by its name or vocabulary]")
-    ] = None,
+    to: Annotated[Literal["lightning"] | None, typer.Option(help=TO_HELP)] = None,
+    is_ema: Annotated[bool | None, typer.Option("--ema/--raw", help=EMA_HELP)] = None,
+    tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None,
     is_json: options.Json = False,
 ) -> None:
     """Convert a checkpoint of ADLM, MDLM, ReMDM or AR to a model folder, or a model to a Lightning checkpoint.

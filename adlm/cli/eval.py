@@ -80,10 +80,9 @@ def explain_full_disk(out: Path | None) -> Iterator[None]:
     except OSError as error:
         if out is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        remedy = (
-            f"free space on its disk, then run the same command again; it resumes with the results that {out} holds"
-        )
-        raise OSError(f"{error.filename or out} cannot be written ({error.strerror}): {remedy}") from error
+        problem = f"{error.filename or out} cannot be written ({error.strerror})"
+        remedy = "free space on its disk, then run the same command again"
+        raise OSError(f"{problem}: {remedy}; it resumes with the results that {out} holds") from error
 
 
 def name_texts(values: list[str] | None) -> dict[str, str]:

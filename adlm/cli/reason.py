@@ -20,20 +20,21 @@ ARM_HELP = (
     "acot, acot_feedback, acot_shuffled, acot_foreign, acot_off_path, acot_no_answer, acot_kept, acot_kept_feedback, "
     "acot_kept_foreign, pause_kept, a2r, a2r_no_anchors, a2r_random; mdlm and adlm fill holes (arithmetic, sudoku)."
 )
+OVERRIDES_HELP = "key=value: seed=1 steps=1000 reasoning.hops=3 reasoning.path=FOLDER …"
+QUICK_HELP = "Small model, 1 to 2 hops: two minutes on two CPU cores, then test it."
+DATA_HELP = "Folder of published files: ProsQA for graphs, ProntoQA for chains, those of a text task."
+TESTS_HELP = "Problems of each test set. [default: as the recipe: 4000]"
+PLOT_HELP = "Draw a question of graphs, with the guesses, to this .svg or .png."
 
 
 @app.command()
 def train(
     task: Annotated[str, Argument(help=TASK_HELP)],
     arm: Annotated[str, Argument(help=ARM_HELP)],
-    overrides: Annotated[
-        list[str] | None, Argument(help="key=value: seed=1 steps=1000 reasoning.hops=3 reasoning.path=FOLDER …")
-    ] = None,
+    overrides: Annotated[list[str] | None, Argument(help=OVERRIDES_HELP)] = None,
     out: Annotated[Path | None, Option(help="Run folder. [default: TASK-ARM, with --quick TASK-ARM-quick]")] = None,
     recipe: Annotated[str | None, Option(help="YAML file or name of a bundled recipe. [default: reason]")] = None,
-    quick: Annotated[
-        bool, Option("--quick", help="Small model, 1 to 2 hops: two minutes on two CPU cores, then test it.")
-    ] = False,
+    quick: Annotated[bool, Option("--quick", help=QUICK_HELP)] = False,
     is_json: options.Json = False,
 ) -> None:
     """Train a model on a task by an arm. Running the same command again resumes a stopped run.
@@ -69,13 +70,8 @@ def train(
 @app.command("eval")
 def evaluate_runs(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders that `adlm reason train` wrote.")],
-    data: Annotated[
-        Path | None,
-        Option(help="Folder of published files: ProsQA for graphs, ProntoQA for chains, those of a text task."),
-    ] = None,
-    tests: Annotated[
-        int | None, Option(min=1, help="Problems of each test set. [default: as the recipe: 4000]")
-    ] = None,
+    data: Annotated[Path | None, Option(help=DATA_HELP)] = None,
+    tests: Annotated[int | None, Option(min=1, help=TESTS_HELP)] = None,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:
@@ -97,9 +93,7 @@ def evaluate_runs(
 def ask(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder that `adlm reason train` wrote.")],
     question: Annotated[str, Argument(help="A question as the task writes it: 'b = a - 9 | a = 13 + 4 ? b'.")],
-    plot: Annotated[
-        Path | None, Option(help="Draw a question of graphs, with the guesses, to this .svg or .png.")
-    ] = None,
+    plot: Annotated[Path | None, Option(help=PLOT_HELP)] = None,
     device: options.Device = "auto",
     is_json: options.Json = False,
 ) -> None:

@@ -12,17 +12,15 @@ from adlm.cli.output import status_console
 from adlm.remedies import install_command
 
 SECONDS_TO_DRAIN = 30
+MODELS_HELP = f"{options.MODEL_HELP} Several can be compared."
+KEY_HELP = "Key that clients must send. [default: none]"
 
 
 def serve(
-    models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help=options.MODEL_HELP + " Several can be compared.")
-    ] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=MODELS_HELP)] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="ADLM_API_KEY", help="Key that clients must send. [default: none]")
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="ADLM_API_KEY", help=KEY_HELP)] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Texts sampled at once.")] = 64,
     max_waiting: Annotated[int, typer.Option(min=1, help="Texts in the queue; more are answered with 429.")] = 256,
     deterministic: options.Deterministic = False,
