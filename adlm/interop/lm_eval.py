@@ -13,8 +13,7 @@ from tqdm import tqdm
 from adlm.bundled import DEFAULT
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import confidence
-from adlm.likelihood import MAX_ENUMERATED, estimate_token_nats
-from adlm.methods import METHODS
+from adlm.likelihood import MAX_ENUMERATED
 from adlm.remedies import install_command
 from adlm.text.generation import GenerationConfig, GenerationRequest, check_whole_numbers, choose_sampler
 from adlm.text.lm import LM, load
@@ -165,14 +164,9 @@ class AdlmLM(HarnessModel):
         """Nats of each request, over its rows: exact, or the bound."""
         rows = [(number, row) for number, each in enumerate(part) for row in each]
         rows.sort(key=lambda each: len(each[1].ids))  # less padding; the noise of a row does not depend on the order
-        estimate = estimate_token_nats(
-            self.lm.model.to(self.lm.device),
-            [row.ids for _, row in rows],
-            [row.is_scored for _, row in rows],
-            draws=self.draws,
-            seed=self.seed,
-            batch=self.batch * self.draws,
-            score_entropy=METHODS[self.lm.method].score_entropy,
+        ids, is_scored = [row.ids for _, row in rows], [row.is_scored for _, row in rows]
+        estimate = self.lm.estimate_nats(
+            ids, is_scored, draws=self.draws, seed=self.seed, batch=self.batch * self.draws
         )
         sums = [0.0] * len(part)
         for (number, _), nats in zip(rows, estimate.nats.tolist(), strict=True):

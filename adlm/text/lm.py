@@ -24,6 +24,7 @@ from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_tokens
+from adlm.likelihood import TokenNats, estimate_token_nats
 from adlm.methods import METHODS, look_up
 from adlm.remedies import suggest_names
 from adlm.text.generation import (
@@ -250,6 +251,13 @@ class LMEngine:
 
         return iterate()
 
+    def estimate_nats(
+        self, rows: Sequence[Sequence[int]], is_scored: Sequence[Sequence[bool]], **settings: int
+    ) -> TokenNats:
+        """Estimate the nats of the scored tokens of rows, with the draws, seed and batch of `settings`."""
+        is_entropy = METHODS[self.method].score_entropy
+        return estimate_token_nats(self.model.to(self.device), rows, is_scored, score_entropy=is_entropy, **settings)
+
     def build_trajectory(
         self, frames: Sequence[TrajectoryFrame], request: GenerationRequest, *, title: str = "", seconds: float = 0.0
     ) -> Trajectory:
@@ -317,8 +325,6 @@ class LM(LMEngine):
 
     def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
         """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte."""
-        from adlm.likelihood import estimate_token_nats
-
         check_whole_numbers(1, draws=draws, batch=batch)
         check_whole_numbers(0, seed=seed)
         layouts = [self.row_format.layout_text(text) for text in as_list(texts)]
@@ -327,9 +333,7 @@ class LM(LMEngine):
         if draws < 2 and not self.row_format.is_causal:
             raise ValueError(f"draws must be at least 2, or there is no standard error; got {draws}: 64 is usual")
         is_scored = [[any(x.start <= i < x.end for x in row.spans) for i in range(len(row))] for row in layouts]
-        settings: dict[str, Any] = {"score_entropy": METHODS[self.method].score_entropy, "draws": draws, "seed": seed}
-        rows, model = [row.ids for row in layouts], self.model.to(self.device)
-        columns = estimate_token_nats(model, rows, is_scored, batch=batch, **settings)
+        columns = self.estimate_nats([row.ids for row in layouts], is_scored, draws=draws, seed=seed, batch=batch)
         scores = []
         for layout, nats, error, is_exact in zip(layouts, *(each.tolist() for each in columns), strict=True):
             tokens, size = len(layout.spans[0].texts or ()), len(layout.spans[0].text.encode("utf-8"))
