@@ -292,6 +292,7 @@ def anchors(
     sampling = {"sampler": sampler, "steps": steps, "length": length, "seed": seed, "batch": batch}
     settings = {"perturb": list(perturb), "stale": list(stale), "draws": draws, "samples": samples, **sampling}
     settings |= {"anchors": {"rule": "rare_in_sequence", "max_count": max_count}}
+    rule = rare_in_sequence(max_count)
     cache, studies, about = open_cache(out), list[dict[str, Any]](), list[dict[str, Any]]()
     for lm in [models] if isinstance(models, LM) else models:
         check_two_stages(lm.model, lm.name)
@@ -306,9 +307,7 @@ def anchors(
         entry = hash_settings(identity | settings | {"batch": None})  # the batch size changes speed only
         if entry not in cache:
             own = {"n": samples, **sampling}
-            study = measure_model(
-                lm, dataset.rows, rare_in_sequence(max_count), perturbations, draws, own, text_scorer, on_progress
-            )
+            study = measure_model(lm, dataset.rows, rule, perturbations, draws, own, text_scorer, on_progress)
             cache.put(entry, names | study, is_flushed=True)
         studies.append(cache.get(entry))
         about.append(identity)
@@ -422,12 +421,11 @@ def summarize_guesses(sums: NDArray[np.float64]) -> dict[str, Any]:
     """Accuracy and nll from sums (rows, bins, 4), with standard errors over rows, and the calibration error."""
     counts, _, hits, nll = np.moveaxis(sums.sum(1), -1, 0)
     # nll is in nats per token, every token with the same weight
-    estimates = {"accuracy": stats.estimate_ratio(hits, counts), "nll": stats.estimate_ratio(nll, counts)}
+    flat = flatten_estimates(accuracy=estimate_ratio(hits, counts), nll=estimate_ratio(nll, counts))
     bins, total = sums.sum(0), counts.sum()
     error = float(np.abs(bins[:, 1] - bins[:, 2]).sum() / total) if total else math.nan
     # By bins of the highest probability: tokens, its mean, accuracy.
     reliability = [[int(n), p / n if n else math.nan, h / n if n else math.nan] for n, p, h, _ in bins.tolist()]
-    flat = stats.flatten_estimates(**estimates)
     return {"tokens": int(total), **flat, "calibration_error": error, "reliability": reliability}
 
 
@@ -444,9 +442,9 @@ def summarize_reveals(sampler: str, texts: Sequence[TracedRow], rule: AnchorRule
         different.append(len(np.unique(revealed)))
         sums[number] = rank[is_anchor].sum(), is_anchor.sum(), rank[~is_anchor].sum(), (~is_anchor).sum()
     own, own_count, rest, rest_count = sums.T
-    estimates = stats.flatten_estimates(
-        anchors=stats.estimate_ratio(own, own_count),
-        others=stats.estimate_ratio(rest, rest_count),
+    estimates = flatten_estimates(
+        anchors=estimate_ratio(own, own_count),
+        others=estimate_ratio(rest, rest_count),
         gap=stats.estimate_ratio_difference(own, own_count, rest, rest_count),  # below 0 where anchors come first
     )
     share, steps = float(own_count.sum() / (own_count + rest_count).sum()), float(np.mean(different))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 
 from adlm.data.shards import file_lock, write_atomically
 from adlm.training.distributed import DistributedContext
@@ -40,9 +41,9 @@ class Cache:
     """Results by key, in memory and, with a folder, on disk; `open_cache` makes one that ranks share."""
 
     def __init__(self, folder: Path | None = None, context: DistributedContext | None = None) -> None:
-        self.folder, self.context = folder, context
+        self.folder, self.context = folder, context or DistributedContext(torch.device("cpu"))
+        self.rank, self.world_size = self.context.rank, self.context.world_size
         self.on_progress: ProgressCallback = ignore_progress  # of `fill`
-        self.rank, self.world_size = (context.rank, context.world_size) if context else (0, 1)
         self.entries: dict[str, Any] = {}
         self._unwritten: dict[str, Any] = {}
         self._flushed = time.monotonic()
@@ -110,9 +111,6 @@ class Cache:
     def sync(self) -> None:
         """Give all ranks the entries of all that share the folder; every rank calls it."""
         self.flush()
-        if self.context is None:
-            self.merge()
-            return
         self.context.any(False)  # waits for all ranks
         self.context.run_on_rank0(self.merge)
         self.entries = self.context.all_gather(self.entries if self.context.is_main else {})[0]
@@ -190,7 +188,6 @@ def read_entries(path: Path) -> dict[str, Any]:
             entry: Mapping[str, Any] = json.loads(line, object_hook=decode_array)
             entries[entry["key"]] = entry["value"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"line {number} of {path} is not a cache entry ({error}): delete the line, or choose another folder"
-            ) from error
+            problem = f"line {number} of {path} is not a cache entry ({error})"
+            raise ValueError(f"{problem}: delete the line, or choose another folder") from error
     return entries

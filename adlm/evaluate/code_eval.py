@@ -194,18 +194,16 @@ def read_problems(path: Path | str) -> dict[str, Row]:
 
 def read_json_lines(path: Path | str, fields: Sequence[str]) -> list[Row]:
     """The fields of all objects of a jsonl file, as texts."""
-    rows = []
+    rows, names = [], ", ".join(fields)
     for number, line in enumerate(Path(path).read_text("utf-8").split("\n"), 1):
         try:
             if line.strip():
                 row = json.loads(line)
                 rows.append({name: str(row[name]) for name in fields})
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}, line {number} is not a JSON object with {', '.join(fields)}: {error!r}"
-            ) from error
+            raise ValueError(f"{path}, line {number} is not a JSON object with {names}: {error!r}") from error
     if not rows:
-        raise ValueError(f"{path} is empty: give one JSON object a line, with {', '.join(fields)}")
+        raise ValueError(f"{path} is empty: give one JSON object a line, with {names}")
     return rows
 
 

@@ -21,20 +21,13 @@ from adlm.data.tokenizers import Tokenizer
 from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table
-from adlm.evaluate.scorer import (
-    BATCH,
-    ScoringModel,
-    ScoringRequest,
-    TokenizedText,
-    hide_stderr,
-    load_scorer,
-    score_texts,
-)
+from adlm.evaluate.scorer import BATCH, ScoringModel, ScoringRequest, TokenizedText, load_scorer, score_texts
 from adlm.evaluate.stats import estimate_ratio
 from adlm.remedies import install_command
 from adlm.text.generation import GenerationRequest, check_whole_numbers
 from adlm.text.lm import LM, denoise_rows
 from adlm.training.distributed import DistributedContext
+from adlm.view.console import hide_stderr
 
 Tokens = Sequence[int] | Sequence[str] | NDArray[Any]  # of one text
 DISTINCT, REPETITION = (1, 2, 3), 4  # orders of n-grams
@@ -97,10 +90,8 @@ class TextScorer:
         long = [(text, row) for text, row in every if len(row) >= MIN_TOKENS]
         short, scored = len(texts) - len(long), dict[str, Scored]()
         if len(long) < 2:
-            problem = (
-                f"{short} of {len(texts)} texts have fewer than {MIN_TOKENS} tokens and at least 2 texts are needed"
-            )
-            raise ValueError(f"{problem}: generate longer texts, or more of them")
+            problem = f"{short} of {len(texts)} texts have fewer than {MIN_TOKENS} tokens"
+            raise ValueError(f"{problem} and at least 2 texts are needed: generate longer texts, or more of them")
         if self.scorer is not None:
             request = ScoringRequest(self.scorer, self.scorer.encode([text for text, _ in long]))
             (scores,) = score_texts([request], batch=self.batch)

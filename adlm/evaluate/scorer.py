@@ -1,17 +1,13 @@
 """Models that score texts, in float32, as Gen-PPL changes with the precision: nats of tokens, features of texts."""
 
 import hashlib
-import io
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +21,7 @@ from adlm.evaluate.cache import Cache, hash_settings
 from adlm.evaluate.provenance import hash_weights
 from adlm.remedies import import_extra, install_command
 from adlm.text.generation import check_whole_numbers
+from adlm.view.console import hide_stderr
 
 ACCEPTED = "give a folder as transformers saves it, a .gguf file, an installed package with a model, or a Hub name"
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -230,29 +227,7 @@ def load_part(kind: Any, location: ModelLocation, name: str | Path, part: str, *
         raise ValueError(f"{problem} ({reason}): {ACCEPTED}") from error
 
 
-@contextmanager
-def hide_stderr() -> Iterator[None]:
-    """Context manager: drop what libraries write to stderr, also from C: progress bars and advice."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with open(os.devnull, "wb") as sink, redirect_stderr(io.StringIO()):
-        os.dup2(sink.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-
-
 # Scores of texts.
-
-
-class TokenWindow(NamedTuple):
-    """A range of a text's tokens; those from `first_scored` on are scored in it."""
-
-    start: int
-    end: int
-    first_scored: int
 
 
 @dataclass(frozen=True)
@@ -298,13 +273,15 @@ class ScoringRequest:
         return [f"score-{hash_settings([*base, text.ids])}" for text in self.texts]
 
 
-def split_windows(length: int, window: int | None) -> list[TokenWindow]:
-    """The windows of a text, which overlap by half; without `window`, it is one."""
+def split_windows(length: int, window: int | None) -> list[tuple[int, int, int]]:
+    """Windows (start, end, first scored) of a text's tokens, which overlap by half; without `window`, it is one."""
     size = window or length
-    windows = [TokenWindow(0, min(size, length), 0)]
-    while (last := windows[-1]).end < length:
-        start = min(last.start + size // 2, length - size)
-        windows.append(TokenWindow(start, start + size, last.end))
+    start, end = 0, min(size, length)
+    windows = [(start, end, 0)]
+    while end < length:
+        start, scored = min(start + size // 2, length - size), end
+        end = start + size
+        windows.append((start, end, scored))
     return windows
 
 
@@ -354,7 +331,7 @@ def score_batch(request: ScoringRequest, texts: Sequence[TokenizedText]) -> list
     sums, counts = [np.zeros(1) for _ in texts], [0] * len(texts)
     for turn in zip_longest(*(split_windows(len(text), request.window) for text in texts)):
         windows = [(number, window) for number, window in enumerate(turn) if window is not None]
-        rows = [[*before, *texts[number].ids[window.start : window.end], *after] for number, window in windows]
+        rows = [[*before, *texts[number].ids[start:end], *after] for number, (start, end, _) in windows]
         row_nats, states = run_scorer(scorer, rows, request.with_nats, request.with_features)
         for row, (number, (start, end, first_scored)) in enumerate(windows):
             skipped, length = first_scored - start, len(rows[row])

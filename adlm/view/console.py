@@ -1,5 +1,10 @@
 """The console of all commands: no text that it prints, such as the name of a folder, can control the terminal."""
 
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +20,20 @@ del CONTROLS[0x0A]
 def escape_controls(text: str) -> str:
     """Replace characters that would control the terminal by visible ones; newlines stay."""
     return text.translate(CONTROLS)
+
+
+@contextmanager
+def hide_stderr() -> Iterator[None]:
+    """Context manager: drop what libraries write to stderr, also from C: progress bars and advice."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with open(os.devnull, "wb") as sink, redirect_stderr(io.StringIO()):
+        os.dup2(sink.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 class SafeConsole(Console):

@@ -210,11 +210,11 @@ def test_features_alone_are_those_with_nats_and_an_encoders_the_mean_over_tokens
 @given(st.integers(1, 90), st.integers(2, 40))
 def test_windows_score_every_token_once(length: int, window: int) -> None:
     seen = np.zeros(length, dtype=int)
-    for part in split_windows(length, window):
-        assert 0 <= part.start <= part.first_scored < part.end <= length and part.end - part.start <= window
+    for start, end, first_scored in split_windows(length, window):
+        assert 0 <= start <= first_scored < end <= length and end - start <= window
         # After the first window, at least half of one comes before a token that is scored.
-        assert part.start == 0 or part.first_scored - part.start >= window - window // 2
-        seen[part.first_scored : part.end] += 1
+        assert start == 0 or first_scored - start >= window - window // 2
+        seen[first_scored:end] += 1
     assert (seen == 1).all()
 
 
@@ -225,10 +225,10 @@ def test_a_long_text_is_scored_in_windows(bos: bool) -> None:
     found = score(scorer, [text, *texts(scorer, [10, 16])], window=16, with_features=True)
     assert found.features is not None
     expected = np.full(len(text), np.nan)
-    for part in split_windows(len(text), 16):
-        nats, states = alone(scorer, text.ids[part.start : part.end])
+    for start, end, first_scored in split_windows(len(text), 16):
+        nats, states = alone(scorer, text.ids[start:end])
         own = np.concatenate([[np.nan] * (not bos), nats])
-        expected[part.first_scored : part.end] = own[part.first_scored - part.start :]
+        expected[first_scored:end] = own[first_scored - start :]
     assert found.nats[0] == pytest.approx(expected, abs=1e-5, nan_ok=True)
     assert np.isnan(found.nats[0]).sum() == (not bos)
     assert found.features[0] == pytest.approx(states[-1], abs=1e-5)
@@ -238,10 +238,10 @@ def test_an_encoder_counts_every_token_of_a_long_text_once() -> None:
     scorer = encoder()
     text = scorer.encode([documents()[1][:600]])[0]
     total, count = np.zeros(32), 0
-    for part in split_windows(len(text), 20):
-        states = alone(scorer, text.ids[part.start : part.end])[1]
-        total += states[0] + states[-1] + states[1 + part.first_scored - part.start : -1].sum(0)
-        count += 2 + part.end - part.first_scored
+    for start, end, first_scored in split_windows(len(text), 20):
+        states = alone(scorer, text.ids[start:end])[1]
+        total += states[0] + states[-1] + states[1 + first_scored - start : -1].sum(0)
+        count += 2 + end - first_scored
     found = score(scorer, [text], with_nats=False, with_features=True, window=20).features
     assert found is not None and found[0] == pytest.approx(total / count, abs=1e-5)
 
