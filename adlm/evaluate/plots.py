@@ -37,8 +37,7 @@ LABELS = {"gen_ppl": "Gen-PPL", "entropy": "entropy (nats)", "nfe": "NFE", "seco
 
 def draw_figures(result: EvalResult, folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw all figures of a result into a folder, each under its own name."""
-    kinds: Any = {"frontier": draw_frontier, "correlation": draw_correlation}
-    kinds |= {"arms": draw_arms, "curves": draw_curves}
+    kinds: Any = {"frontier": draw_frontier, "correlation": draw_correlation, "arms": draw_arms, "curves": draw_curves}
     return [kinds[kind](path=folder / f"{name}{suffix}", **data) for name, (kind, data) in result.figures.items()]
 
 
