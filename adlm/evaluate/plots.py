@@ -204,7 +204,7 @@ class RunCurves:
     """The metrics of a run by name; NaN where a record lacks one."""
 
     folder: str
-    train: dict[str, np.ndarray]  # step, tokens, train/nll, lr, …
+    train: dict[str, np.ndarray]  # step, tokens, train/loss, lr, …
     valid: dict[str, np.ndarray]  # step, tokens, val/nll, val/stderr, …
 
     def summarize(self) -> dict[str, Any]:
@@ -225,14 +225,14 @@ def read_run(folder: Path) -> RunCurves:
         problem = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {problem}: give the folder of a run that has logged a step")
     records = [record | record.get("time", {}) for record in read_metrics(path)]
-    train, valid = ([record for record in records if name in record] for name in ("train/nll", "val/nll"))
+    train, valid = ([record for record in records if name in record] for name in ("train/loss", "val/nll"))
     if not train and not valid:
         raise ValueError(f"{path} has no step yet: plot it when the run has logged its first loss")
 
     def read_columns(records: Sequence[dict[str, Any]], names: str) -> dict[str, np.ndarray]:
         return {name: np.array([record.get(name) for record in records], dtype=float) for name in names.split()}
 
-    curves = read_columns(train, "step tokens train/nll lr anchor_weight tokens_per_second stall")
+    curves = read_columns(train, "step tokens train/loss lr anchor_weight tokens_per_second stall")
     held_out = read_columns(valid, "step tokens val/nll val/ppl val/stderr unigram/ppl")
     if train:  # validations have steps; the training records around them have the tokens
         held_out["tokens"] = np.interp(held_out["step"], curves["step"], curves["tokens"])
@@ -269,19 +269,19 @@ def plot_runs(runs: Sequence[RunCurves], out: Path, *, x: str = "step") -> Path:
 
 
 def draw_likelihood(axes: Axes, runs: Sequence[RunCurves], x: str) -> None:
-    """Draw training and validation in nats, with an axis of perplexity and the legend's entries."""
+    """Draw the training loss and the validation nll in nats, with an axis of perplexity and the legend's entries."""
     names = shorten_names([run.folder for run in runs])
     for run, color in zip(runs, COLORS * len(runs)):
         train, valid = run.train, run.valid
-        axes.plot(train[x], train["train/nll"], color=color, alpha=0.25, linewidth=0.7)
-        axes.plot(train[x], smooth_curve(train["train/nll"]), color=color, linewidth=1.6, label=names[run.folder])
+        axes.plot(train[x], train["train/loss"], color=color, alpha=0.25, linewidth=0.7)
+        axes.plot(train[x], smooth_curve(train["train/loss"]), color=color, linewidth=1.6, label=names[run.folder])
         error = np.nan_to_num(2 * valid["val/stderr"])
         axes.errorbar(valid[x], valid["val/nll"], error, fmt="o", color=color, markeredgecolor="white", zorder=4)
     axes.plot([], [], color=GRAY, marker="o", linestyle="none", label="validation ± 2 s.e.")
     for unigram in sorted({float(ppl) for run in runs for ppl in run.valid["unigram/ppl"][-1:] if ppl > 0}):
         label = f"unigram perplexity {unigram:,.0f}"
         axes.axhline(math.log(unigram), color=GRAY, linestyle="--", linewidth=1.0, label=label)
-    axes.set_ylabel("nll (nats per token)")
+    axes.set_ylabel("training loss, validation nll (nats per token)")
     perplexities = axes.secondary_yaxis("right", functions=(np.exp, lambda ppl: np.log(np.maximum(ppl, 1e-9))))
     perplexities.set_ylabel("perplexity")
     set_log_scale(perplexities, "y")

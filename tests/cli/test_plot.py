@@ -59,8 +59,8 @@ def test_runs_have_names_and_colors_and_panels_labels(tmp_path: Path) -> None:
 
 def test_a_diverged_run_and_one_without_validation_are_drawn(tmp_path: Path) -> None:
     run = run_in(tmp_path / "a", valid=False)
-    log(run, 61, **{"train/nll": math.nan}, time={})
-    log(run, 62, **{"train/nll": math.inf})
+    log(run, 61, **{"train/loss": math.nan}, time={})
+    log(run, 62, **{"train/loss": math.inf})
     log(tmp_path, 5, **{"val/nll": 3.0, "val/ppl": math.exp(3), "val/stderr": 0.1})
     assert draw(tmp_path / "a.svg", run) and draw(tmp_path / "b.svg", tmp_path)
 
