@@ -81,7 +81,7 @@ def test_metrics_that_were_not_yet_logged_are_not_lost(tmp_path: Path) -> None:
     check_resume(tmp_path, "log.every=5", "checkpoint.every=3", "guard.window=4", crash=8)
     state = read_state(tmp_path / "torn/checkpoints/step-00000009")
     assert len(state["window"]) == 4 and len(state["recent"]) == 4
-    assert state["recent"] == [row[1] for row in state["window"]]  # steps 6 to 9
+    assert state["recent"] == [row[0] for row in state["window"]]  # steps 6 to 9
     assert [record["step"] for record in curve(tmp_path / "torn")] == [5, 5, 10, 10]
 
 
