@@ -116,7 +116,7 @@ def train_models(out: Path, console: SafeConsole, steps: int, seed: int) -> dict
         run = runs[name] = train(recipe, **shared, **own, folder=out / name)
         if name == "from-scratch":
             records = read_metrics(run.folder / "metrics.jsonl")
-            console.print(draw_curve([each["train/nll"] for each in records if "train/nll" in each]), style="blue")
+            console.print(draw_curve([each["train/loss"] for each in records if "train/loss" in each]), style="blue")
         console.print(
             f"{name}: held-out perplexity ≤ {run.valid['val/ppl']:.1f}, of a unigram model of the same tokens "
             f"{run.valid['unigram/ppl']:.1f}. A sample:",

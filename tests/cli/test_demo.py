@@ -41,7 +41,9 @@ def test_the_demo_infills_learns_and_keeps_its_runs(tmp_path: Path) -> None:
         assert text.startswith(given[0]) and text.endswith(given[-1]) and all(piece in text for piece in given)
         assert " ".join(text.split()) in shown
 
-    losses = [each["train/nll"] for each in read_metrics(out / "from-scratch" / "metrics.jsonl") if "train/nll" in each]
+    losses = [
+        each["train/loss"] for each in read_metrics(out / "from-scratch" / "metrics.jsonl") if "train/loss" in each
+    ]
     assert len(losses) == 20 and sum(losses[-10:]) < sum(losses[:10]) - 1.0  # well below where it began
     scratch, tuned = found["valid"]["from-scratch"], found["valid"]["fine-tuned"]
     assert f"from-scratch: held-out perplexity ≤ {scratch['val/ppl']:.1f}" in shown
