@@ -323,8 +323,8 @@ def create_app(
         engine.limits.check_size(len(body.texts) * (body.n or 1), body.steps)
         request = await (asyncio.wrap_future(engine.call(make)) if body.is_filling else asyncio.to_thread(make))
         answer = Answer(body, request, name)
-        wants = {"skipped": answer.skipped, "guesses": body.guesses, "logprobs": body.logprobs}
-        frames = stream_rows(engine, request, ALL if body.has_drafts else SETTLED, **wants)
+        fields = {"skipped": answer.skipped, "guesses": body.guesses, "logprobs": body.logprobs}
+        frames = stream_rows(engine, request, ALL if body.has_drafts else SETTLED, **fields)
         if body.stream:
             http.scope["at_end"] = partial(answer.skipped.update, range(len(answer.readers)))  # they leave the batch
             return StreamingResponse(answer.stream(frames), media_type="text/event-stream")

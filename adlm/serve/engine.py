@@ -194,10 +194,10 @@ class Engine:
         """Whether requests are answered."""
         return self.thread is not None and self.thread.is_alive() and not self.is_stopping
 
-    def submit(self, request: GenerationRequest, notify: Notify, **wants: Any) -> Ticket:
-        """Put a request into the queue; `wants` are fields of its ticket."""
+    def submit(self, ticket: Ticket) -> Ticket:
+        """Put a request into the queue."""
+        request, numbered = ticket.request, enumerate(ticket.request.rows)
         self.limits.check_request(request)
-        ticket, numbered = Ticket(request, notify, **wants), enumerate(request.rows)
         rows = [Row(layout, request, number, i, ticket, ticket.logprobs) for i, (layout, number) in numbered]
         with self.wake:
             self._require_running()
@@ -297,9 +297,9 @@ class Engine:
 
 
 def stream_rows(
-    engine: Engine, request: GenerationRequest, frames: str = SETTLED, **wants: Any
+    engine: Engine, request: GenerationRequest, frames: str = SETTLED, **fields: Any
 ) -> AsyncGenerator[RowFrame]:
-    """Submit a request and return the frames of its rows that are not skipped; closing them cancels it."""
+    """Submit a request, with `fields` of its Ticket, and return the frames of its rows; closing them cancels it."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[RowFrame] | Exception]()
 
     def notify(news: list[RowFrame] | Exception) -> None:
@@ -307,7 +307,7 @@ def stream_rows(
             news = [frame for frame in news if frame.is_done]
         loop.call_soon_threadsafe(queue.put_nowait, news)
 
-    ticket = engine.submit(request, notify, frames=frames, **wants)
+    ticket = engine.submit(Ticket(request, notify, frames, **fields))
 
     async def read_frames() -> AsyncGenerator[RowFrame]:
         left = set(range(len(request.rows)))

@@ -21,7 +21,7 @@ if os.environ.get("ADLM_ALL") != "1":
 from fastapi.testclient import TestClient
 
 from adlm.serve.app import MAX_BODY_BYTES, create_app
-from adlm.serve.engine import EngineLimits, RowFrame
+from adlm.serve.engine import EngineLimits, RowFrame, Ticket
 from adlm.serve.protocol import TextReader
 
 QUICK = {"steps": 6, "seed": 3, "max_tokens": 12}
@@ -295,7 +295,7 @@ def test_overload_is_answered_with_429() -> None:
     limits = EngineLimits(max_rows=1, max_waiting=2)
     with TestClient(create_app(lm(), limits=limits)) as client:
         engine, slow = client.app.state.engine, lm().build_request("the", n=3, steps=4000, sampler="ancestral")
-        ticket = engine.submit(slow, lambda news: None)
+        ticket = engine.submit(Ticket(slow, lambda news: None))
         for is_streamed in (False, True):
             response = client.post("/v1/completions", json={"stream": is_streamed, **QUICK})
             assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1

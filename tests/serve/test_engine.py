@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from adlm.serve.batches import MaskedBatch
-from adlm.serve.engine import ALL, Engine, EngineLimits, QueueFullError, RowFrame, generate_rows, stream_rows
+from adlm.serve.engine import (
+    ALL,
+    Engine,
+    EngineLimits,
+    QueueFullError,
+    RowFrame,
+    Ticket,
+    generate_rows,
+    stream_rows,
+)
 from adlm.text.generation import GenerationRequest
 from tests.text.models import lm
 
@@ -37,7 +46,7 @@ def submit(engine: Engine, request: GenerationRequest) -> tuple[Any, Future[list
         if sum(frame.is_done for frame in frames) == len(request.rows):
             future.set_result(frames)
 
-    return engine.submit(request, notify), future
+    return engine.submit(Ticket(request, notify)), future
 
 
 @pytest.mark.parametrize("method", ["adlm", "ar"])

@@ -17,7 +17,7 @@ else:
     pytest.importorskip("uvicorn")
 
 from adlm.serve.app import create_app
-from adlm.serve.engine import EngineLimits
+from adlm.serve.engine import EngineLimits, Ticket
 from tests.serve.servers import run_server
 
 QUICK: dict[str, Any] = {"model": "small", "seed": 3, "max_tokens": 12, "extra_body": {"steps": 6}}
@@ -78,7 +78,7 @@ def test_errors(client: Any, server: tuple[str, Any]) -> None:
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server[0], api_key="wrong", max_retries=0).models.list()
     slow = lm().build_request("the", n=8, steps=4000, sampler="ancestral")
-    ticket = server[1].submit(slow, lambda news: None)
+    ticket = server[1].submit(Ticket(slow, lambda news: None))
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(prompt="the", model="small")
     server[1].cancel(ticket)
