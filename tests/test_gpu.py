@@ -1,12 +1,10 @@
 """What only a GPU runs: the kernels, half precision, compiled graphs. `pytest -m gpu` where there is one."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import adlm
-from adlm.data.batches import is_valid
+from adlm.data.batches import Batch
 from adlm.diffusion.anchors import rare_in_sequence
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.masking import ForwardProcess, corrupt
@@ -17,7 +15,7 @@ from adlm.diffusion.selected import compute_loss_and_grad
 from adlm.generate import compile_for_sampling, stream_tokens
 from adlm.methods import build_config, build_sampler
 from adlm.models.language_model import LanguageModel
-from adlm.models.transformer import unpad
+from adlm.training.objective import Objective
 from tests.world import compute_probs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -96,7 +94,7 @@ def test_half_precision_training_agrees_with_float32(bridge):
         assert error < 0.05, f"{name}: relative error {float(error):.3f}"
 
 
-@pytest.mark.parametrize("method", ["mdlm", "adlm"])
+@pytest.mark.parametrize("method", ["mdlm", "adlm", "ar", "a2r"])
 def test_rows_without_padding_have_the_losses_and_gradients_of_padded_ones(method):
     sizes = {"vocab_size": VOCAB, "mask_id": MASK, "length": 256, "dim": 320, "heads": 5, "dropout": 0.0}
     model, rng = LanguageModel(build_config(method, "nano", **sizes)), torch.Generator().manual_seed(1)
@@ -105,14 +103,15 @@ def test_rows_without_padding_have_the_losses_and_gradients_of_padded_ones(metho
             if "modulation" in name or name.endswith("head.weight"):
                 parameter.normal_(std=0.05, generator=rng)
     model.cuda().compile_layers()
-    valid = is_valid(torch.randint(1, 257, (64,), generator=rng), 256)
-    process = ForwardProcess(MASK, anchor_rule=rare_in_sequence(5) if method == "adlm" else None, multiple=64)
-    batch = corrupt(random_rows(64, 256), process, CounterRng.from_seed(0, 64), 0, valid=valid)
+    lengths, number = torch.randint(1, 257, (64,), generator=rng), torch.arange(64)
+    process = ForwardProcess(MASK, anchor_rule=rare_in_sequence(5) if model.anchor else None, multiple=64)
+    text = Batch(random_rows(64, 256), lengths, number, number, 64, {})
     losses, gradients = [], []
-    for each in (batch, replace(batch, valid=unpad(valid))):
+    for is_unpadded in (False, True):
+        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(text, 0, 0)
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = training_loss(model, each.to("cuda"), anchor_weight=0.5 if method == "adlm" else None)
+            loss = training_loss(model, batch.to("cuda"), anchor_weight=0.5 if model.anchor else None)
         loss.total.backward()
         losses.append(float(loss.total))
         gradients.append({name: p.grad.float() for name, p in model.named_parameters()})

@@ -71,21 +71,23 @@ def scatter_rows(x: Tensor, rows: UnpaddedRows, count: int) -> Tensor:
     return flat.index_copy(0, rows.places, x[0])[:-1].view(count, rows.length, -1)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, rows: UnpaddedRows, is_causal: bool) -> Tensor:
     """Compute attention (1, heads, N, head_dim) within each row; without a kernel for it, by a mask (N, N)."""
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         q, k, v = (each[0].transpose(0, 1) for each in (q, k, v))
-        y = varlen_attn(q, k, v, rows.cu_seqlens, rows.cu_seqlens, rows.length, rows.length)
+        ends, window = rows.cu_seqlens, (-1, 0 if is_causal else -1)  # keys before and after a query; -1: all
+        y = varlen_attn(q, k, v, ends, ends, rows.length, rows.length, window_size=window)
         assert isinstance(y, Tensor)
         return y.transpose(0, 1)[None]
     row = torch.searchsorted(rows.cu_seqlens, torch.arange(q.shape[2], device=q.device), right=True)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=row == row[:, None])
+    mask = row == row[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.tril() if is_causal else mask)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, attend: Tensor | UnpaddedRows | None) -> Tensor:
     """Compute scaled dot-product attention with the fastest kernel."""
     if isinstance(attend, UnpaddedRows):
-        return varlen_attention(q, k, v, attend)
+        return varlen_attention(q, k, v, attend, is_causal)
     if q.is_cuda and attend is None:
         with sdpa_kernel(CUDA_KERNELS, set_priority=True):
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -215,7 +217,7 @@ class Layer(nn.Module):
             q, k = rms_norm(q), rms_norm(k)
         # Transposed views, not copies: the kernel's output has the layout of q, ready for the output projection.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        is_causal = self.is_causal and attend is None
+        is_causal = self.is_causal and not isinstance(attend, Tensor)
         if cache is not None:
             k, v = cache.append(k, v)
             if is_causal and length > 1 and k.shape[2] > length:

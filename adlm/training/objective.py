@@ -30,11 +30,14 @@ class Objective:
     def corrupt(self, batch: Batch, seed: int, step: int) -> NoisyBatch:
         """Corrupt the batch of a step."""
         process, valid = self.process, batch.valid()
-        if self.is_causal:
-            return shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
-        rng = CounterRng.from_seed(seed, batch.number)
-        noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
-        return replace(noisy, valid=unpad(noisy.valid)) if self.is_unpadded and noisy.valid is not None else noisy
+        if self.is_causal:  # padding comes last, so earlier tokens do not read it
+            rule, read = process.anchor_rule, None if valid is None else valid[:, 1:]
+            noisy = shift_tokens(batch.tokens, anchor_rule=rule, valid=valid, multiple=process.multiple)
+        else:
+            rng = CounterRng.from_seed(seed, batch.number)
+            noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
+            read = noisy.valid
+        return replace(noisy, valid=unpad(read)) if self.is_unpadded and read is not None else noisy
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma at a step; None where there are no anchors."""

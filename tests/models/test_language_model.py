@@ -2,21 +2,20 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from adlm.data.batches import is_valid
+from adlm.data.batches import Batch, is_valid
 from adlm.diffusion.anchors import rare_in_sequence
-from adlm.diffusion.masking import ForwardProcess, corrupt, shift_tokens
+from adlm.diffusion.masking import ForwardProcess, shift_tokens
 from adlm.diffusion.objectives import training_loss
-from adlm.diffusion.rng import CounterRng
 from adlm.interop.gpt2 import from_state_dict
 from adlm.methods import build_config
 from adlm.models.language_model import LanguageModel, ModelConfig
-from adlm.models.transformer import unpad
+from adlm.models.transformer import UnpaddedRows, unpad
+from adlm.training.objective import Objective
 from tests.goldens import facts
 from tests.world import count_weights, random_model, random_tokens, shapes_only
 
@@ -230,7 +229,7 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
         torch.testing.assert_close(final, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [[12, 1, 7, 9, 3], [12, 12, 12], [1], [5, 12] * 20])
+@pytest.mark.parametrize("lengths", [[12, 1, 7, 9, 3], [12, 12, 12], [2], [5, 12] * 20])
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
@@ -238,6 +237,8 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
         ("adlm", {}),
         ("adlm", {"bridge": "direct", "qk_norm": True}),
         ("mdlm", {"embed_norm": True}),
+        ("ar", {}),
+        ("a2r", {"bridge": "direct"}),
     ],
 )
 def test_layers_without_padding_compute_the_same(method, changes, lengths):
@@ -251,12 +252,15 @@ def test_layers_without_padding_compute_the_same(method, changes, lengths):
     torch.testing.assert_close(unpadded.final[valid], padded.final[valid], atol=5e-4, rtol=1e-3)
     assert not unpadded.final[~valid].any()
 
-    process = ForwardProcess(19, anchor_rule=rare_in_sequence(1) if method == "adlm" else None)
-    batch = corrupt(tokens, process, CounterRng.from_seed(0, len(lengths)), 0, valid=valid)
+    process = ForwardProcess(19, anchor_rule=rare_in_sequence(1) if model.anchor else None)
+    number = torch.arange(len(lengths))
+    text = Batch(tokens, torch.tensor(lengths), number, number, len(lengths), {})
     losses, gradients = [], []
-    for each in (batch, replace(batch, valid=rows).to("cpu")):
+    for is_unpadded in (False, True):
+        batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(text, 0, 0)
+        assert isinstance(batch.valid, UnpaddedRows) == is_unpadded
         model.zero_grad()
-        losses.append(training_loss(model, each, anchor_weight=0.5 if method == "adlm" else None))
+        losses.append(training_loss(model, batch.to("cpu"), anchor_weight=0.5 if model.anchor else None))
         losses[-1].total.backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     torch.testing.assert_close(losses[1], losses[0], atol=1e-4, rtol=1e-4)
@@ -272,7 +276,9 @@ def test_padding_may_be_anywhere():
     torch.testing.assert_close(unpadded[valid], padded[valid], atol=5e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("method", "changes"), [("ar", {}), ("mdlm", {"time_conditioning": True})])
+@pytest.mark.parametrize(
+    ("method", "changes"), [("ar", {"positions": "learned"}), ("mdlm", {"time_conditioning": True})]
+)
 def test_models_that_need_whole_rows_refuse_unpadded_ones(method, changes):
     model, rows = random_model(method, **changes), unpad(torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="cannot leave padding out"):
