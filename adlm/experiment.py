@@ -180,12 +180,13 @@ def run_experiment(
                     record = planned[name]["record"] = read_json(folder / name / MEASURED)
                     on_event(f"{name}: {record.get('error') or f'nll {compute_nll(record):.4f}'}")
                     save_results(experiment, planned, path)
-                    planned = list_runs(experiment, path)
+                    known = {name: run for name, run in planned.items() if not run["is_waiting"]}
+                    planned = list_runs(experiment, path) | known  # known: a recipe may have been edited since
                 elif left >= 0:
                     failures.append(name)
                     log = folder / name / "log.txt"
                     lines = log.read_text("utf-8").strip().splitlines() if log.is_file() else []
-                    on_event(f"{name} failed: {lines[-1] if lines else f'exit code {process.exitcode}'} ({log})")
+                    on_event(f"{name} failed: {[f'exit code {process.exitcode}', *lines][-1]} ({log})")
 
 
 def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings) -> None:
@@ -311,8 +312,7 @@ def check_claims(path: Path) -> list[str]:
     problems = []
     for claim in read_object(path, {"claims": list}, "give a file such as docs/reproduce.json")["claims"]:
         for key, value in recompute_claim(claim.get("evidence"), path.parent).items():
-            stored = claim.get(key)
-            is_number = isinstance(value, float | list) and isinstance(stored, type(value))
+            is_number = isinstance(stored := claim.get(key), type(value)) and isinstance(value, float | list)
             if not (np.allclose(value, stored, rtol=1e-9, atol=0) if is_number else value == stored):
                 problems.append(f"{claim['claim']!r}, {key}: stored {stored!r}, computed {value!r}")
     return problems

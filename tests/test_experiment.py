@@ -194,6 +194,9 @@ def test_a_dry_run_prints_runs_and_minutes(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["experiment", str(TOY), "--dry-run", "--set", "jobs=4", "--out", str(tmp_path)])
     assert answer.exit_code == 0 and "adlm-toy-1" in answer.output
     assert "4 runs, 4 at once: 0.2 minutes" in answer.output  # 7 s + 60 steps × 0.04 s
+    command = ["experiment", str(TOY), "--dry-run", "--json", "--out", str(tmp_path)]
+    minutes = json.loads(CliRunner().invoke(app, command).stdout)["minutes"]
+    assert len(minutes) == 5 and minutes["4 runs, 2 at once"] > minutes["adlm-toy-0"] > 0
 
 
 def test_wrong_files_are_refused_in_a_line(tmp_path: Path) -> None:
@@ -321,6 +324,22 @@ def test_a_killed_experiment_continues(tmp_path: Path) -> None:
     assert [each["verdict"] for each in summary["comparisons"]][1] == NOT_TESTABLE
     assert len({run["rows_sha256"] for run in content["runs"]}) == 1
     assert [step for step, _ in content["runs"][0]["curve"]] == [100, 200]
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_edited_during_an_experiment_loses_no_run(tmp_path: Path) -> None:
+    recipe, path = tmp_path / "mine.yaml", tmp_path / "results.json"
+    recipe.write_text("method: mdlm\n", "utf-8")
+    changes = (f"corpora.toy={data()}", f"arms.mdlm.recipe={recipe}", "jobs=1", "overrides.steps=2", "measure.rows=4")
+    experiment = load_experiment(TOY, *changes)
+    del experiment.arms["adlm"]
+
+    def edit(event: str) -> None:
+        if "nll" in event:
+            recipe.write_text("method: mdlm\noptimizer: {clip: 0.5}\n", "utf-8")
+
+    content, _ = run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs", on_event=edit)
+    assert [run["name"] for run in content["runs"]] == ["mdlm-toy-0", "mdlm-toy-1"]
 
 
 def test_the_defaults_of_a_claim_are_the_written_rule() -> None:

@@ -36,17 +36,17 @@ def experiment(
         raise typer.Exit(bool(problems))
     if file is None:
         raise ValueError("FILE is required: a YAML file such as experiments/toy.yaml, or --check")
-    loaded, out = module.load_experiment(file, *(changes or [])), out or file.with_suffix("")
-    path = out / "results.json"
+    loaded, path = module.load_experiment(file, *(changes or [])), (out or file.with_suffix("")) / "results.json"
     if is_dry:
         left = {name: run["seconds"] / 60 for name, run in module.list_runs(loaded, path).items() if not run["record"]}
         left |= {f"{len(left)} runs, {loaded.jobs} at once": max(sum(left.values()) / loaded.jobs, *left.values(), 0)}
-        return print("\n".join(f"{name}: {minutes:.1f} minutes" for name, minutes in left.items()))
+        lines = [f"{name}: {minutes:.1f} minutes" for name, minutes in left.items()]
+        return print_json({"minutes": left}) if is_json else print("\n".join(lines))
     results, failures = module.run_experiment(loaded, path, runs or Path("runs", file.stem), minutes, log)
     result = module.build_report(results)
-    (out / "results.md").write_text(f"# {loaded.question}\n\n{result}\n", "utf-8")
+    path.with_suffix(".md").write_text(f"# {loaded.question}\n\n{result}\n", "utf-8")
     if find_spec("matplotlib") is None:
         result.figures.clear()
-    print_result(result, is_json=is_json, out=out)
+    print_result(result, is_json=is_json, out=path.parent)
     log(f"{len(results['runs'])} of {results['planned_runs']} runs are in {path}")
     raise typer.Exit(bool(failures))
