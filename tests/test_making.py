@@ -18,6 +18,8 @@ from bundled.measure import main as measure
 from bundled.passages import MAX_CHARACTERS, documents, is_prose, passages, sentences
 from bundled.passages import main as write_passages
 from bundled.ship import main as ship
+from bundled.train import choose_steps
+from bundled.train import main as train_bundled
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = load_excerpt()
@@ -61,6 +63,37 @@ def test_chosen_lengths_are_compared_with_the_best_single_one() -> None:
 def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str) -> None:
     monkeypatch.setattr(sys, "argv", ["x", *options])
     main()
+
+
+def write_timings(run: Path, seconds: list[float]) -> None:
+    """Write the metrics of a run whose first two records are of slow steps, in which torch compiles."""
+    run.mkdir(parents=True)
+    ends = [{"step": 25 * (i + 1), "lr": 1.0, "time": {"seconds": each}} for i, each in enumerate(seconds)]
+    lines = [json.dumps(each) for each in [*ends, {"step": 100, "val/nll": 4.0, "time": {"seconds": 9.0}}]]
+    (run / "metrics.jsonl").write_text("\n".join(lines), "utf-8")
+
+
+def test_the_slowest_model_sets_the_number_of_steps(tmp_path: Path) -> None:
+    for method, step in (("adlm", 0.06), ("mdlm", 0.05), ("ar", 0.03)):
+        write_timings(tmp_path / method, [20.0, 30.0, 30 + 25 * step, 30 + 50 * step])
+    assert choose_steps(tmp_path, 1000) == 15_500  # 0.93 of it, in steps of 60 ms
+    assert choose_steps(tmp_path, 1) == 100
+
+
+@pytest.mark.slow
+def test_all_bundled_models_train_at_once_and_a_failure_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("books.txt").write_text(BOOK[:60_000], "utf-8")
+    adlm.prepare("books.txt", "data", train_tokenizer=400, length=32, valid_share=0.2, documents="line")
+    small = ("batch=4", "model.dim=32", "model.heads=2", "device=cpu", "valid.rows=8")
+    run(monkeypatch, train_bundled, "--data", "data", "--steps", "2", *small)
+    assert capsys.readouterr().out == "2 steps of adlm, mdlm, ar\n"
+    assert [adlm.load(f"runs/{method}").step for method in ("adlm", "mdlm", "ar")] == [2, 2, 2]
+    with pytest.raises(RuntimeError, match=r"training failed: see runs.adlm.log\.txt"):
+        run(monkeypatch, train_bundled, "--data", "nothing", "--steps", "2", *small)
+    assert "nothing" in Path("runs/ar/log.txt").read_text("utf-8")
 
 
 def test_from_books_to_metrics(
