@@ -15,10 +15,9 @@ from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor, stream_tokens
-from adlm.methods import build_sampler, choose_steps, takes_steps
+from adlm.methods import DEFAULT_SAMPLER, build_sampler, choose_steps, takes_steps
 from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
 
-DEFAULT_SAMPLER = "remask_loop"
 STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")
 DEFAULTS = {"method": "adlm", "step": 0, "rows": "wrapped", "format": 1, "eos_token_id": None, "pad_token_id": None}
 # Settings in transformers' words.

@@ -13,7 +13,7 @@ from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame, denoise
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.methods import build_sampler, choose_steps, takes_steps
+from adlm.methods import DEFAULT_SAMPLER, build_sampler, choose_steps, takes_steps
 
 BLOCK_STRIDE = 1 << 32  # between the seeds of two blocks
 
@@ -31,7 +31,7 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        sampler: str = "remask_loop",
+        sampler: str = DEFAULT_SAMPLER,
         steps: int | None = None,
         options: dict[str, Any] | None = None,
         block_length: int = 32,

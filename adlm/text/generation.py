@@ -15,7 +15,7 @@ from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.generate import Predictor
-from adlm.methods import SAMPLERS, build_sampler, choose_steps, look_up
+from adlm.methods import DEFAULT_SAMPLER, SAMPLERS, build_sampler, choose_steps, look_up
 from adlm.text.templates import Hole, Layout, Template, build_layout, parse_template, set_hole_lengths, tokenize_piece
 
 DEFAULT_BATCH = 16  # rows that are sampled at a time
@@ -252,13 +252,13 @@ def find_neighbors(layout: Layout, number: int) -> list[int]:
 def choose_sampler(
     name: str | None, steps: int | None, options: Mapping[str, Any], *, is_causal: bool, fills: bool, hidden: int
 ) -> tuple[Plan | Order | None, dict[str, Any]]:
-    """Build a sampler and return its settings too. The default is remask_loop for texts, confidence for holes."""
+    """Build a sampler and return its settings too. The default for holes is confidence."""
     if is_causal:
         if name not in (None, "left_to_right") or steps is not None or options:
             given = name or ", ".join(["steps"] * (steps is not None) + list(options))
             raise ValueError(f"a causal model generates from left to right, a token a step: leave {given} out")
         return None, {"sampler": "left_to_right"}
-    name = name or ("confidence" if fills else "remask_loop")
+    name = name or ("confidence" if fills else DEFAULT_SAMPLER)
     factory = look_up(SAMPLERS, name, "sampler")
     own = inspect.signature(factory).parameters
     if unknown := [option for option in options if option not in own]:
