@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,6 +139,8 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
             run = {"name": run_name, "arm": name, "variant": label, "corpus": corpus, "seed": seed, "model": model}
             run |= {"key": key, "config": config, "is_waiting": is_waiting, "data": experiment.measure.data or data}
             runs[run_name] = run | {"seconds": seconds, "record": record if record["key"] == key else None}
+    if lost := [name for name in records if name not in runs or not runs[name]["record"]]:
+        raise ValueError(f"{path}: {len(lost)} runs had other settings ({lost[0]}, …): undo the change, or give --out")
     return runs
 
 
@@ -149,7 +150,7 @@ def run_experiment(
     """Run what the results file at `path` lacks, in folders below `folder`; return the results and the failed runs."""
     deadline, gpus = time.monotonic() + 60 * minutes - STOP_SECONDS, torch.cuda.device_count()
     devices = [f"cuda:{number % gpus}" if gpus else "cpu" for number in range(experiment.jobs)]  # that are free
-    active, failures = dict[str, tuple[SpawnProcess, str]](), list[str]()
+    spawn, active, failures = multiprocessing.get_context("spawn"), dict[str, tuple[Any, str]](), list[str]()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # of the processes
     folder.mkdir(parents=True, exist_ok=True)
     locked = file_lock(folder / ".lock", f"another experiment runs in {folder}: wait for it, or give --runs")
@@ -164,29 +165,27 @@ def run_experiment(
             for name, run in planned.items() if left >= 0 else ():
                 is_open = not run["record"] and not run["is_waiting"] and run["seconds"] < left
                 if devices and is_open and name not in {*active, *failures}:
-                    device = devices.pop(0)
-                    process = SpawnProcess(target=run_worker, args=(run, folder / name, device, experiment.measure))
-                    process.start()
-                    active[name] = process, device
-                    on_event(f"{name} started on {device}")
+                    args = (run, folder / name, devices[0], experiment.measure)
+                    active[name] = spawn.Process(target=run_worker, args=args), devices.pop(0)
+                    active[name][0].start()
+                    on_event(f"{name} started on {args[2]}")
             if not active:
                 return save_results(experiment, planned, path), failures
             time.sleep(0.2)
-            ended = {name: each for name, each in active.items() if each[0].exitcode is not None}
-            for name, (process, device) in ended.items():
-                del active[name]
+            for name in [name for name, (process, _) in active.items() if process.exitcode is not None]:
+                process, device = active.pop(name)
                 devices.append(device)
                 if process.exitcode == 0:
                     record = planned[name]["record"] = read_json(folder / name / MEASURED)
                     on_event(f"{name}: {record.get('error') or f'nll {compute_nll(record):.4f}'}")
                     save_results(experiment, planned, path)
-                    known = {name: run for name, run in planned.items() if not run["is_waiting"]}
-                    planned = list_runs(experiment, path) | known  # known: a recipe may have been edited since
+                    if any(run["is_waiting"] for run in planned.values()):  # for the best value of a scout
+                        planned = list_runs(experiment, path)
                 elif left >= 0:
                     failures.append(name)
                     log = folder / name / "log.txt"
                     lines = log.read_text("utf-8").strip().splitlines() if log.is_file() else []
-                    on_event(f"{name} failed: {[f'exit code {process.exitcode}', *lines][-1]} ({log})")
+                    on_event(f"{name} failed: {lines[-1] if lines else f'exit code {process.exitcode}'} ({log})")
 
 
 def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings) -> None:
@@ -255,8 +254,8 @@ def summarize(results: Record) -> Record:
         for rule in results["rules"] or [asdict(ExperimentClaim("", arm, next(iter(runs)))) for arm in [*runs][1:]]:
             one, other = runs.get(rule["arm"], {}), runs.get(rule["than"], {})
             if pairs := [(one[seed], other[seed]) for seed in one if seed in other]:
-                about = {"corpus": corpus, "name": f"{rule['arm']} − {rule['than']}"} | rule
-                comparisons.append(about | compare_seeds(pairs))
+                name = f"{rule['arm']} − {rule['than']}"
+                comparisons.append({"corpus": corpus, "name": name} | rule | compare_seeds(pairs))
     spread = [np.var(each["by_seed"], ddof=1) for each in comparisons if each["text"] and len(each["by_seed"]) > 1]
     for each in comparisons:
         each["verdict"] = judge_claim(each, float(np.mean(spread or 0))) if each["text"] else None

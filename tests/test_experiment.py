@@ -148,9 +148,13 @@ def test_scouts_choose_the_value_of_the_other_seeds_and_a_diverged_one_is_not_ch
     content = results([]) | {"runs": [*scouts, better, record("mdlm", 0, np.full(10, 16.5))]}
     (pair,) = summarize(content | {"rules": []})["comparisons"]
     assert pair["name"] == "mdlm − adlm" and pair["by_seed"] == [0.125]  # with the best of the scouts
+    path.write_text(json.dumps({"runs": [*scouts, record("removed", 0, np.ones(10))]}), "utf-8")
+    with pytest.raises(ValueError, match=r"1 runs had other settings \(removed-c-0, …\): undo the change"):
+        list_runs(experiment, path)
     scouts[1]["key"] = "of other settings"
     path.write_text(json.dumps({"runs": scouts}), "utf-8")
-    assert list(list_runs(experiment, path).values())[-1]["is_waiting"]
+    with pytest.raises(ValueError, match=r"1 runs had other settings \(adlm-optimizer\.lr=0\.001-toy-0, …\)"):
+        list_runs(experiment, path)
 
 
 def test_the_noise_does_not_depend_on_the_arm(tmp_path: Path) -> None:
@@ -195,8 +199,8 @@ def test_a_dry_run_prints_runs_and_minutes(tmp_path: Path) -> None:
     assert answer.exit_code == 0 and "adlm-toy-1" in answer.output
     assert "4 runs, 4 at once: 0.2 minutes" in answer.output  # 7 s + 60 steps × 0.04 s
     command = ["experiment", str(TOY), "--dry-run", "--json", "--out", str(tmp_path)]
-    minutes = json.loads(CliRunner().invoke(app, command).stdout)["minutes"]
-    assert len(minutes) == 5 and minutes["4 runs, 2 at once"] > minutes["adlm-toy-0"] > 0
+    planned = json.loads(CliRunner().invoke(app, command).stdout)
+    assert len(planned["minutes"]) == 4 and planned["minutes"]["adlm-toy-0"] > 0 and planned["jobs"] == 2
 
 
 def test_wrong_files_are_refused_in_a_line(tmp_path: Path) -> None:
@@ -340,6 +344,9 @@ def test_a_recipe_that_is_edited_during_an_experiment_loses_no_run(tmp_path: Pat
 
     content, _ = run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs", on_event=edit)
     assert [run["name"] for run in content["runs"]] == ["mdlm-toy-0", "mdlm-toy-1"]
+    with pytest.raises(ValueError, match="2 runs had other settings"):
+        run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs")
+    assert len(json.loads(path.read_text("utf-8"))["runs"]) == 2
 
 
 def test_the_defaults_of_a_claim_are_the_written_rule() -> None:

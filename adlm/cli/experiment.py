@@ -39,9 +39,10 @@ def experiment(
     loaded, path = module.load_experiment(file, *(changes or [])), (out or file.with_suffix("")) / "results.json"
     if is_dry:
         left = {name: run["seconds"] / 60 for name, run in module.list_runs(loaded, path).items() if not run["record"]}
+        if is_json:
+            return print_json({"minutes": left, "jobs": loaded.jobs})
         left |= {f"{len(left)} runs, {loaded.jobs} at once": max(sum(left.values()) / loaded.jobs, *left.values(), 0)}
-        lines = [f"{name}: {minutes:.1f} minutes" for name, minutes in left.items()]
-        return print_json({"minutes": left}) if is_json else print("\n".join(lines))
+        return print("\n".join(f"{name}: {minutes:.1f} minutes" for name, minutes in left.items()))
     results, failures = module.run_experiment(loaded, path, runs or Path("runs", file.stem), minutes, log)
     result = module.build_report(results)
     path.with_suffix(".md").write_text(f"# {loaded.question}\n\n{result}\n", "utf-8")
