@@ -294,16 +294,17 @@ def arrange_rows(
 ) -> tuple[Tensor, slice | Tensor, Valid]:
     """Return the input of a stage, its positions and what attention may read: of unpadded rows the tokens alone."""
     if isinstance(valid, UnpaddedRows):
-        if is_cached or not can_unpad(config):
+        if is_cached:
+            raise ValueError("UnpaddedRows and a cache were given: expected one of them, all cached tokens are valid")
+        if not can_unpad(config):
             raise ValueError("this model cannot leave padding out (`can_unpad`): give `valid` as a mask (B, L)")
         return gather_rows(x, valid), valid.position, valid
     return x, place, None if valid is None else attention_mask(valid, config.is_causal, is_cached)
 
 
 def can_unpad(config: ModelConfig) -> bool:
-    """Whether a model takes UnpaddedRows: heads fit the kernel, and only attention and rotary angles know rows."""
-    head_dim = config.dim // config.heads
-    fits_kernel = head_dim % 8 == 0 and head_dim <= 256
+    """Whether a model takes UnpaddedRows: heads fit the kernel, and only attention and rotary angles depend on rows."""
+    fits_kernel = (head_dim := config.dim // config.heads) % 8 == 0 and head_dim <= 256
     return fits_kernel and not config.time_conditioning and config.positions == "rotary"
 
 

@@ -30,14 +30,14 @@ class Objective:
     def corrupt(self, batch: Batch, seed: int, step: int) -> NoisyBatch:
         """Corrupt the batch of a step."""
         process, valid = self.process, batch.valid()
-        if self.is_causal:  # padding comes last, so earlier tokens do not read it
-            rule, read = process.anchor_rule, None if valid is None else valid[:, 1:]
+        if self.is_causal:
+            rule, inputs = process.anchor_rule, None if valid is None else valid[:, 1:]  # those with a target
             noisy = shift_tokens(batch.tokens, anchor_rule=rule, valid=valid, multiple=process.multiple)
         else:
             rng = CounterRng.from_seed(seed, batch.number)
             noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
-            read = noisy.valid
-        return replace(noisy, valid=unpad(read)) if self.is_unpadded and read is not None else noisy
+            inputs = noisy.valid
+        return replace(noisy, valid=unpad(inputs)) if self.is_unpadded and inputs is not None else noisy
 
     def anchor_weight(self, step: int, steps: int) -> float | None:
         """Gamma at a step; None where there are no anchors."""

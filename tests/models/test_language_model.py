@@ -229,7 +229,7 @@ def test_left_padding_changes_nothing_in_a_causal_model(method):
         torch.testing.assert_close(final, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [[12, 1, 7, 9, 3], [12, 12, 12], [2], [5, 12] * 20])
+@pytest.mark.parametrize("lengths", [[12, 1, 7, 9, 3], [12, 12, 12], [1], [5, 12] * 20])
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
@@ -256,6 +256,10 @@ def test_layers_without_padding_compute_the_same(method, changes, lengths):
     number = torch.arange(len(lengths))
     text = Batch(tokens, torch.tensor(lengths), number, number, len(lengths), {})
     losses, gradients = [], []
+    if model.config.is_causal and max(lengths) == 1:
+        with pytest.raises(ValueError, match="all positions of this batch are padding"):
+            Objective(process, is_causal=True, is_unpadded=True).corrupt(text, 0, 0)
+        return
     for is_unpadded in (False, True):
         batch = Objective(process, model.config.is_causal, is_unpadded=is_unpadded).corrupt(text, 0, 0)
         assert isinstance(batch.valid, UnpaddedRows) == is_unpadded
@@ -283,6 +287,12 @@ def test_models_that_need_whole_rows_refuse_unpadded_ones(method, changes):
     model, rows = random_model(method, **changes), unpad(torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="cannot leave padding out"):
         model(torch.zeros(2, 3, dtype=torch.long), torch.ones(2), valid=rows)
+
+
+def test_unpadded_rows_and_a_cache_are_refused():
+    model, rows = random_model("ar"), unpad(torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="UnpaddedRows and a cache were given"):
+        model(torch.zeros(2, 3, dtype=torch.long), valid=rows, cache=model.new_cache(2))
 
 
 def test_angles_made_for_inference_serve_training():
