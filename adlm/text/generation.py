@@ -187,8 +187,7 @@ class RowFormat:
         """Lay a template out, with a length chosen for every hole."""
         pieces = parse_template(template)
         shown = shorten("".join(str(piece) for piece in pieces))
-        holes = [piece for piece in pieces if isinstance(piece, Hole)]
-        if not holes:
+        if not (holes := [piece for piece in pieces if isinstance(piece, Hole)]):
             remedy = "___{5} for five tokens, ___{2,8} for two to eight, or give a list with adlm.Hole(…) in it"
             problem = f"the template {shown} has no hole: write ___ where something is to be filled in"
             raise ValueError(f"{problem}, {remedy}")
@@ -259,8 +258,7 @@ def choose_sampler(
             raise ValueError(f"a causal model generates from left to right, a token a step: leave {given} out")
         return None, {"sampler": "left_to_right"}
     name = name or ("confidence" if fills else DEFAULT_SAMPLER)
-    factory = look_up(SAMPLERS, name, "sampler")
-    own = inspect.signature(factory).parameters
+    own = inspect.signature(look_up(SAMPLERS, name, "sampler")).parameters
     if unknown := [option for option in options if option not in own]:
         known = [f"{each} (of {name})" for each in own] + list(SHARED_SETTINGS)
         raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(known)}")

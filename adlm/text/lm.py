@@ -27,18 +27,8 @@ from adlm.generate import Predictor, compile_for_sampling, pick_device, stream_t
 from adlm.likelihood import TokenNats, estimate_token_nats
 from adlm.methods import METHODS, look_up
 from adlm.remedies import suggest_names
-from adlm.text.generation import (
-    DEFAULT_BATCH,
-    GenerationConfig,
-    GenerationRequest,
-    GenerationSettings,
-    RowFormat,
-    Templates,
-    as_list,
-    check_whole_numbers,
-    choose_sampler,
-    list_settings,
-)
+from adlm.text import generation
+from adlm.text.generation import GenerationConfig, GenerationRequest, GenerationSettings, RowFormat, Templates
 from adlm.text.templates import WORD, Layout, Template, classify_tokens
 from adlm.view.trajectory import GIVEN, HIDDEN, REMASKED, REVEALED, VISIBLE, TokenState, Trajectory, TrajectoryFrame
 
@@ -189,7 +179,7 @@ class LMEngine:
     @cached_property
     def predictor(self) -> Predictor:
         """The model, prepared for sampling."""
-        fixed_batch = DEFAULT_BATCH if self.deterministic else None
+        fixed_batch = generation.DEFAULT_BATCH if self.deterministic else None
         return compile_for_sampling(self.model, self.device, fixed_batch=fixed_batch, is_compiled=False)
 
     def build_request(
@@ -201,16 +191,17 @@ class LMEngine:
         if is_causal and config.block is not None:
             raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
         given = config.sampler, config.steps, config.options
-        choose = partial(choose_sampler, *given, is_causal=is_causal, fills=template is not None)
+        choose = partial(generation.choose_sampler, *given, is_causal=is_causal, fills=template is not None)
         choose(hidden=1)  # raises before a network chooses the lengths of holes
         if template is None:
             lengths = config.length, config.max_new_tokens
-            layouts = [self.row_format.layout_prompt(text, *lengths) for text in as_list(prompt)]
+            layouts = [self.row_format.layout_prompt(text, *lengths) for text in generation.as_list(prompt)]
         elif prompt != "" or config.length is not None or config.max_new_tokens is not None:
             raise ValueError("a template sets all positions: leave prompt, length and max_new_tokens out")
         else:
             predictor = partial(getattr, self, "predictor")  # made when a length is to be chosen
-            layouts = [self.row_format.layout_template(each, predictor) for each in as_list(template, "template")]
+            templates = generation.as_list(template, "template")
+            layouts = [self.row_format.layout_template(each, predictor) for each in templates]
         if not layouts:
             raise ValueError("there is nothing to generate: give a prompt (it may be empty) or a template, or a list")
         sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
@@ -234,8 +225,7 @@ class LMEngine:
         self, request: GenerationRequest, guesses: int = 0, *, count: int | None = None
     ) -> Iterator[StreamStep]:
         """Yield the first `count` texts (by default all) after every step, in one batch; step 0 is before the first."""
-        known = int((~classify_tokens(self.tokenizer).special).sum())
-        if not 0 <= guesses <= known:
+        if not 0 <= guesses <= (known := int((~classify_tokens(self.tokenizer).special).sum())):
             raise ValueError(f"guesses must be between 0 and {known}, this model's vocabulary size; got {guesses}")
         rows, guesses = request.rows[:count], 0 if self.row_format.is_causal else guesses
 
@@ -280,12 +270,12 @@ class LM(LMEngine):
         size = count_parameters(self.model.config)
         return f"LM({self.name!r}, method={self.method!r}, parameters={size:,}, device={str(self.device)!r})"
 
-    @list_settings
+    @generation.list_settings
     def generate(self, prompt: Prompts = "", **settings: Unpack[GenerationSettings]) -> GenerationOutput:
         """Generate `n` texts that begin with the prompt, or with each of several prompts."""
         return self.run_request(self.build_request(prompt, **settings))
 
-    @list_settings
+    @generation.list_settings
     def infill(self, template: Templates, **settings: Unpack[GenerationSettings]) -> GenerationOutput:
         """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates.
 
@@ -293,7 +283,7 @@ class LM(LMEngine):
         """
         return self.run_request(self.build_request(template=template, **settings))
 
-    @list_settings
+    @generation.list_settings
     def stream(
         self,
         prompt: Prompts = "",
@@ -305,7 +295,7 @@ class LM(LMEngine):
         """Yield the texts of `generate` or `infill` after every step, with the anchor network's likeliest tokens."""
         return self.stream_request(self.build_request(prompt, template=template, **settings), guesses)
 
-    @list_settings
+    @generation.list_settings
     def record(
         self,
         prompt: str = "",
@@ -325,10 +315,9 @@ class LM(LMEngine):
 
     def score(self, texts: Prompts, *, draws: int = 64, seed: int = 0, batch: int = 64) -> list[Score]:
         """Return each text's nats per token (of a masked model an upper bound), its standard error, bits per byte."""
-        check_whole_numbers(1, draws=draws, batch=batch)
-        check_whole_numbers(0, seed=seed)
-        layouts = [self.row_format.layout_text(text) for text in as_list(texts)]
-        if not layouts:
+        generation.check_whole_numbers(1, draws=draws, batch=batch)
+        generation.check_whole_numbers(0, seed=seed)
+        if not (layouts := [self.row_format.layout_text(text) for text in generation.as_list(texts)]):
             raise ValueError("there is no text to score: give one, or a list of them")
         if draws < 2 and not self.row_format.is_causal:
             raise ValueError(f"draws must be at least 2, or there is no standard error; got {draws}: 64 is usual")
@@ -392,9 +381,7 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
     model, tokens = predictor.model, frame.tokens
     lengths = torch.tensor([len(layout) for layout in layouts])
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
-    level = None
-    if model.config.time_conditioning:
-        level = mean_noise_level(frame.is_masked.sum(-1) / lengths).to(tokens.device)
+    level = mean_noise_level(frame.is_masked.sum(-1) / lengths).to(tokens.device)
     padding = None if bool(valid.all()) else valid.to(tokens.device)
     if model.anchor_head is None:
         features, head = model(tokens, level, valid=padding).final, model.head
@@ -408,8 +395,7 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
     ]
     probs, ids = (torch.cat(part).unflatten(0, tokens.shape) for part in zip(*best))
     likeliest = torch.where(frame.is_masked.to(tokens.device), ids[..., 0], tokens)
-    is_anchor = rare_in_sequence(MAX_COUNT)(likeliest.cpu(), valid)
-    return Guesses(ids.cpu(), probs.cpu(), is_anchor)
+    return Guesses(ids.cpu(), probs.cpu(), rare_in_sequence(MAX_COUNT)(likeliest.cpu(), valid))
 
 
 def load(

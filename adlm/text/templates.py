@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -193,8 +193,7 @@ def build_layout(pieces: Pieces, tokenizer: Tokenizer, *, ends: bool = True, may
         start, is_last = len(rows), number == len(pieces) - 1
         if isinstance(piece, Hole):
             assert piece.min_tokens == piece.max_tokens, f"{piece} has no length yet"
-            kind = ENDED if may_end and is_last else TEXT
-            rows += [(tokenizer.mask_id, False, kind)] * piece.min_tokens
+            rows += [(tokenizer.mask_id, False, ENDED if may_end and is_last else TEXT)] * piece.min_tokens
             if starts_word:
                 rows[start] = tokenizer.mask_id, False, WORD
             starts_word = False
@@ -218,11 +217,8 @@ def tokenize_piece(tokenizer: Tokenizer, text: str, stop: int | None = None) -> 
         problem = f"character {error.start} of {text[:40]!r} is {text[error.start]!r}, half of a surrogate pair"
         raise ValueError(f"{problem}: decode the text with errors='replace', or leave it out") from error
     encoding = tokenizer.bpe.encode(text[:stop], add_special_tokens=False)
-    marks = [0]
-    for _, end in encoding.offsets[:-1]:
-        marks.append(max(marks[-1], end))  # ends of one character's tokens repeat
-    marks.append(len(text))
-    return encoding.ids, [text[a:b] for a, b in pairwise(marks)] if text else []
+    ends = accumulate((end for _, end in encoding.offsets[:-1]), max)  # ends of one character's tokens repeat
+    return encoding.ids, [text[a:b] for a, b in pairwise([0, *ends, len(text)])] if text else []
 
 
 def decode_tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[str]:
