@@ -79,8 +79,7 @@ def _build_loader(rows: Any, **options: Any) -> Any:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        prefetch = 4 if options["num_workers"] else None
-        return StatefulDataLoader(rows, prefetch_factor=prefetch, **options)
+        return StatefulDataLoader(rows, prefetch_factor=4 if options["num_workers"] else None, **options)
 
 
 def _fetch_batch(rows: RowDataset, numbers: list[int]) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -209,8 +208,7 @@ class StreamedBatches:
     def _pack_documents(self, start: list[int]) -> Iterator[PackedRows]:
         """Yield the rows of the documents from a position in the source on."""
         packer = Packer(self.tokenizer, self.length, is_wrapped=self.is_wrapped, start=start)
-        texts = (text for text, _ in islice(self.source.read(), self.rank, None, self.size))
-        documents = islice(texts, start[0], None)
-        while chunk := list(islice(documents, DOCUMENT_CHUNK)):
+        own = islice(self.source.read(), self.rank + start[0] * self.size, None, self.size)
+        while chunk := [text for text, _ in islice(own, DOCUMENT_CHUNK)]:
             ids, lengths = self.tokenizer.encode_batch(chunk)
             yield packer.feed(ids, lengths, np.array([len(text.encode("utf-8")) for text in chunk]))

@@ -80,5 +80,4 @@ CORPORA: dict[str, Corpus] = {
 
 def find_corpus(spec: object) -> Corpus | None:
     """Return the dataset that a source names, also in the form NAME:PATH; None for a path or an unknown name."""
-    name = spec.partition(":")[0] if isinstance(spec, str) else ""
-    return CORPORA.get(name)
+    return CORPORA.get(spec.partition(":")[0]) if isinstance(spec, str) else None

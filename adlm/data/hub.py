@@ -39,8 +39,7 @@ def check_hub() -> bool:
 def find_address() -> tuple[str | None, int]:
     """Return the host and port of the Hub, or of the proxy that leads to it."""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    proxy = getproxies().get(url.scheme)
-    if proxy and not proxy_bypass(url.netloc):
+    if (proxy := getproxies().get(url.scheme)) and not proxy_bypass(url.netloc):
         url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     return url.hostname, url.port or (80 if url.scheme == "http" else 443)
 

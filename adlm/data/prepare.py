@@ -280,8 +280,7 @@ def cut_valid(job: Preparation, share: float) -> None:
     splits, row_bytes = job.state["splits"], job.length * np.dtype(job.dtype).itemsize
     if "valid" not in splits:
         rows, (documents, inside, text) = job.open_train_rows(), splits["train"]["end"]
-        kept = len(rows) - count_valid_rows(len(rows), share)
-        if kept < 1:
+        if (kept := len(rows) - count_valid_rows(len(rows), share)) < 1:
             remove_files(job.folder)
             problem = f"{len(rows)} rows of length {job.length} are too few for a train and a valid split"
             raise ValueError(f"{problem}: choose a smaller --length, more text, or --valid-share 0")
@@ -301,8 +300,7 @@ def cut_valid(job: Preparation, share: float) -> None:
     sizes, counts = {".bin": row_bytes, ".len": 4}, dict(job.open_train_rows().shards)
     for path in list_files(job.folder):
         if path.name.startswith("train-") and path.suffix in sizes:
-            size = counts.get(path.with_suffix(".bin").name, 0) * sizes[path.suffix]
-            if not size:
+            if not (size := counts.get(path.with_suffix(".bin").name, 0) * sizes[path.suffix]):
                 path.unlink()
             elif path.stat().st_size > size:
                 os.truncate(path, size)
@@ -318,8 +316,7 @@ def write_manifest(job: Preparation) -> dict[str, Any]:
         if job.is_padded:
             paths = [(job.folder / shard["file"]).with_suffix(".len") for shard in state["shards"]]
             totals["tokens"] = sum(int(np.fromfile(path, shards.LENGTH_DTYPE).sum()) for path in paths)
-        totals |= {"documents": documents + (inside > 0), "bytes": text}
-        splits[name] = totals | {"shards": state["shards"]}
+        splits[name] = totals | {"documents": documents + (inside > 0), "bytes": text, "shards": state["shards"]}
     made_with = "adlm"
     with suppress(PackageNotFoundError):  # not installed
         made_with = f"adlm {version('adlm')}"

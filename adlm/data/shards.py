@@ -27,19 +27,17 @@ SHARD_FORM = {"file": re.compile(r"[\w-]+-\d{5,}\.bin"), "rows": COUNT[1:], "byt
 SHARD_FORM["lengths_sha256"] = (None, SHA256)
 STATE_FORM = {"settings": {"tokenizer": dict}, "settings_sha256": SHA256, "splits": {"*": {"shards": [SHARD_FORM]}}}
 SPLIT_FORM = dict.fromkeys(("rows", "tokens", "documents", "bytes"), COUNT) | {"shards": [SHARD_FORM]}
-MANIFEST_FORM = (
-    {"format": FORMAT}
-    | STATE_FORM
-    | {
-        "tokenizer": {"sha256": SHA256},
-        "vocab_size": range(1, MAX_VOCAB_SIZE + 1),
-        "length": range(1, 2**31),
-        "rows": ("wrapped", "documents"),
-        "splits": {"*": SPLIT_FORM},
-        "counts_sha256": SHA256,
-        "source": dict,
-    }
-)
+MANIFEST_FORM = {
+    "format": FORMAT,
+    **STATE_FORM,
+    "tokenizer": {"sha256": SHA256},
+    "vocab_size": range(1, MAX_VOCAB_SIZE + 1),
+    "length": range(1, 2**31),
+    "rows": ("wrapped", "documents"),
+    "splits": {"*": SPLIT_FORM},
+    "counts_sha256": SHA256,
+    "source": dict,
+}
 LENGTH_DTYPE, END_DTYPE = "<u4", "<i8"  # of the .len and .ends files
 COUNT_BYTES = 2**24  # memory of a chunk of rows while tokens are counted
 PREPARE_AGAIN = "prepare it again with `adlm prepare … --overwrite`"
@@ -84,9 +82,8 @@ class ShardedRows:
     def fetch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows with these numbers, tokens (n, length), and where rows are padded their lengths (n,)."""
         index = torch.as_tensor(indices, dtype=torch.int64).numpy()
-        if len(index) and not (index.min() >= 0 and index.max() < len(self)):
-            wrong = index[(index < 0) | (index >= len(self))][0]
-            raise IndexError(f"row {wrong} of {len(self)} rows")
+        if len(wrong := index[(index < 0) | (index >= len(self))]):
+            raise IndexError(f"row {wrong[0]} of {len(self)} rows")
         tokens = np.empty((len(index), self.length), dtype=np.int64)
         lengths = np.empty(len(index), dtype=np.int64) if self.is_padded else None
         shard_numbers = np.searchsorted(self._starts, index, side="right") - 1

@@ -229,9 +229,8 @@ def _open_files(place: Path, request: SourceRequest) -> Source:
     identity["characters"] = list(characters) if characters else None
     if label := corpus.stand_ins.get("+".join(columns)):
         identity["stand_in"] = label
-    folder = root if root.is_dir() else None
     hashes = {version: KNOWN_HASHES[version] for version in versions.values() if version in KNOWN_HASHES}
-    return Source(request.name, identity, total, read_parts, folder, hashes)
+    return Source(request.name, identity, total, read_parts, root if root.is_dir() else None, hashes)
 
 
 def _sort_naturally(name: str) -> tuple[Any, ...]:

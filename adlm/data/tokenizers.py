@@ -58,8 +58,7 @@ class Tokenizer:
         self.bpe.no_truncation()
         self.bpe.encode_special_tokens = True  # "[MASK]" in a text is six characters, never the mask
         for token_id in [token_id for token_id in self.special_ids if token_id is not None]:
-            token = self.bpe.id_to_token(token_id)
-            if token is None:
+            if (token := self.bpe.id_to_token(token_id)) is None:
                 raise ValueError(f"{self.name}: special token {token_id} is not in the vocabulary: check its files")
             if token_id in self.encode(token):
                 problem = f"{self.name}: the text {token!r} is encoded to special token {token_id}"
@@ -155,8 +154,7 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int, *, end_token: str | None = None, name: str = "bpe") -> Tokenizer:
     """Train a byte-level BPE; `vocab_size` counts the mask, and the end token where there is one."""
     specials = [] if end_token is None else [AddedToken(end_token, special=True, normalized=False)]
-    least = BYTES + len(specials)
-    if vocab_size <= least:
+    if vocab_size <= (least := BYTES + len(specials)):
         raise ValueError(f"vocab_size is {vocab_size}: expected more than {least}, which leaves an id for the mask")
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
