@@ -191,12 +191,12 @@ class PerturbedPredictor(Predictor):
     ) -> Tensor:
         """The denoiser's features (n, L, dim); noise follows from a row's number and its count of evaluations."""
         assert places is not None
-        each, level = self.perturbation, noise_level.to(self.device) if self.config.time_conditioning else None
+        each, level = self.perturbation, noise_level.to(self.device)
         turns, at = self.turns[places], places.to(self.device)
         due = (turns % (int(each.amount) if each.kind == "stale" else 1) == 0).nonzero()[:, 0].to(self.device)
         if len(due):
-            some = [None if x is None else x[due] for x in (level, valid)]
-            self.anchor[at[due]] = self.model.anchor_features(tokens[due], some[0], valid=some[1])
+            is_text = None if valid is None else valid[due]
+            self.anchor[at[due]] = self.model.anchor_features(tokens[due], level[due], valid=is_text)
         self.turns[places] += 1
         numbers, lengths = self.numbers[places].tolist(), self.lengths[places].tolist()
         anchor = each.apply(self.anchor[at], self.seed, numbers, turns.tolist(), lengths)

@@ -93,9 +93,8 @@ def load_eval_data(
         problem = f"{opened.name} fills no row of {length} tokens: it has {size}"
         raise ValueError(f"{problem}; {remedy}a smaller length, or more text")
     settings = {"source": opened.name, "identity": opened.identity, "split": split, "rows": layout, "length": length}
-    settings |= {"limit": limit, "bytes_source": "text"} | packing.count_losses()
-    if opened.identity.get("detokenizer"):
-        settings["bytes_source"] = "detokenized text"
+    bytes_source = "detokenized text" if opened.identity.get("detokenizer") else "text"
+    settings |= {"limit": limit, "bytes_source": bytes_source} | packing.count_losses()
     packed = PackedRows.concatenate(packing.parts)
     lengths = None if packed.lengths is None else torch.from_numpy(packed.lengths).long()
     in_memory = TensorRows(torch.from_numpy(packed.rows.astype(np.int32)), lengths)  # compact

@@ -57,8 +57,7 @@ def frontier(
     models = list_models(models)
     check_whole_numbers(2, n=n, repeats=repeats)
     check_whole_numbers(1, batch=batch)
-    grids = [build_grid(lm, samplers, steps, temperatures, top_p) for lm in models]
-    if not all(grids):
+    if not all(grids := [build_grid(lm, samplers, steps, temperatures, top_p) for lm in models]):
         raise ValueError("samplers, steps, temperatures or top_p is empty: give at least one of each")
     for lm, own in zip(models, grids, strict=True):  # wrong settings are refused before anything runs
         for setting in own:

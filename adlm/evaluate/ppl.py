@@ -136,8 +136,7 @@ def estimate_texts(
 ) -> list[TextNll]:
     """Estimate the nll of every model on every text that the cache lacks; models with equal tokens share rows."""
     for lm in models:
-        limit = lm.model.config.length
-        if length is not None and length > limit:
+        if length is not None and length > (limit := lm.model.config.length):
             raise ValueError(f"length {length} is more than the {limit} tokens of {lm.name}: give at most {limit}")
         if settings.order is not None and lm.row_format.is_causal:
             raise ValueError(f"{lm.name} is causal: its nll is exact, in its only order; leave order out")
@@ -389,8 +388,7 @@ def locate_set(name: str, data_dir: Path | None = None) -> str:
         return corpus
     if not data_dir.is_dir():
         raise ValueError(f"--data-dir {data_dir} is not a folder: give the folder that holds the sets")
-    folders = [data_dir / each for each in names if (data_dir / each).is_dir()]
-    if not folders:
+    if not (folders := [data_dir / each for each in names if (data_dir / each).is_dir()]):
         remedy = f"put its files into a folder {name!r} there, or leave --data-dir out to load it from the Hub"
         raise FileNotFoundError(f"{name} is not in {data_dir}: {remedy}")
     return f"{corpus}:{folders[0]}"

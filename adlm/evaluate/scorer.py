@@ -188,13 +188,11 @@ def load_scorer(name: str | Path | ScoringModel, *, device: torch.device | str =
         is_causal = is_causal_lm(config)
         kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
         model, info = load_part(kind, location, name, "weights", dtype=torch.float32, output_loading_info=True)
-    rows = model.get_input_embeddings().num_embeddings
-    if tokenizer.vocab_size > rows:
+    if tokenizer.vocab_size > (rows := model.get_input_embeddings().num_embeddings):
         problem = f"{name} has a tokenizer of {tokenizer.vocab_size} tokens, but its model knows {rows}"
         raise ValueError(f"{problem}: use the tokenizer that the model was trained with")
     # The pooler of an encoder is not used here and may be missing.
-    missing = sorted(key for key in info["missing_keys"] if is_causal or not key.startswith("pooler."))
-    if missing:
+    if missing := sorted(key for key in info["missing_keys"] if is_causal or not key.startswith("pooler.")):
         names = ", ".join(missing[:3])
         raise ValueError(f"{name} lacks {len(missing)} of its weights ({names}): give the complete model")
     return ScoringModel(str(name), model.to(device).eval(), tokenizer, is_causal, location)
@@ -276,12 +274,10 @@ class ScoringRequest:
 def split_windows(length: int, window: int | None) -> list[tuple[int, int, int]]:
     """Windows (start, end, first scored) of a text's tokens, which overlap by half; without `window`, it is one."""
     size = window or length
-    start, end = 0, min(size, length)
-    windows = [(start, end, 0)]
-    while end < length:
-        start, scored = min(start + size // 2, length - size), end
-        end = start + size
-        windows.append((start, end, scored))
+    windows = [(0, min(size, length), 0)]
+    while (scored := windows[-1][1]) < length:
+        start = min(windows[-1][0] + size // 2, length - size)
+        windows.append((start, start + size, scored))
     return windows
 
 
@@ -297,8 +293,7 @@ def score_texts(
         missing = {number for number, key in enumerate(request.keys) if key not in cache}
         # Every world_size-th from the longest on: equal work, and texts of similar length together.
         parts.append(compute_scores(request, longest_first[cache.rank :: cache.world_size], missing, batch))
-    keys = [key for request in requests for key in request.keys]
-    cache.fill(keys, chain(*parts), "scoring")
+    cache.fill([key for request in requests for key in request.keys], chain(*parts), "scoring")
     results = []
     for request in requests:
         entries = [cache.get(key) for key in request.keys]
