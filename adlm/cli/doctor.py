@@ -200,5 +200,4 @@ def print_entries(kind: str, entries: list[dict[str, Any]], name: str | None, is
 
 def print_lines(*lines: str) -> None:
     """Print lines to stdout; control characters, which a model card may hold, are shown instead of obeyed."""
-    for line in lines:
-        SafeConsole(soft_wrap=True).print(line, markup=False)
+    SafeConsole(soft_wrap=True).print(*lines, sep="\n", markup=False)

@@ -9,7 +9,6 @@ from adlm.bundled import DEFAULT
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 
-
 MODEL_HELP = f"Bundled model, folder of a run or a model, .ckpt, or OWNER/NAME on the Hub. [default: {DEFAULT}]"
 ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)]
 ModelOption = Annotated[str | None, typer.Option("--model", help=MODEL_HELP)]

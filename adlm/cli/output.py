@@ -238,8 +238,7 @@ def parse_list(option: str, text: str, kind: type[Value]) -> list[Value]:
 def read_text_file(name: str) -> str:
     """Read a UTF-8 file, or stdin for `-`, without the line end at its end."""
     try:
-        content = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        text = content.decode("utf-8")
+        text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8")
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({error.strerror}): give a file of text, or - for stdin") from error
     except UnicodeDecodeError as error:

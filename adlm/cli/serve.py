@@ -71,7 +71,6 @@ def serve(
                 return
             super().handle_exit(sig, frame)
             if requests:
-                waiting = f"waiting for {len(requests)} request(s) to end"
-                typer.echo(f"{waiting}: press Ctrl-C to stop at once", err=True)
+                typer.echo(f"waiting for {len(requests)} request(s) to end: press Ctrl-C to stop at once", err=True)
 
     Server(config).run(sockets=[listener])

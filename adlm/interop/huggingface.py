@@ -86,8 +86,7 @@ def export_tokenizer(lm: LM, folder: Path) -> Tokenizer:
     exported = Tokenizer(bpe, own.bos_id, own.eos_id, pad_id, mask_id, own.name)
     exported.save(folder)
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text("utf-8"))
-    write_json(path, config | {"model_max_length": shape.length, "padding_side": "left"})
+    write_json(path, json.loads(path.read_text("utf-8")) | {"model_max_length": shape.length, "padding_side": "left"})
     return exported
 
 
@@ -222,8 +221,7 @@ def add_report(card: str, name: str, report: Path, folder: Path) -> str:
     """Return a card with the metrics and the text of a report of `adlm eval report`; copy its plots."""
     parts = (report / "report.md").read_text("utf-8").split("---\n", 2)
     front = yaml.safe_load(parts[1]) if len(parts) == 3 else {}
-    index = [entry for entry in front.get("model-index", []) if entry["name"] == name]
-    if not index:
+    if not (index := [entry for entry in front.get("model-index", []) if entry["name"] == name]):
         raise ValueError(f"{report / 'report.md'} has no metrics of {name!r}: give a report on this model")
     for plot in report.glob("*.svg"):
         shutil.copyfile(plot, folder / plot.name)

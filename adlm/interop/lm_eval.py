@@ -76,8 +76,7 @@ def check_greedy(lm: LM, rows: Sequence[ScoredRow], batch: int) -> list[bool]:
         is_given = tuple(not scored for scored in row.is_scored)
         layouts.append(Layout(lm.tokenizer, (), ids, is_given, (TEXT,) * len(ids), may_end=False))
     request = GenerationRequest(layouts, GenerationConfig(batch=batch), sampler, SamplingParams(temperature=0), {})
-    written = lm.run_request(request).rows
-    return [tuple(each.ids) == row.ids for each, row in zip(written, rows, strict=True)]
+    return [tuple(each.ids) == row.ids for each, row in zip(lm.run_request(request).rows, rows, strict=True)]
 
 
 class AdlmLM(HarnessModel):

@@ -72,8 +72,7 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
             greedy = sampling_method == "greedy"
             params = SamplingParams(0.0 if greedy else temperature, top_k, 1.0 if top_p is None else top_p)
             if self.seed is None:
-                drawn = int(torch.randint(2**62, ())) if generator is None else generator.initial_seed()
-                self.seed = drawn % 2**63
+                self.seed = int(torch.randint(2**62, ())) if generator is None else generator.initial_seed() % 2**63
             self.frames = self._start(sample, model_output.shape[-1], mask_token_id, params, prompt_mask)
         self.logits = model_output
         frame = next(self.frames)
@@ -98,8 +97,7 @@ class AdlmScheduler(SchedulerMixin, ConfigMixin):
         self.is_free = ~is_fixed.cpu()
         name, options = self.settings.sampler, dict(self.settings.options or {})
         if takes_steps(name):
-            hidden = int((canvas == mask_id).sum(-1).max())
-            options["steps"] = choose_steps(name, self.num_inference_steps, hidden)
+            options["steps"] = choose_steps(name, self.num_inference_steps, int((canvas == mask_id).sum(-1).max()))
         self.sampler = build_sampler(name, **options)
         banned = torch.zeros(1, vocab, dtype=torch.bool)
         banned[0, [*(self.settings.banned_token_ids or []), mask_id]] = True

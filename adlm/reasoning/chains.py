@@ -108,8 +108,7 @@ def recode_prontoqa(problem: Problem, rng: np.random.Generator) -> Item:
 
     def encode(fact: tuple[str, str, str], end: str = "") -> list[int]:
         subject, value, sign = fact
-        words = (symbols[subject], sign.replace("+", "") + symbols[value], end)
-        return [_IDS[word] for word in words if word]
+        return [_IDS[word] for word in (symbols[subject], sign.replace("+", "") + symbols[value], end) if word]
 
     body_ids = list(chain.from_iterable(encode(fact, "|") for fact in facts))
     path = {value for _, value, _ in links}

@@ -66,9 +66,8 @@ def decode_greedily(
 
     xt, rng = F.pad(batch.xt, (0, max_new_tokens)), CounterRng.from_seed(0, len(rows))
     sampling, head = SamplingParams(0.0), partial(compute_logits, model)
-    frames = continue_tokens(xt, predict, head, is_fixed=is_fixed, rng=rng, sampling=sampling)
     with torch.autocast(device.type, enabled=False):
-        for frame in frames:
+        for frame in continue_tokens(xt, predict, head, is_fixed=is_fixed, rng=rng, sampling=sampling):
             is_end = ((frame.tokens == markers.end).cpu() & ~is_fixed & ~frame.is_masked).any(-1)
             is_cut = ~frame.is_masked[torch.arange(len(rows)), (prompts + max_new_tokens - 1)]
             if bool((is_end | is_cut).all()):

@@ -121,8 +121,7 @@ def _draw_graphs(rng: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray
 
     count = edges.sum(axis=(1, 2))
     ancestors = _count_ancestors(edges, targets)
-    is_valid = (abs(ancestors[0] - ancestors[1]) <= 1) & (count >= MIN_EDGES) & (count <= MAX_EDGES)
-    return edges, is_valid
+    return edges, (abs(ancestors[0] - ancestors[1]) <= 1) & (count >= MIN_EDGES) & (count <= MAX_EDGES)
 
 
 def _count_ancestors(edges: np.ndarray, nodes: np.ndarray) -> np.ndarray:

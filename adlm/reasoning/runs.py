@@ -283,14 +283,12 @@ def count_stages(curriculum: Curriculum, steps: int) -> np.ndarray:
     stages = np.minimum(np.arange(steps) // curriculum.stage_steps, curriculum.stages)
     now = np.bincount(stages, minlength=curriculum.stages + 1)
     earlier = np.cumsum((now / np.arange(1, len(now) + 1))[::-1])[::-1]
-    shares: np.ndarray = (1 - curriculum.revisit) * now + curriculum.revisit * earlier
-    return shares
+    return (1 - curriculum.revisit) * now + curriculum.revisit * earlier
 
 
 def count_training_flops(run: LoadedRun) -> float:
     """Count the training FLOPs of a run from the lengths of its rows, without padding."""
     objective, shape, items = run.objective, run.model.config, run.task.draw(0, 1, COUNTED_ROWS)
-    decoder = replace(shape, anchor_layers=0, denoiser_layers=1)
 
     def count_row(item: Item, stage: int) -> float:
         layout = objective.lay_out(item, stage)
@@ -301,7 +299,7 @@ def count_training_flops(run: LoadedRun) -> float:
         share = len(choose_anchors(layout, item, None)) / length if arm.has_anchor_term else 0
         # A slot with feedback takes a pass of its own over the positions before it.
         passes = [(shape, n) for n in (length - 1, *(layout.slots if arm.feedback else ()))]
-        reader = shape if arm.auxiliary == "codi" else decoder
+        reader = shape if arm.auxiliary == "codi" else replace(shape, anchor_layers=0, denoiser_layers=1)
         passes += [(reader, len(row.tokens) - 1) for row in objective.lay_out_auxiliary(item, layout)]
         return sum(flops_per_token(model, length=n, anchor_share=share) * n for model, n in passes)
 

@@ -75,8 +75,7 @@ class Task:
         self.tokenizer = tokenizer
 
     def _generate(self, seed: int, stream: int, number: int, count: int, min_hops: int, max_hops: int) -> list[Item]:
-        items: list[Item] = GENERATORS[self.name].draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
-        return items
+        return GENERATORS[self.name].draw_items(make_rng(seed, stream, number), count, min_hops, max_hops)
 
     def draw(self, seed: int, step: int, count: int) -> list[Item]:
         """Return the problems of an optimizer step."""

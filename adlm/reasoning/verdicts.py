@@ -73,8 +73,7 @@ def judge_difference(difference: float, deviation: float) -> str:
     """Judge the difference of two means in points."""
     if abs(difference) > 2 * deviation:
         return BETTER if difference > 0 else WORSE
-    is_equivalent = abs(difference) + 1.65 * deviation * math.sqrt(2 / 3) < 2
-    return EQUIVALENT if is_equivalent else UNDECIDED
+    return EQUIVALENT if abs(difference) + 1.65 * deviation * math.sqrt(2 / 3) < 2 else UNDECIDED
 
 
 def judge_claim(claim: Claim, accuracies: Accuracies) -> bool | None:
@@ -102,8 +101,7 @@ def find_results(places: Sequence[str | Path]) -> dict[str, Result]:
             if not (folder / RESULT).is_file():
                 raise FileNotFoundError(f"{folder} has no {RESULT}: run `adlm reason eval {folder}` first")
             found[str(folder)] = read_object(folder / RESULT, FORM, f"run `adlm reason eval {folder}` again")
-    arms = list(ARMS)
-    keys = {run: (each["task"], arms.index(each["arm"]), each["seed"]) for run, each in found.items()}
+    keys = {run: (each["task"], list(ARMS).index(each["arm"]), each["seed"]) for run, each in found.items()}
     results = {run: found[run] for run in sorted(found, key=lambda run: (keys[run], run))}
     for (one, first), (other, second) in pairwise(results.items()):
         if keys[one] == keys[other]:

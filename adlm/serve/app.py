@@ -344,11 +344,10 @@ def create_app(
     async def score(body: ScoreBody, http: Request) -> Response:
         """Return nats per token of texts, an upper bound for masked models."""
         engine = engines[name := find_model(body.model)]
-        texts = [body.text] if isinstance(body.text, str) else body.text
 
         async def compute() -> dict[str, Any]:
             scores = []
-            for text in texts:
+            for text in [body.text] if isinstance(body.text, str) else body.text:
                 call = partial(engine.lm.score, text, draws=body.draws, seed=body.seed, batch=SCORE_BATCH)
                 scores += await asyncio.wrap_future(engine.call(call))
             return {"object": "list", "model": name, "data": [asdict(each) for each in scores]}

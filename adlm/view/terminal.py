@@ -89,8 +89,7 @@ class DenoisingView:
         if self.height is not None:
             free = self.height - len(console.render_lines(legend, options))
             room = max(1, (free if is_row else free // count) - PANEL_ROWS)
-            more = Text("⋯", "dim")
-            texts = [lines if len(lines) <= room else [*lines[: room - 1], more] for lines in texts]
+            texts = [lines if len(lines) <= room else [*lines[: room - 1], Text("⋯", "dim")] for lines in texts]
         tallest = max(map(len, texts))
         panels = [self._draw_panel(i, lines, tallest if is_row else len(lines)) for i, lines in enumerate(texts)]
         grid = Table.grid(padding=(0, 1, 0, 0))

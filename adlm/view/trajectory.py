@@ -49,8 +49,7 @@ class Trajectory:
     guesser: str = "anchor network"  # which network the tokens' guesses come from
 
     def __post_init__(self) -> None:
-        lengths = {len(frame.tokens) for frame in self.frames}
-        if len(lengths) != 1:
+        if len(lengths := {len(frame.tokens) for frame in self.frames}) != 1:
             sizes = f"trajectory {self.title!r} has {len(self.frames)} frames of {sorted(lengths)} tokens"
             raise ValueError(f"{sizes}: record at least one frame, and every position in each")
 
