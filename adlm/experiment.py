@@ -165,10 +165,10 @@ def run_experiment(
             for name, run in planned.items() if left >= 0 else ():
                 is_open = not run["record"] and not run["is_waiting"] and run["seconds"] < left
                 if devices and is_open and name not in {*active, *failures}:
+                    on_event(f"{name} started on {devices[0]}")
                     args = (run, folder / name, devices[0], experiment.measure)
                     active[name] = spawn.Process(target=run_worker, args=args), devices.pop(0)
                     active[name][0].start()
-                    on_event(f"{name} started on {args[2]}")
             if not active:
                 return save_results(experiment, planned, path), failures
             time.sleep(0.2)

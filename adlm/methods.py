@@ -12,7 +12,8 @@ from adlm.models.language_model import PRESETS, ModelConfig
 from adlm.remedies import check_known
 
 Entry = TypeVar("Entry")
-DEFAULT_SAMPLER, DEFAULT_STEPS = "remask_loop", 128  # of texts; the steps are those of a plan
+DEFAULT_SAMPLER = "remask_loop"  # of texts; of holes it is confidence
+DEFAULT_STEPS = 128  # of a plan
 
 
 @dataclass(frozen=True)

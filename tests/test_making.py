@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import adlm
-import bundled.train
 from adlm.data.sources import load_excerpt
 from bundled.lengths import main as find_lengths
 from bundled.lengths import summarize as summarize_lengths
@@ -19,8 +18,7 @@ from bundled.measure import main as measure
 from bundled.passages import MAX_CHARACTERS, documents, is_prose, passages, sentences
 from bundled.passages import main as write_passages
 from bundled.ship import main as ship
-from bundled.train import choose_steps, measure_seconds_per_step
-from bundled.train import main as train_bundled
+from bundled.train import choose_steps, measure_seconds_per_step, train_all
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = load_excerpt()
@@ -76,7 +74,7 @@ def write_timings(run: Path, seconds: list[float]) -> None:
 
 def test_the_slowest_model_sets_the_number_of_steps(tmp_path: Path) -> None:
     for method, step in (("adlm", 0.06), ("mdlm", 0.05), ("ar", 0.03)):
-        write_timings(tmp_path / method, [20.0, 30.0, 30 + 25 * step, 30 + 50 * step])
+        write_timings(tmp_path / f"{method}-0", [20.0, 30.0, 30 + 25 * step, 30 + 50 * step])
     assert choose_steps(tmp_path, 1000) == 15_500  # 0.93 of it, in steps of 60 ms
     with pytest.raises(ValueError, match=r"4 s are left after the short runs, 100 steps take 6 s: raise --minutes"):
         choose_steps(tmp_path, 4)
@@ -84,26 +82,20 @@ def test_the_slowest_model_sets_the_number_of_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_bundled_models_train_at_once_and_a_failure_names_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("books.txt").write_text(BOOK[:60_000], "utf-8")
     adlm.prepare("books.txt", "data", train_tokenizer=400, length=32, valid_share=0.2, documents="line")
-    small = ("batch=4", "model.dim=32", "model.heads=2", "device=cpu", "valid.rows=8")
-    monkeypatch.setattr(bundled.train, "PROBE", ("steps=4", "log.every=1", "valid.rows=4"))
-    monkeypatch.setattr(
-        bundled.train, "choose_steps", lambda probe, seconds: 2 * int(measure_seconds_per_step(probe / "ar") > 0)
-    )
-    for output in (
-        "2 steps of adlm, mdlm, ar\n",
-        f"resuming with the 2 steps of {Path('runs/steps')}\n2 steps of adlm, mdlm, ar\n",
-    ):
-        run(monkeypatch, train_bundled, "--data", "data", *small)
-        assert capsys.readouterr().out == output
-    assert [adlm.load(f"runs/{method}").step for method in ("adlm", "mdlm", "ar")] == [2, 2, 2]
-    with pytest.raises(RuntimeError, match=r"training failed or was stopped: see runs.*log\.txt"):
-        run(monkeypatch, train_bundled, "--data", "nothing", "--steps", "2", *small)
-    assert any("nothing" in Path(f"runs/{method}/log.txt").read_text("utf-8") for method in ("adlm", "mdlm", "ar"))
+    small = {"batch": 4, "model.dim": 32, "model.heads": 2, "valid.rows": 8, "log.every": 1}
+    train_all(Path("probe"), "data", small | {"steps": 4})
+    assert measure_seconds_per_step(Path("probe/ar-0")) > 0
+    for _ in range(2):  # the second call has nothing to train
+        train_all(Path("runs"), "data", small | {"steps": 2})
+    assert [adlm.load(f"runs/{method}-0").step for method in ("adlm", "mdlm", "ar")] == [2, 2, 2]
+    with pytest.raises(RuntimeError, match=r"training failed: adlm-0, mdlm-0, ar-0; see bad.*log\.txt"):
+        train_all(Path("bad"), "data", small | {"steps": 2, "model.dim": 33})
+    assert "33" in Path("bad/adlm-0/log.txt").read_text("utf-8")
 
 
 def test_from_books_to_metrics(

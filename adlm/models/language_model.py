@@ -304,7 +304,8 @@ def arrange_rows(
 
 def can_unpad(config: ModelConfig) -> bool:
     """Whether a model takes UnpaddedRows: heads fit the kernel, and only attention and rotary angles depend on rows."""
-    fits_kernel = (head_dim := config.dim // config.heads) % 8 == 0 and head_dim <= 256
+    head_dim = config.dim // config.heads
+    fits_kernel = head_dim % 8 == 0 and head_dim <= 256
     return fits_kernel and not config.time_conditioning and config.positions == "rotary"
 
 

@@ -31,8 +31,8 @@ class Objective:
         """Corrupt the batch of a step."""
         process, valid = self.process, batch.valid()
         if self.is_causal:
-            rule, inputs = process.anchor_rule, None if valid is None else valid[:, 1:]  # those with a target
-            noisy = shift_tokens(batch.tokens, anchor_rule=rule, valid=valid, multiple=process.multiple)
+            noisy = shift_tokens(batch.tokens, anchor_rule=process.anchor_rule, valid=valid, multiple=process.multiple)
+            inputs = None if valid is None else valid[:, 1:]  # of the tokens that have a next one
         else:
             rng = CounterRng.from_seed(seed, batch.number)
             noisy = corrupt(batch.tokens, process, rng, step, index=batch.place, total=batch.total, valid=valid)
