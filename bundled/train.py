@@ -30,8 +30,8 @@ def train_all(runs: Path, data: str, settings: Mapping[str, Any]) -> None:
     arms = {name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings)) for name in METHODS}
     experiment = Experiment("The bundled models", arms, {"": data}, [0], measure=MEASURE, jobs=len(arms))
     _, failures = run_experiment(experiment, runs / "results.json", runs)
-    if failures:
-        raise RuntimeError(f"training failed: {', '.join(failures)}; see {runs / failures[0] / 'log.txt'}")
+    if failed := sorted(failures):  # they failed in any order
+        raise RuntimeError(f"training failed: {', '.join(failed)}; see {runs / failed[0] / 'log.txt'}")
 
 
 def measure_seconds_per_step(run: Path) -> float:
