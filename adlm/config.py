@@ -13,6 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
 
+from adlm.bundled import DEFAULT_SAMPLER, DEFAULT_TOP_P
 from adlm.data.shards import write_atomically
 from adlm.models.language_model import ModelConfig
 from adlm.remedies import suggest_names
@@ -136,9 +137,9 @@ class SampleSettings:
 
     every: int | None = None  # steps; null: none
     rows: int = 2
-    sampler: str = "remask_loop"
+    sampler: str = DEFAULT_SAMPLER
     steps: int = 128
-    top_p: float = 0.9
+    top_p: float = DEFAULT_TOP_P
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from adlm.models.language_model import PRESETS, ModelConfig
 from adlm.remedies import check_known
 
 Entry = TypeVar("Entry")
-DEFAULT_SAMPLER = "remask_loop"  # of texts; of holes it is confidence
 DEFAULT_STEPS = 128  # of a plan
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from adlm.bundled import DEFAULT
+from adlm.bundled import DEFAULT, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.cli import options, output
 from adlm.cli.text import parse_sampler_options
 
@@ -179,8 +179,8 @@ def samples(
     seed: options.Seed = 0,
     steps: options.Steps = None,
     sampler: options.Sampler = None,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 0.9,
+    temperature: options.Temperature = DEFAULT_TEMPERATURE,
+    top_p: options.TopP = DEFAULT_TOP_P,
     top_k: options.TopK = None,
     block: options.Block = None,
     sampler_options: options.SamplerOptions = None,
@@ -282,8 +282,8 @@ def code(
     write_data: Annotated[Path | None, Option(help="Only write the standard library for `adlm prepare`.")] = None,
     sampler: options.Sampler = None,
     steps: options.Steps = None,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 0.9,
+    temperature: options.Temperature = DEFAULT_TEMPERATURE,
+    top_p: options.TopP = DEFAULT_TOP_P,
     seed: options.Seed = 0,
     batch: options.Batch = 16,
     out: OutFolder = None,

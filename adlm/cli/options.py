@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from adlm.bundled import DEFAULT
+from adlm.bundled import DEFAULT, DEFAULT_SAMPLER
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 
@@ -18,7 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 STEPS_HELP = "Sampling steps. [default: 128; confidence and margin: one token per step]"
 Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
-SAMPLER_HELP = "Sampler: remask_loop, ancestral, confidence, … [default: remask_loop; for infill: confidence]"
+SAMPLER_HELP = f"Sampler: remask_loop, ancestral, confidence, … [default: {DEFAULT_SAMPLER}; for infill: confidence]"
 Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP)]
 Temperature = Annotated[float, sampling_option(help="Softmax temperature; 0 is greedy.")]
 TopP = Annotated[float, sampling_option(help="Nucleus: total probability of the tokens kept.")]

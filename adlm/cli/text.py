@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.cli import options, output
 from adlm.remedies import install_command
 from adlm.view.console import SafeConsole, escape_controls
@@ -40,8 +41,8 @@ class GenerationOptions:
     seed: options.Seed = 0
     steps: options.Steps = None
     sampler: options.Sampler = None
-    temperature: options.Temperature = 1.0
-    top_p: options.TopP = 0.9
+    temperature: options.Temperature = DEFAULT_TEMPERATURE
+    top_p: options.TopP = DEFAULT_TOP_P
     top_k: options.TopK = None
     block: options.Block = None
     option: options.SamplerOptions = None

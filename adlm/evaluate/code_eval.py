@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.data.shards import hash_file
 from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
@@ -105,8 +106,8 @@ def code(
     length: int | None = None,
     sampler: str | None = None,
     steps: int | None = None,
-    temperature: float = 1.0,
-    top_p: float = 0.9,
+    temperature: float = DEFAULT_TEMPERATURE,
+    top_p: float = DEFAULT_TOP_P,
     seed: int = 0,
     batch: int = 16,
     out: str | Path | None = None,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.data.shards import hash_file, write_atomically
 from adlm.data.sources import open_source
 from adlm.data.tokenizers import Tokenizer
@@ -317,8 +318,8 @@ def samples(
     length: int | None = None,
     steps: int | None = None,
     sampler: str | None = None,
-    temperature: float = 1.0,
-    top_p: float = 0.9,
+    temperature: float = DEFAULT_TEMPERATURE,
+    top_p: float = DEFAULT_TOP_P,
     top_k: int | None = None,
     block: int | None = None,
     sampler_options: Mapping[str, Any] | None = None,

@@ -11,11 +11,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
+from adlm.bundled import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame
 from adlm.diffusion.plans import mean_noise_level
 from adlm.generate import Predictor, stream_tokens
-from adlm.methods import DEFAULT_SAMPLER, build_sampler, choose_steps, takes_steps
+from adlm.methods import build_sampler, choose_steps, takes_steps
 from adlm.models.language_model import NEG_INF, LanguageModel, ModelConfig, build_on_meta
 
 STREAMER_METHODS = ("put", "put_draft", "put_frame", "end")
@@ -98,8 +99,8 @@ class AdlmPreTrainedModel(PreTrainedModel):
         attention_mask: Tensor | None = None,
         sampler: str | None = None,
         steps: int | None = None,
-        temperature: float = 1.0,
-        top_p: float = 0.9,
+        temperature: float = DEFAULT_TEMPERATURE,
+        top_p: float = DEFAULT_TOP_P,
         top_k: int | None = None,
         do_sample: bool = True,
         seed: int | None = None,

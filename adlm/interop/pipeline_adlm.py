@@ -10,6 +10,8 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
+from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+
 
 @dataclass
 class AdlmPipelineOutput(BaseOutput):
@@ -44,8 +46,8 @@ class AdlmPipeline(DiffusionPipeline):
         num_inference_steps: int | None = None,
         generator: torch.Generator | None = None,
         num_texts_per_prompt: int = 1,
-        temperature: float = 1.0,
-        top_p: float = 0.9,
+        temperature: float = DEFAULT_TEMPERATURE,
+        top_p: float = DEFAULT_TOP_P,
         top_k: int | None = None,
         block_length: int | None = None,
         output_type: str = "text",

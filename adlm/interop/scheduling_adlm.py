@@ -9,11 +9,12 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementSchedulerOutput
 from torch import Tensor
 
+from adlm.bundled import DEFAULT_SAMPLER
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame, denoise
 from adlm.diffusion.plans import Plan
 from adlm.diffusion.rng import CounterRng
-from adlm.methods import DEFAULT_SAMPLER, build_sampler, choose_steps, takes_steps
+from adlm.methods import build_sampler, choose_steps, takes_steps
 
 BLOCK_STRIDE = 1 << 32  # between the seeds of two blocks
 

@@ -10,12 +10,13 @@ from typing import Any, Self, TypedDict, TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from adlm.bundled import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.data.tokenizers import Tokenizer
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
 from adlm.generate import Predictor
-from adlm.methods import DEFAULT_SAMPLER, SAMPLERS, build_sampler, choose_steps, look_up
+from adlm.methods import SAMPLERS, build_sampler, choose_steps, look_up
 from adlm.text.templates import Hole, Layout, Template, build_layout, parse_template, set_hole_lengths, tokenize_piece
 
 DEFAULT_BATCH = 16  # rows that are sampled at a time
@@ -69,8 +70,8 @@ class GenerationConfig:
     n: int = 1
     steps: int | None = None
     sampler: str | None = None
-    temperature: float = 1.0
-    top_p: float = 0.9
+    temperature: float = DEFAULT_TEMPERATURE
+    top_p: float = DEFAULT_TOP_P
     top_k: int | None = None
     seed: int = 0
     block: int | None = None
