@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import adlm
-from adlm.bundled import DEFAULT
+from adlm.bundled import DEFAULT, DEFAULT_SAMPLER
 from adlm.cli.text import parse_sampler_options
 from adlm.view.console import escape_controls
 from tests.cli.terminal import answer_json, assert_error, invoke, make_env, process, screen, trained, without_escapes
@@ -68,7 +68,7 @@ def read_titles(page: Path) -> list[str]:
 
 def test_two_samplers_compared_generate_what_each_does_alone(tmp_path: Path) -> None:
     words, page, gif = (trained(), *SHORT, "--n", 2, "--seed", 3), tmp_path / "new" / "a.html", tmp_path / "a.gif"
-    options = ("--option", "eta=0.3")
+    options = ("--sampler", "remask_loop", "--option", "eta=0.3")
     both = answer_json("sample", *words, *options, "--compare", "remask_cap", "--html", page, "--gif", gif)
     assert (both["html"], both["gif"]) == (str(page), str(gif))
     assert both["texts"] == answer_json("sample", *words, *options)["texts"]  # recording changes nothing
@@ -79,6 +79,7 @@ def test_two_samplers_compared_generate_what_each_does_alone(tmp_path: Path) -> 
     assert gif.read_bytes().startswith(b"GIF89a")
     without_steps = answer_json("sample", *words, "--compare", "first_hitting")
     assert "steps" not in without_steps["compare"]["settings"]
+    assert without_steps["settings"]["sampler"] == DEFAULT_SAMPLER
 
 
 def test_two_models_compared(tmp_path: Path) -> None:
@@ -108,13 +109,13 @@ def test_a_prompt_from_stdin() -> None:
         (("--option", "eta"), "--option 'eta': give name=value, such as eta=0.04"),
         (("--option", "eta=much"), "'much' is not a number, true or false"),
         (("--option", "seed=3"), "see --help for --seed"),
-        (("--option", "bound=1"), "unknown setting 'bound'"),
+        (("--sampler", "ancestral", "--option", "bound=1"), "unknown setting 'bound'"),
         (("--compare", "better"), "--compare 'better' is neither a sampler (ancestral,"),
         (("--device", "abacus"), "device 'abacus' is not one of"),
         (("--gif", "a.png"), "does not end in .gif: call it a.gif"),
         (("--steps", "0"), "--steps"),
         (
-            ("--steps", "999999999"),
+            ("--sampler", "ancestral", "--steps", "999999999"),
             "steps must be at most 65,536, got 999,999,999: use fewer, or the sampler first_hitt",
         ),
         (("--seed", "-1"), "--seed"),

@@ -22,7 +22,8 @@ def test_the_command_serves_the_bundled_model_and_ends_after_its_streams() -> No
         assert line.startswith("serving adlm-prose on http://127.0.0.1:"), line
         second = subprocess.run([*command[:-3], line.split(":")[-1].strip()], capture_output=True, text=True)
         assert second.returncode != 0 and "give another --host or --port" in second.stderr
-        body = json.dumps({"prompt": "It was", "max_tokens": 4, "steps": 300, "stream": True, "guesses": 0}).encode()
+        settings = {"prompt": "It was", "max_tokens": 4, "sampler": "remask_loop", "steps": 300, "guesses": 0}
+        body = json.dumps(settings | {"stream": True}).encode()
         request = urllib.request.Request(
             f"{line.split()[-1]}/v1/completions", body, {"content-type": "application/json"}
         )
@@ -44,7 +45,8 @@ def test_streams_end_with_an_error_after_the_grace_period_or_a_second_signal(sig
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         address = process.stdout.readline().split()[-1]
-        body = json.dumps({"prompt": "It was", "steps": 2000, "n": 20, "stream": True}).encode()
+        settings = {"prompt": "It was", "sampler": "remask_loop", "steps": 2000, "n": 20, "stream": True}
+        body = json.dumps(settings).encode()
         request = urllib.request.Request(f"{address}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request) as response:
             process.send_signal(signal.SIGINT)

@@ -196,7 +196,7 @@ def test_limits_of_a_request_name_their_values() -> None:
     with pytest.raises(ValueError, match="3 texts, at most 2"):
         limits.check_request(model.build_request("the", n=3))
     with pytest.raises(ValueError, match="51 steps, at most 50"):
-        limits.check_request(model.build_request("the", steps=51))
+        limits.check_request(model.build_request("the", steps=51, sampler="ancestral"))
     with pytest.raises(ValueError, match="steps, at most 50"):
         limits.check_request(model.build_request("the", steps=20, block=4, sampler="ancestral"))
     with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
@@ -246,7 +246,7 @@ def test_a_row_that_cannot_join_is_answered(monkeypatch: pytest.MonkeyPatch) -> 
 def test_stopping_answers_or_finishes_what_is_left() -> None:
     model = lm()
     engine = Engine(model).start()
-    _, future = submit(engine, model.build_request("the", steps=50, max_new_tokens=9))
+    _, future = submit(engine, model.build_request("the", steps=50, max_new_tokens=9, sampler="ancestral"))
     engine.stop(drain=True)
     assert future.result(0)
     engine = Engine(model).start()

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlencode
 import pytest
 
 from adlm import LM
+from adlm.bundled import DEFAULT_SAMPLER
 from adlm.view.trajectory import Trajectory
 from tests.browser import emulate_media, open_browser, read_console, read_requests
 from tests.text.models import lm
@@ -165,7 +166,7 @@ def test_generate_and_scrub(page: ServedPage, address: str) -> None:
     page.visit(address, text="the cat", max_tokens=12, **QUICK)
     page.generate()
     page.check_frames(lm().record("the cat", max_new_tokens=12, **QUICK))
-    assert page.content("h2") == ["small · remask_loop"] and page.find("#play").is_enabled()
+    assert page.content("h2") == [f"small · {DEFAULT_SAMPLER}"] and page.find("#play").is_enabled()
     page.scrub(1)
     page.point(".text .token[data-state=hidden]")
     assert "Guesses of the anchor network at step 1" in page.find("#card").text

@@ -23,7 +23,8 @@ else:
 
 from adlm.serve.ray_app import RayOptions, build
 
-BODY: dict[str, Any] = {"model": "adlm-prose", "prompt": "It was", "max_tokens": 16, "extra_body": {"steps": 64}}
+OURS: dict[str, Any] = {"sampler": "remask_loop", "steps": 64}  # slow enough to be killed meanwhile
+BODY: dict[str, Any] = {"model": "adlm-prose", "prompt": "It was", "max_tokens": 16, "extra_body": OURS}
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
@@ -65,7 +66,7 @@ def look_at_replicas() -> dict[int, tuple[int, int]]:
 @pytest.mark.slow
 def test_a_killed_replica_loses_no_request(address: str) -> None:
     lm = adlm.load(device="cpu")
-    expected = [lm.generate("It was", max_new_tokens=16, steps=64, seed=seed)[0] for seed in range(2)]
+    expected = [lm.generate("It was", max_new_tokens=16, **OURS, seed=seed)[0] for seed in range(2)]
     with openai.OpenAI(base_url=address, api_key="secret") as client, ThreadPoolExecutor(8) as pool:
 
         def complete(seed: int) -> tuple[bool, int]:

@@ -12,6 +12,7 @@ import torch
 
 import adlm
 from adlm import Hole, checkpoint
+from adlm.bundled import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.methods import SAMPLERS
 from adlm.models.language_model import LanguageModel
 from adlm.text.lm import LM
@@ -45,7 +46,8 @@ def assert_refused(call: Callable[[], object], *parts: str) -> None:
         ({"block": 0}, ("block must be a whole number from 1", "got 0")),
         ({"seed": -1}, ("seed must be a whole number from 0", "got -1")),
         ({"sampler": "ancestral", "eta": 0.1}, ("unknown setting 'eta'", "steps (of ancestral)", "temperature, top_p")),
-        ({"temprature": 0.1}, ("unknown setting 'temprature'", "(of remask_loop)", "eta", "temperature")),
+        ({"temprature": 0.1}, ("unknown setting 'temprature'", f"(of {DEFAULT_SAMPLER})", "steps", "temperature")),
+        ({"sampler": "remask_loop", "temprature": 1}, ("'temprature'", "(of remask_loop)", "eta", "temperature")),
         ({"sampler": "first_hitting", "steps": 5}, ("'steps'", "first_hitting")),
         ({"prompt": "hello", "length": 9, "max_new_tokens": 4}, ("length=9", "max_new_tokens=4", "give one")),
         ({"prompt": "hello", "max_new_tokens": 58}, ("max_new_tokens is 58", "at most 62", "up to 57")),
@@ -129,12 +131,15 @@ def test_names_and_numbers_of_other_libraries_are_accepted() -> None:
 
 
 def test_the_output_is_a_sequence_of_texts_with_settings() -> None:
-    output = FRAMED.generate(["a", "b"], max_new_tokens=3, n=2, steps=2, eta=0.1, seed=3, temperature=0.5)
+    given: dict[str, Any] = {"steps": 2, "eta": 0.1, "seed": 3, "temperature": 0.5, "n": 2}
+    output = FRAMED.generate(["a", "b"], max_new_tokens=3, sampler="remask_loop", **given)
     assert len(output) == 4 and list(output) == output.texts and output[0] == output.texts[0]
     assert output[1:3] == output.texts[1:3] and output.texts[3] in output
     assert output.nfe == max(output.nfe_each) and output.seconds > 0 and str(output) == "\n\n".join(output.texts)
-    settings = {"sampler": "remask_loop", "steps": 2, "eta": 0.1, "temperature": 0.5, "top_p": 0.9, "seed": 3, "n": 2}
-    assert (settings | {"length": 4}).items() <= output.settings.items()
+    settings = given | {"sampler": "remask_loop", "top_p": DEFAULT_TOP_P, "length": 4}
+    assert settings.items() <= output.settings.items()
+    defaults = {"sampler": DEFAULT_SAMPLER, "temperature": DEFAULT_TEMPERATURE, "top_p": DEFAULT_TOP_P}
+    assert defaults.items() <= FRAMED.generate("a", length=4, steps=2).settings.items()
     assert output.as_dict().keys() == {"texts", "nfe", "seconds", "settings", "nfe_each"}
     assert lm("ar").generate("a", length=9).settings["sampler"] == "left_to_right"
 
@@ -208,4 +213,5 @@ def test_signatures_list_the_settings() -> None:
     for method in (LM.generate, LM.infill, LM.stream, LM.record):
         shown = inspect.signature(method).parameters
         assert {"max_new_tokens", "n", "steps", "sampler", "seed"} <= set(shown)
-        assert shown["top_p"].default == 0.9 and shown["top_p"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert shown["top_p"].default == DEFAULT_TOP_P and shown["top_p"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert shown["temperature"].default == DEFAULT_TEMPERATURE
