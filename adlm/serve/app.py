@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.exceptions import HTTPException
 
 from adlm import __version__
+from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.methods import SAMPLERS
 from adlm.remedies import suggest_names
 from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows
@@ -258,12 +259,13 @@ async def run_while_connected(request: Request, work: Awaitable[Any]) -> Respons
 
 
 def serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Make the route of a file: the player's own, or the page's, into which the player's elements are put."""
+    """Make the route of a file: the player's own, or the page's with the player's elements and the default settings."""
     if name.startswith("player"):
         content = read_asset(name)
     else:
         content = files("adlm.serve").joinpath("page", name).read_text("utf-8")
-        content = content.replace("{{stage}}", read_asset("stage.html"))
+        content = content.replace("{{stage}}", read_asset("stage.html")).replace("{{top_p}}", f"{DEFAULT_TOP_P:g}")
+        content = content.replace("{{temperature}}", f"{DEFAULT_TEMPERATURE:g}")
 
     async def answer(request: Request) -> Response:
         return Response(content, media_type=MEDIA_TYPES[name.rsplit(".")[-1]])

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlencode
 import pytest
 
 from adlm import LM
-from adlm.bundled import DEFAULT_SAMPLER
+from adlm.bundled import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.view.trajectory import Trajectory
 from tests.browser import emulate_media, open_browser, read_console, read_requests
 from tests.text.models import lm
@@ -91,6 +91,8 @@ def test_the_files_are_served_without_a_key_and_load_nothing_from_elsewhere() ->
     assert pages["/page.js"].headers["content-type"].startswith("text/javascript")
     index = pages["/"].text
     assert not re.search(r"<style|<script>|\son\w+=|\sstyle=", index)
+    values = dict(re.findall(r'<input name="(\w+)"[^>]* value="([\d.]+)"', index))
+    assert (float(values["temperature"]), float(values["top_p"])) == (DEFAULT_TEMPERATURE, DEFAULT_TOP_P)
     assert set(re.findall(r'(?:src|href)="([^"#:]+)"', index)) == {
         path[1:] for path in PAGE_FILES if path not in ("/", "/docs.js")
     }
