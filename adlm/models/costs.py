@@ -81,7 +81,8 @@ def estimate_memory(
     states = 4 * count_parameters(config) * (5 if ema else 4) // shards
     gathered = 4 * 2 * (2 * LAYER_WEIGHTS * dim**2 + 3 * config.vocab_size * dim) if shards > 1 else 0
     saved = rows * length * dim * bytes_per_activation
-    saved *= layers + SAVED_PER_LAYER if checkpoint_activations else layers * SAVED_PER_LAYER
+    per_layer = SAVED_PER_LAYER + 2 * config.qk_norm  # q and k before their norm
+    saved *= layers + per_layer if checkpoint_activations else layers * per_layer
     if bytes_per_activation == 2 and not checkpoint_activations:  # autocast keeps a copy of every matrix
         saved += 2 * LAYER_WEIGHTS * dim**2 * layers
     logits = config.vocab_size * bytes_per_activation * min(MAX_LOGIT_ROWS[is_cuda], rows * length)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -100,6 +101,28 @@ def test_memory_follows_its_parts() -> None:
     assert rows[2] - rows[1] == rows[1] - rows[0] == 18 * 18 * 2 * 768 * 32 * 1024  # no more logits than of a chunk
     assert estimate(config, checkpoint_activations=True) < base / 2
     assert {True: selected.MAX_LOGIT_ROWS["cuda"], False: selected.MAX_LOGIT_ROWS["cpu"]} == costs.MAX_LOGIT_ROWS
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_activations_are_what_a_layer_saves(qk_norm: bool) -> None:
+    """Counted by saved-tensor hooks, in float32, within 2%: statistics of norms and rotary angles are not estimated."""
+    rows, length, dim = 4, 256, 128
+    shape = {"vocab_size": 64, "mask_id": 63, "dim": dim, "heads": 2, "length": length, "cond_dim": None}
+    config = ModelConfig(**shape, anchor_layers=0, denoiser_layers=1, dropout=0.0, qk_norm=qk_norm)  # type: ignore[arg-type]
+    model, saved, x = LanguageModel(config), list[Tensor](), torch.randn(rows, length, dim, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.denoiser.layers[0](x, model.rotary(x.device))
+    weights = {p.data_ptr() for p in model.parameters()}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    counted = sum(size for address, size in storages.items() if address not in weights)
+    settings = {"length": 1024, "bytes_per_activation": 4, "rows": 48}
+    estimated = estimate(config, **settings) - estimate(config, **settings | {"rows": 32})  # no more logits, 16 rows
+    assert counted / (rows * length) == pytest.approx(estimated / (16 * 1024), rel=0.02)
 
 
 STEPS = """
