@@ -17,21 +17,22 @@ from typing import Any
 from rich.console import Console
 
 import adlm
-from adlm.bundled import DEFAULT_SAMPLER
 from adlm.view.terminal import DenoisingView
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # for tests.browser
 
-PROMPT, LENGTH, STEPS, SEED = "The old man ", 64, 60, 1  # no more steps than hidden tokens; top_p: the default
+PROMPT, LENGTH, STEPS, TOP_P, SEED = "The old man ", 64, 96, 0.8, 1
 MOMENT = 0.4  # of all steps: the frame of the still pictures
 
 
 def main() -> None:
     lm = adlm.load(device="cpu")
     trajectories = [
-        lm.record(PROMPT, length=LENGTH, steps=STEPS, seed=SEED, sampler=sampler, title=f"{lm.name} · {sampler}")
-        for sampler in (DEFAULT_SAMPLER, "ancestral")
+        lm.record(
+            PROMPT, length=LENGTH, steps=STEPS, top_p=TOP_P, seed=SEED, sampler=sampler, title=f"{lm.name} · {sampler}"
+        )
+        for sampler in ("remask_loop", "ancestral")
     ]
     adlm.write_gif(trajectories[:1], HERE / "denoising.gif")
     draw_terminal(trajectories, HERE / "terminal.svg")
@@ -44,7 +45,7 @@ def draw_terminal(trajectories: list[adlm.Trajectory], path: Path) -> None:
     console = Console(record=True, width=110, force_terminal=True, file=StringIO(), color_system="truecolor")
     frames = [trajectory.frames[int(MOMENT * len(trajectory.frames))] for trajectory in trajectories]
     titles = [trajectory.title for trajectory in trajectories]
-    console.print(DenoisingView(frames, titles, [trajectory.frames[-1].step for trajectory in trajectories]))
+    console.print(DenoisingView(frames, titles, [STEPS, STEPS]))
     console.save_svg(str(path), title="adlm sample --compare ancestral")
 
 
@@ -59,7 +60,7 @@ def draw_page(trajectories: list[adlm.Trajectory], path: Path) -> None:
         driver.set_window_size(1180, 860)
         emulate_media(driver, prefers_reduced_motion="reduce")
         driver.get(page.as_uri())
-        driver.execute_script(f"scrub.value = {MOMENT} * scrub.max; scrub.dispatchEvent(new Event('input'))")
+        driver.execute_script(f"scrub.value = {int(MOMENT * STEPS)}; scrub.dispatchEvent(new Event('input'))")
         tokens = driver.find_elements("css selector", ".text .token[data-state=hidden]")
         ActionChains(driver).move_to_element(tokens[3]).perform()
         driver.save_screenshot(str(path))

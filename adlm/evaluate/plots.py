@@ -175,7 +175,7 @@ def draw_arms(sets: Sequence[Row], path: Path, label: str = "accuracy (%)") -> P
             axes.set_yticks(range(len(arms))[::-1], arms)
             limits: Look = {"xlim": (0, 101) if label.endswith("(%)") else None, "ylim": (-0.6, len(arms) - 0.4)}
             axes.set(xlabel=label, title=task, **limits)
-            axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=len(own))
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1.06), ncols=len(own))
     return path
 
 
