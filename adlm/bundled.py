@@ -11,7 +11,7 @@ def find_bundled_model(name: str) -> Path:
     return Path(__file__).resolve().parent / "weights" / name
 
 
-# Defaults of sampling, chosen on the bundled model by docs/frontier.md. Holes are filled by confidence.
+# Defaults of sampling. Holes are filled by confidence.
 DEFAULT_SAMPLER = "remask_loop"
 DEFAULT_TOP_P = 0.9
 DEFAULT_TEMPERATURE = 1.0
