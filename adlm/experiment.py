@@ -27,7 +27,7 @@ from adlm.data.tokenizers import read_json, read_object
 from adlm.evaluate.cache import decode_array, encode_array, hash_settings
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import NllSettings, estimate_texts
-from adlm.evaluate.provenance import collect_provenance, hash_weights_file
+from adlm.evaluate.provenance import collect_provenance
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table, save_json
 from adlm.evaluate.stats import describe_seeds, estimate_ratio_difference
 from adlm.reasoning.verdicts import BETTER, compare_arms, flatten_settings, group_by
@@ -111,8 +111,10 @@ def load_experiment(path: Path, *changes: str) -> Experiment:
 
 
 def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
-    """Return all runs by name, each with its record in the results file, if any, and its estimated seconds."""
-    # A scout runs at the first corpus and seed; the others wait for its best value. Changed weights are measured again.
+    """Return all runs by name, each with its record in the results file, if any, and its estimated seconds.
+
+    At the first corpus and seed an arm has a run for each value of its scout; the others wait for the best value.
+    """
     stored = read_json(path)["runs"] if path.is_file() else []
     runs, records = dict[str, Record](), {run["name"]: run for run in stored}
     points = [(key, seed) for key in experiment.corpora for seed in experiment.corpus_seeds.get(key, experiment.seeds)]
@@ -133,12 +135,11 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
                 config = load_config(arm.recipe or None, **settings, **{"seed": seed, "folder": "", "data.path": data})
                 content += [config.steps, compare_configs(Config(), config)]
                 seconds += config.steps * (arm.seconds_per_step or experiment.seconds_per_step)
-            own = {"key": hash_settings(content)} | (hash_weights_file(model) if model else {})
+            key, record = hash_settings(content), records.get(run_name, {"key": ""})
             run = {"name": run_name, "arm": name, "variant": label, "corpus": corpus, "seed": seed, "model": model}
-            run |= own | {"config": config, "is_waiting": is_waiting, "data": experiment.measure.data or data}
-            record = records[run_name] if own.items() <= records.get(run_name, {}).items() else None
-            runs[run_name] = run | {"seconds": seconds, "record": record}
-    if lost := [name for name in records if name not in runs or records[name]["key"] != runs[name]["key"]]:
+            run |= {"key": key, "config": config, "is_waiting": is_waiting, "data": experiment.measure.data or data}
+            runs[run_name] = run | {"seconds": seconds, "record": record if record["key"] == key else None}
+    if lost := [name for name in records if name not in runs or not runs[name]["record"]]:
         raise ValueError(f"{path}: {len(lost)} runs had other settings ({lost[0]}, …): undo the change, or give --out")
     return runs
 
@@ -193,7 +194,7 @@ def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings)
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout = sys.stderr = (folder / "log.txt").open("w", buffering=1, encoding="utf-8")
-    record = {key: run[key] for key in run if key not in ("config", "is_waiting", "data", "seconds", "record")}
+    record = {key: run[key] for key in ("name", "arm", "variant", "corpus", "seed", "key", "model")}
     try:
         if run["config"]:
             trained = train(run["config"], folder=str(folder), device=device)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from scipy.stats import t as student
 from typer.testing import CliRunner
 
 import adlm
-from adlm.bundled import MODELS, find_bundled_model
 from adlm.cli.main import app
 from adlm.evaluate.cache import decode_array, encode_array
 from adlm.evaluate.plots import draw_figures
@@ -157,30 +155,6 @@ def test_scouts_choose_the_value_of_the_other_seeds_and_a_diverged_one_is_not_ch
     path.write_text(json.dumps({"runs": scouts}), "utf-8")
     with pytest.raises(ValueError, match=r"1 runs had other settings \(adlm-optimizer\.lr=0\.001-toy-0, …\)"):
         list_runs(experiment, path)
-
-
-def test_a_model_is_measured_again_when_its_weights_have_changed(tmp_path: Path) -> None:
-    folder, path, lines = tmp_path / "model", tmp_path / "results.json", list[str]()
-    shutil.copytree(find_bundled_model(MODELS[0]), folder)
-    measure = MeasureSettings(rows=2, draws=1, data="held-out")
-    experiment = Experiment("?", {"x": ExperimentArm(model=str(folder))}, {"c": ""}, [0], measure=measure)
-
-    def run() -> dict[str, Any]:
-        content, failures = run_experiment(experiment, path, tmp_path / "runs", on_event=lines.append)
-        assert failures == []
-        return content["runs"][0]
-
-    first = run()
-    assert first["weights_sha256"] == json.loads((folder / "checksums.json").read_text("utf-8"))["model.safetensors"]
-    assert run() == first and len(lines) == 2  # it started once, and ended
-    shutil.copytree(find_bundled_model(MODELS[1]), folder, dirs_exist_ok=True)
-    second = run()
-    assert second["row_nats"] != first["row_nats"] and len(lines) == 4
-    assert second["key"] == first["key"] and second["weights_sha256"] != first["weights_sha256"]
-    shutil.rmtree(folder)  # a finished run does not need it
-    assert run() == second and len(lines) == 4
-    with pytest.raises(ValueError, match=r"1 runs had other settings \(x-c-0, …\)"):
-        list_runs(replace(experiment, measure=replace(measure, rows=3)), path)
 
 
 def test_the_noise_does_not_depend_on_the_arm(tmp_path: Path) -> None:

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from adlm.bundled import MODELS, find_bundled_model
-from adlm.checkpoint import find_model_folder, find_weights_file
-from adlm.data.shards import hash_file
 from adlm.training.distributed import get_device_name
 
 PACKAGES = ("adlm", "torch", "numpy", "tokenizers", "transformers", "mauve-text", "lm_eval")
@@ -41,15 +38,6 @@ def get_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def hash_weights_file(model: str) -> dict[str, str]:
-    """Return weights_sha256 of a bundled model, run folder or model folder, without loading it; {} for others."""
-    try:
-        folder = find_model_folder(find_bundled_model(model) if model in MODELS else model)
-        return {"weights_sha256": hash_file(find_weights_file(folder))}
-    except OSError:
-        return {}
 
 
 def hash_weights(model: nn.Module) -> str:
