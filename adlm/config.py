@@ -13,8 +13,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import CollectionEndEvent, CollectionStartEvent, YAMLError
 
-from adlm.bundled import DEFAULT_SAMPLER, DEFAULT_TOP_P
 from adlm.data.shards import write_atomically
+from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_STEPS, DEFAULT_TOP_P
 from adlm.models.language_model import ModelConfig
 from adlm.remedies import suggest_names
 
@@ -138,7 +138,7 @@ class SampleSettings:
     every: int | None = None  # steps; null: none
     rows: int = 2
     sampler: str = DEFAULT_SAMPLER
-    steps: int = 128
+    steps: int = DEFAULT_STEPS
     top_p: float = DEFAULT_TOP_P
 
 

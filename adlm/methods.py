@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from adlm.defaults import DEFAULT_STEPS
 from adlm.diffusion import anchors, orders, plans, schedules
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan
@@ -12,7 +13,6 @@ from adlm.models.language_model import PRESETS, ModelConfig
 from adlm.remedies import check_known
 
 Entry = TypeVar("Entry")
-DEFAULT_STEPS = 128  # of a plan
 
 
 @dataclass(frozen=True)

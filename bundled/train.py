@@ -1,10 +1,8 @@
 """Train the bundled models at once on one GPU, for as many steps as end in time.
 
     python bundled/train.py --data DATA --runs runs --minutes 16
-    python bundled/train.py --data DATA --runs runs --minutes 9 --methods adlm mdlm    # these two first,
-    python bundled/train.py --data DATA --runs runs --methods ar    # then as many steps of this one
 
-All get the same number of steps, found by a short run of each and kept in the file `steps` of the runs' folder;
+All three get the same number of steps, found by a short run of each and kept in the file `steps` of the runs' folder;
 the run folders are `adlm-0`, `mdlm-0` and `ar-0`. Start `nvidia-cuda-mps-control -d` before: the processes then share
 the GPU instead of taking turns. The same command resumes, without a time limit.
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,11 @@ MEASURE = MeasureSettings(rows=2048, batch=256)
 MARGIN = 0.93  # of the time is for steps, the rest for validation, checkpoints and the start
 
 
-def train_all(runs: Path, data: str, settings: Mapping[str, Any], methods: Sequence[str] = METHODS) -> None:
-    """Train and measure the models, each in a process of its own, with changed settings of their recipes."""
-    arms = {name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings)) for name in methods}
+def train_all(runs: Path, data: str, settings: Mapping[str, Any]) -> None:
+    """Train and measure the three models, each in a process of its own, with changed settings of their recipes."""
+    arms = {name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings)) for name in METHODS}
     experiment = Experiment("The bundled models", arms, {"": data}, [0], measure=MEASURE, jobs=len(arms))
-    _, failures = run_experiment(experiment, runs / f"{'-'.join(methods)}.json", runs)
+    _, failures = run_experiment(experiment, runs / "results.json", runs)
     if failed := sorted(failures):  # they failed in any order
         raise RuntimeError(f"training failed: {', '.join(failed)}; see {runs / failed[0] / 'log.txt'}")
 
@@ -43,9 +41,9 @@ def measure_seconds_per_step(run: Path) -> float:
     return (end - start) / (last - first)
 
 
-def choose_steps(probe: Path, seconds: float, methods: Sequence[str] = METHODS) -> int:
+def choose_steps(probe: Path, seconds: float) -> int:
     """Return how many steps the slowest model takes in so many seconds, in hundreds."""
-    slowest = max(measure_seconds_per_step(probe / f"{method}-0") for method in methods)
+    slowest = max(measure_seconds_per_step(probe / f"{method}-0") for method in METHODS)
     steps = int(MARGIN * seconds / slowest / 100) * 100
     if steps < 100:
         problem = f"{seconds:.0f} s are left after the short runs, 100 steps take {100 * slowest:.0f} s"
@@ -58,14 +56,13 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder written by adlm prepare")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs [default: %(default)s]")
     parser.add_argument("--minutes", type=float, default=16, help="with the short runs [default: %(default)s]")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="[default: all three at once]")
     options = parser.parse_args()
     start, steps_file = time.monotonic(), options.runs / "steps"
     if not steps_file.is_file():
-        train_all(options.runs / "probe", options.data, PROBE, options.methods)
-        steps = choose_steps(options.runs / "probe", 60 * options.minutes - (time.monotonic() - start), options.methods)
+        train_all(options.runs / "probe", options.data, PROBE)
+        steps = choose_steps(options.runs / "probe", 60 * options.minutes - (time.monotonic() - start))
         steps_file.write_text(str(steps), "utf-8")
-    train_all(options.runs, options.data, {"steps": int(steps_file.read_text("utf-8"))}, options.methods)
+    train_all(options.runs, options.data, {"steps": int(steps_file.read_text("utf-8"))})
 
 
 if __name__ == "__main__":

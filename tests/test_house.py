@@ -17,7 +17,7 @@ import adlm
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [  # from tier 0; imports point to a lower tier or into the same package
     "diffusion models data",
-    "config methods checkpoint",
+    "config methods checkpoint bundled",
     "generate likelihood view convert",
     "training text",
     "evaluate interop",
@@ -27,10 +27,10 @@ LAYERS = [  # from tier 0; imports point to a lower tier or into the same packag
     "cli",
     "__main__",
 ]
-TIERS = {"remedies": -1, "bundled": -1} | {part: tier for tier, parts in enumerate(LAYERS) for part in parts.split()}
+TIERS = {"remedies": -1, "defaults": -1} | {part: tier for tier, parts in enumerate(LAYERS) for part in parts.split()}
 TIER_0_MAY_IMPORT: dict[str, set[str]] = {
     "remedies": set(),
-    "bundled": set(),
+    "defaults": set(),
     "diffusion": {"torch", "numpy", "triton"},
     "models": {"torch", "numpy"},
     "data": {"torch", "numpy", "tokenizers", "torchdata", "datasets", "pyarrow", "huggingface_hub"},

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from adlm.bundled import DEFAULT, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.bundled import DEFAULT
 from adlm.cli import options, output
 from adlm.cli.text import parse_sampler_options
+from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
 if TYPE_CHECKING:
     from adlm.evaluate.results import EvalResult

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from adlm.bundled import DEFAULT, DEFAULT_SAMPLER
+from adlm.bundled import DEFAULT
+from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_STEPS, INFILL_SAMPLER
 
 sampling_option = partial(typer.Option, rich_help_panel="Sampling")
 
@@ -16,9 +17,11 @@ Device = Annotated[str, typer.Option(help="Device: auto (CUDA or the CPU), cpu, 
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
-STEPS_HELP = "Sampling steps. [default: 128; confidence and margin: one token per step]"
+STEPS_HELP = f"Sampling steps. [default: {DEFAULT_STEPS}; confidence and margin: one token per step]"
 Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
-SAMPLER_HELP = f"Sampler: remask_loop, ancestral, confidence, … [default: {DEFAULT_SAMPLER}; for infill: confidence]"
+SAMPLER_HELP = (
+    f"Sampler: ancestral, confidence, … [default: {DEFAULT_SAMPLER}; for infill: {INFILL_SAMPLER}]"
+)
 Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP)]
 Temperature = Annotated[float, sampling_option(help="Softmax temperature; 0 is greedy.")]
 TopP = Annotated[float, sampling_option(help="Nucleus: total probability of the tokens kept.")]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.cli import options, output
+from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.remedies import install_command
 from adlm.view.console import SafeConsole, escape_controls
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.data.shards import hash_file
+from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.evaluate.cache import Cache, ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.provenance import collect_provenance, hash_weights
 from adlm.evaluate.results import Column, Estimate, EvalResult, Table

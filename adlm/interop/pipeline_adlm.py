@@ -10,7 +10,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 
 
 @dataclass

@@ -9,7 +9,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementSchedulerOutput
 from torch import Tensor
 
-from adlm.bundled import DEFAULT_SAMPLER
+from adlm.defaults import DEFAULT_SAMPLER
 from adlm.diffusion.categorical import SamplingParams, TokenLimits
 from adlm.diffusion.denoising import Frame, denoise
 from adlm.diffusion.plans import Plan

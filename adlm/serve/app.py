@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.exceptions import HTTPException
 
 from adlm import __version__
-from adlm.bundled import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
+from adlm.defaults import DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.methods import SAMPLERS
 from adlm.remedies import suggest_names
 from adlm.serve.engine import ALL, SETTLED, Engine, EngineLimits, EngineStats, QueueFullError, RowFrame, stream_rows

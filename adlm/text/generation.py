@@ -10,8 +10,8 @@ from typing import Any, Self, TypedDict, TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from adlm.bundled import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P
 from adlm.data.tokenizers import Tokenizer
+from adlm.defaults import DEFAULT_SAMPLER, DEFAULT_TEMPERATURE, DEFAULT_TOP_P, INFILL_SAMPLER
 from adlm.diffusion.categorical import SamplingParams
 from adlm.diffusion.orders import Order
 from adlm.diffusion.plans import Plan, mean_noise_level
@@ -258,7 +258,7 @@ def choose_sampler(
             given = name or ", ".join(["steps"] * (steps is not None) + list(options))
             raise ValueError(f"a causal model generates from left to right, a token a step: leave {given} out")
         return None, {"sampler": "left_to_right"}
-    name = name or ("confidence" if fills else DEFAULT_SAMPLER)
+    name = name or (INFILL_SAMPLER if fills else DEFAULT_SAMPLER)
     own = inspect.signature(look_up(SAMPLERS, name, "sampler")).parameters
     if unknown := [option for option in options if option not in own]:
         known = [f"{each} (of {name})" for each in own] + list(SHARED_SETTINGS)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import adlm
-from adlm.bundled import DEFAULT, DEFAULT_SAMPLER
+from adlm.bundled import DEFAULT
 from adlm.cli.text import parse_sampler_options
+from adlm.defaults import DEFAULT_SAMPLER
 from adlm.view.console import escape_controls
 from tests.cli.terminal import answer_json, assert_error, invoke, make_env, process, screen, trained, without_escapes
 from tests.training.runs import ROOT
