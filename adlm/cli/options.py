@@ -19,9 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 STEPS_HELP = f"Sampling steps. [default: {DEFAULT_STEPS}; confidence and margin: one token per step]"
 Steps = Annotated[int | None, sampling_option(min=1, help=STEPS_HELP)]
-SAMPLER_HELP = (
-    f"Sampler: ancestral, confidence, … [default: {DEFAULT_SAMPLER}; for infill: {INFILL_SAMPLER}]"
-)
+SAMPLER_HELP = f"Sampler: ancestral, confidence, … [default: {DEFAULT_SAMPLER}; for infill: {INFILL_SAMPLER}]"
 Sampler = Annotated[str | None, sampling_option(help=SAMPLER_HELP)]
 Temperature = Annotated[float, sampling_option(help="Softmax temperature; 0 is greedy.")]
 TopP = Annotated[float, sampling_option(help="Nucleus: total probability of the tokens kept.")]
