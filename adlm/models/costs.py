@@ -9,7 +9,7 @@ HIDDEN_SHARE = 0.5  # of a masked model's positions, on average over t (log-line
 MAX_LOGIT_ROWS = {True: 24576, False: 256}  # rows of logits at a time, on CUDA or not: those of diffusion/selected.py
 
 # Values a layer saves for its backward per token and unit of dim: x, norm 1, qkv (3), rotated q and k (2), attention,
-# x again, norm 2, the MLP before and after GELU (4 + 4). Counted by saved-tensor hooks.
+# x again, norm 2, the MLP before and after GELU (4 + 4); 2 more with qk_norm. Counted by saved-tensor hooks.
 SAVED_PER_LAYER = 18
 # Measured peaks of CPU processes are 1.8 times the saved activations, because glibc keeps freed memory; CUDA's
 # allocator needs no such factor.
