@@ -3,8 +3,10 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +51,28 @@ def train_steps(
     device, on_gpu = context.device, context.device.type == "cuda"
     parallel.model.train()
 
-    def prepare(step: int) -> tuple[Batch, Sequence[Batch], list[NoisyBatch], float]:
-        """Corrupt a step's batch on the CPU, while the device computes the step before."""
+    def corrupt(batch: Batch, step: int) -> tuple[Sequence[Batch], list[NoisyBatch]]:
+        rows = batch.split(micro_batch or batch.total)
+        return rows, [objective.corrupt(part, seed, step) for part in rows]
+
+    def prepare(step: int) -> tuple[Batch, Callable[[], tuple[Sequence[Batch], list[NoisyBatch]]], float]:
+        """Read a step's batch; with a GPU start to corrupt it in a thread, while this one launches the step before."""
         start = time.perf_counter()
         batch = next(batches)
         stall = time.perf_counter() - start
-        rows = batch.split(micro_batch or batch.total)
-        noisy = [objective.corrupt(part, seed, step) for part in rows]
-        tokens = torch.stack([part.tokens for part in noisy]).sum(0)  # what the mean is over
-        if batch.lengths is not None:  # otherwise every rank has as many
-            tokens = context.all_reduce_sum(tokens) / context.world_size
-        return batch, rows, [replace(part, tokens=tokens).to(device) for part in noisy], stall
+        return batch, background.submit(corrupt, batch, step).result if on_gpu else partial(corrupt, batch, step), stall
 
+    background = ThreadPoolExecutor(1)  # its thread ends with the generator
     upcoming = prepare(first_step) if first_step <= steps else None
     for step in range(first_step, steps + 1):
         assert upcoming is not None
-        batch, rows, noisy, stall = upcoming
+        batch, get_corrupted, stall = upcoming
+        rows, parts = get_corrupted()
+        upcoming = prepare(step + 1) if step < steps else None
+        tokens = torch.stack([part.tokens for part in parts]).sum(0)  # what the mean is over
+        if batch.lengths is not None:  # otherwise every rank has as many
+            tokens = context.all_reduce_sum(tokens) / context.world_size
+        noisy = [replace(part, tokens=tokens).to(device) for part in parts]
         multiplier, anchor_weight = lr_multiplier(step), objective.anchor_weight(step, steps)
         gamma = None if anchor_weight is None else torch.full((), anchor_weight, device=device)  # does not wait
         set_lr(optimizers, multiplier)
@@ -83,7 +91,6 @@ def train_steps(
                 loss.total.backward()  # inside seed_dropout: checkpointed activations repeat their dropout here
             values[:3] += torch.stack([loss.total.detach(), loss.nll.detach(), loss.anchor.detach()])
         values[3] = step_optimizers(parallel.model, optimizers, clip, ema, parallel.module)
-        upcoming = prepare(step + 1) if step < steps else None
         yield StepMetrics(step, values, multiplier, anchor_weight or 0.0, batch, stall)
 
 
