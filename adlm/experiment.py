@@ -322,7 +322,7 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
     if evidence is None:
         return {"ours": None, "interval": None, "verdict": NOT_TESTABLE}
     source, kind = read_json(folder / evidence["file"]), evidence["kind"]
-    check_known("kind of evidence", kind, ["experiment", "accuracy", "value", "slope", "excess"])
+    check_known("kind of evidence", kind, ["experiment", "accuracy", "report", "value", "slope", "excess"])
     if kind == "experiment":
         claims = {each["text"]: each for each in reversed(summarize(source)["comparisons"]) if each["text"]}
         check_known(f"claim of {evidence['file']}", evidence["claim"], claims)
@@ -334,6 +334,14 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
             points.setdefault(run["arm"], []).append(100 * int(test["right"], 16).bit_count() / test["problems"])
         own = describe_seeds(np.subtract(points[one], points[other]).tolist())
         own["verdict"] = VERDICTS[compare_arms(points, one, other)["verdict"] == BETTER]
+    elif kind == "report":  # two models of `adlm eval report`, of one training run each
+        metrics = [each for each in source["metrics"] if evidence["where"].items() <= each.items()]
+        values = {each["model"]: each["value"] for each in metrics}
+        for name in (evidence["arm"], evidence["than"]):
+            check_known(f"model of {evidence['file']}", name, values)
+        one, other = values[evidence["arm"]], values[evidence["than"]]
+        ours = math.log(one / other) if evidence["where"]["type"] == "perplexity" else one - other
+        own = {"mean": ours, "interval": None, "verdict": NOT_TESTABLE}
     else:
         if kind == "value":
             ours = flatten_settings(source)[evidence["value"]]

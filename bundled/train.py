@@ -1,17 +1,18 @@
 """Train the bundled models at once on one GPU, for as many steps as end in time.
 
-    python bundled/train.py --data DATA --runs runs --minutes 16
+    python bundled/train.py --data DATA --runs runs --minutes 20 adlm mdlm
 
-All three get the same number of steps, found by a short run of each and kept in the file `steps` of the runs' folder;
-the run folders are `adlm-0`, `mdlm-0` and `ar-0`. Start `nvidia-cuda-mps-control -d` before: the processes then share
-the GPU instead of taking turns. The same command resumes, without a time limit.
+All get the same number of steps, found by a short run of each and kept in the file `steps` of the runs' folder, where
+a later command for another model reads it; the run folders are `adlm-0`, `mdlm-0` and `ar-0`. Start
+`nvidia-cuda-mps-control -d` before: the processes then share the GPU instead of taking turns. The same command resumes,
+without a time limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ from adlm.training.logging import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("adlm", "mdlm", "ar")
-PROBE = {"steps": 250, "log.every": 25, "valid.every": 10**9, "valid.rows": 64}
+PROBE = {"steps": 500, "log.every": 25, "valid.every": 10**9, "valid.rows": 64}
 MEASURE = MeasureSettings(rows=2048, batch=256)
-MARGIN = 0.93  # of the time is for steps, the rest for validation, checkpoints and the start
+MARGIN = 0.96  # of the time is for steps, the rest for validation, checkpoints and the start
 
 
-def train_all(runs: Path, data: str, settings: Mapping[str, Any]) -> None:
-    """Train and measure the three models, each in a process of its own, with changed settings of their recipes."""
-    arms = {name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings)) for name in METHODS}
+def train_all(methods: Sequence[str], runs: Path, data: str, settings: Mapping[str, Any]) -> None:
+    """Train and measure models, each in a process of its own, with changed settings of their recipes."""
+    arms = {name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings)) for name in methods}
     experiment = Experiment("The bundled models", arms, {"": data}, [0], measure=MEASURE, jobs=len(arms))
-    _, failures = run_experiment(experiment, runs / "results.json", runs)
+    _, failures = run_experiment(experiment, runs / f"{'-'.join(methods)}.json", runs)
     if failed := sorted(failures):  # they failed in any order
         raise RuntimeError(f"training failed: {', '.join(failed)}; see {runs / failed[0] / 'log.txt'}")
 
@@ -41,9 +42,9 @@ def measure_seconds_per_step(run: Path) -> float:
     return (end - start) / (last - first)
 
 
-def choose_steps(probe: Path, seconds: float) -> int:
+def choose_steps(methods: Sequence[str], probe: Path, seconds: float) -> int:
     """Return how many steps the slowest model takes in so many seconds, in hundreds."""
-    slowest = max(measure_seconds_per_step(probe / f"{method}-0") for method in METHODS)
+    slowest = max(measure_seconds_per_step(probe / f"{method}-0") for method in methods)
     steps = int(MARGIN * seconds / slowest / 100) * 100
     if steps < 100:
         problem = f"{seconds:.0f} s are left after the short runs, 100 steps take {100 * slowest:.0f} s"
@@ -56,13 +57,14 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder written by adlm prepare")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs [default: %(default)s]")
     parser.add_argument("--minutes", type=float, default=16, help="with the short runs [default: %(default)s]")
+    parser.add_argument("methods", nargs="*", default=METHODS, metavar="METHOD", help="of adlm, mdlm, ar; default: all")
     options = parser.parse_args()
     start, steps_file = time.monotonic(), options.runs / "steps"
     if not steps_file.is_file():
-        train_all(options.runs / "probe", options.data, PROBE)
-        steps = choose_steps(options.runs / "probe", 60 * options.minutes - (time.monotonic() - start))
+        train_all(options.methods, options.runs / "probe", options.data, PROBE)
+        steps = choose_steps(options.methods, options.runs / "probe", 60 * options.minutes - (time.monotonic() - start))
         steps_file.write_text(str(steps), "utf-8")
-    train_all(options.runs, options.data, {"steps": int(steps_file.read_text("utf-8"))})
+    train_all(options.methods, options.runs, options.data, {"steps": int(steps_file.read_text("utf-8"))})
 
 
 if __name__ == "__main__":

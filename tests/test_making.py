@@ -9,16 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import adlm
+from adlm.data.batches import TensorRows
 from adlm.data.sources import load_excerpt
 from bundled.lengths import main as find_lengths
 from bundled.lengths import summarize as summarize_lengths
 from bundled.measure import main as measure
 from bundled.passages import MAX_CHARACTERS, documents, is_prose, passages, sentences
 from bundled.passages import main as write_passages
+from bundled.ship import fit_logit_factor, scale_logits
 from bundled.ship import main as ship
-from bundled.train import choose_steps, measure_seconds_per_step, train_all
+from bundled.train import METHODS, choose_steps, measure_seconds_per_step, train_all
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = load_excerpt()
@@ -59,6 +62,18 @@ def test_chosen_lengths_are_compared_with_the_best_single_one() -> None:
     assert shares["best_single_length"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
 
 
+def test_a_model_that_was_made_underconfident_is_corrected() -> None:
+    lm = adlm.load(device="cpu")
+    rows = torch.tensor(
+        [lm.tokenizer.encode(part)[:64] for part in passages(BOOK, random.Random(0)) if len(part) > 500]
+    )
+    before = lm.model.head(lm.model(rows[:1]).final)
+    scale_logits(lm.model, 0.8)
+    torch.testing.assert_close(lm.model.head(lm.model(rows[:1]).final), 0.8 * before)
+    assert 1.04 <= fit_logit_factor(lm.model, TensorRows(rows[:8])) <= 1.28
+    torch.testing.assert_close(lm.model.head(lm.model(rows[:1]).final), 0.8 * before)  # it only measures
+
+
 def run(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *options: str) -> None:
     monkeypatch.setattr(sys, "argv", ["x", *options])
     main()
@@ -75,9 +90,9 @@ def write_timings(run: Path, seconds: list[float]) -> None:
 def test_the_slowest_model_sets_the_number_of_steps(tmp_path: Path) -> None:
     for method, step in (("adlm", 0.06), ("mdlm", 0.05), ("ar", 0.03)):
         write_timings(tmp_path / f"{method}-0", [20.0, 30.0, 30 + 25 * step, 30 + 50 * step])
-    assert choose_steps(tmp_path, 1000) == 15_500  # 0.93 of it, in steps of 60 ms
+    assert choose_steps(METHODS, tmp_path, 1000) == 16_000  # 0.96 of it, in steps of 60 ms
     with pytest.raises(ValueError, match=r"4 s are left after the short runs, 100 steps take 6 s: raise --minutes"):
-        choose_steps(tmp_path, 4)
+        choose_steps(METHODS, tmp_path, 4)
 
 
 @pytest.mark.slow
@@ -88,13 +103,13 @@ def test_all_bundled_models_train_at_once_and_a_failure_names_its_log(
     Path("books.txt").write_text(BOOK[:60_000], "utf-8")
     adlm.prepare("books.txt", "data", train_tokenizer=400, length=32, valid_share=0.2, documents="line")
     small = {"batch": 4, "model.dim": 32, "model.heads": 2, "valid.rows": 8, "log.every": 1}
-    train_all(Path("probe"), "data", small | {"steps": 4})
+    train_all(METHODS, Path("probe"), "data", small | {"steps": 4})
     assert measure_seconds_per_step(Path("probe/ar-0")) > 0
     for _ in range(2):  # the second call has nothing to train
-        train_all(Path("runs"), "data", small | {"steps": 2})
+        train_all(METHODS, Path("runs"), "data", small | {"steps": 2})
     assert [adlm.load(f"runs/{method}-0").step for method in ("adlm", "mdlm", "ar")] == [2, 2, 2]
     with pytest.raises(RuntimeError, match=r"training failed: adlm-0, ar-0, mdlm-0; see bad.adlm-0.log\.txt"):
-        train_all(Path("bad"), "data", small | {"steps": 2, "model.dim": 33})
+        train_all(METHODS, Path("bad"), "data", small | {"steps": 2, "model.dim": 33})
     assert "33" in Path("bad/adlm-0/log.txt").read_text("utf-8")
 
 
@@ -112,7 +127,7 @@ def test_from_books_to_metrics(
     for method in ("adlm", "mdlm"):
         recipe = ROOT / f"recipes/bundled-{method}.yaml"
         adlm.train(recipe, **small, **{"data.path": "data", "valid.rows": 8, "folder": method})
-    run(monkeypatch, ship, "adlm", "shipped")
+    run(monkeypatch, ship, "adlm", "shipped", "--data", "data")
     assert adlm.load("shipped").row_format.is_framed
     options = ["--draws", "1", "--device", "cpu", "--out", "baselines.json"]
     run(monkeypatch, measure, "--data", "data", "shipped", "mdlm", *options)

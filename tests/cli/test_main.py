@@ -53,9 +53,9 @@ def test_defaults_survive_the_help() -> None:
 def test_the_bundled_models_are_listed_with_what_they_need(tmp_path: Path) -> None:
     listed = answer_json("models")["models"]
     assert [each["model"] for each in listed] == list(MODELS)
-    assert listed[0]["method"] == "adlm" and listed[0]["memory"] == "61 MB" and "English prose" in listed[0]["about"]
+    assert listed[0]["method"] == "adlm" and listed[0]["memory"] == "83 MB" and "English prose" in listed[0]["about"]
     counts = [sum(p.numel() for p in adlm.load(name, device="cpu").model.parameters()) for name in MODELS]
-    assert [each["parameters"] for each in listed] == counts == [15_208_512, 12_475_520]
+    assert [each["parameters"] for each in listed] == counts == [20_632_448, 17_329_920]
     shown = invoke("models", DEFAULT).stdout
     assert f"parameters  {counts[0]:,}" in shown and shown.endswith(f"adlm sample {DEFAULT}\n")
     assert all(name in invoke("models").stdout for name in MODELS)
