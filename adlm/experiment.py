@@ -337,6 +337,8 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
     elif kind == "report":  # two models of `adlm eval report`, of one training run each
         metrics = [each for each in source["metrics"] if evidence["where"].items() <= each.items()]
         values = {each["model"]: each["value"] for each in metrics}
+        if len(values) != len(metrics):
+            raise ValueError(f"{evidence['where']} matches several metrics of a model in {evidence['file']}: add data")
         for name in (evidence["arm"], evidence["than"]):
             check_known(f"model of {evidence['file']}", name, values)
         one, other = values[evidence["arm"]], values[evidence["than"]]

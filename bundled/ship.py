@@ -1,8 +1,8 @@
 """Export a trained model for the package: `python bundled/ship.py RUN FOLDER --data DATA`.
 
 Modulations are folded into the matrices, which are stored as int8 with one scale per row. The logits are multiplied by
-the factor with the lowest NELBO on validation rows (temperature scaling, Guo et al. 2017): weight decay leaves a
-trained model underconfident.
+the factor with the lowest NELBO on validation rows (temperature scaling, Guo et al. 2017): a trained model may be over-
+or underconfident.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def fit_logit_factor(model: LanguageModel, rows: RowDataset, *, batch: int = 256
         nlls[factor] = estimate_nll(model, rows, batch=batch, draws=2, seed=1, max_rows=max_rows).nll
         scale_logits(model, 1 / factor)
     best = min(FACTORS, key=nlls.__getitem__)
+    if best in (FACTORS[0], FACTORS[-1]):
+        print(f"warning: the best factor, {best}, is at the end of the range that was tried")
     count = min(max_rows, len(rows))
     print(f"logits × {best}: {nlls[best]:.4f} nats per token on {count} validation rows; × 1: {nlls[1.0]:.4f}")
     return best
@@ -48,7 +50,8 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="run or checkpoint folder")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", required=True, help="folder written by adlm prepare, for its validation rows")
-    parser.add_argument("--device", default="cpu", help="[default: %(default)s]")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="device that fits the factor [default: cuda if there is one]")
     options = parser.parse_args()
     loaded = load_model(options.run)
     parameters = sum(p.numel() for p in loaded.model.parameters())

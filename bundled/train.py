@@ -1,6 +1,6 @@
 """Train the bundled models at once on one GPU, for as many steps as end in time.
 
-    python bundled/train.py --data DATA --runs runs --minutes 20 adlm mdlm
+    python bundled/train.py --data DATA --runs runs --minutes 18 adlm mdlm
 
 All get the same number of steps, found by a short run of each and kept in the file `steps` of the runs' folder, where
 a later command for another model reads it; the run folders are `adlm-0`, `mdlm-0` and `ar-0`. Start
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adlm.experiment import Experiment, ExperimentArm, MeasureSettings, run_experiment
+from adlm.remedies import check_known
 from adlm.training.logging import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,9 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--data", required=True, help="folder written by adlm prepare")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs [default: %(default)s]")
-    parser.add_argument("--minutes", type=float, default=16, help="with the short runs [default: %(default)s]")
-    parser.add_argument("methods", nargs="*", default=METHODS, metavar="METHOD", help="of adlm, mdlm, ar; default: all")
+    parser.add_argument("--minutes", type=float, default=18, help="with the short runs [default: %(default)s]")
+    parser.add_argument(
+        "methods", nargs="*", default=METHODS, metavar="METHOD", help="methods to train: adlm, mdlm, ar [default: all]"
+    )
     options = parser.parse_args()
+    for method in options.methods:
+        check_known("method", method, METHODS)
     start, steps_file = time.monotonic(), options.runs / "steps"
     if not steps_file.is_file():
         train_all(options.methods, options.runs / "probe", options.data, PROBE)

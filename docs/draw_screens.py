@@ -22,7 +22,7 @@ from adlm.view.terminal import DenoisingView
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # for tests.browser
 
-PROMPT, LENGTH, STEPS, TOP_P, SEED = "The old man ", 64, 96, 0.8, 4
+PROMPT, LENGTH, STEPS, TOP_P, SEED = "The old man ", 64, 96, 0.8, 4  # seeds chosen for readable texts
 MOMENT = 0.4  # of all steps: the frame of the still pictures
 
 

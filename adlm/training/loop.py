@@ -41,14 +41,17 @@ def train_steps(
     micro_batch: int | None = None,
     precision: torch.dtype = torch.float32,
     context: DistributedContext | None = None,
+    in_background: bool | None = None,
 ) -> Iterator[StepMetrics]:
     """Train from `first_step` to `steps` and yield the metrics of each step.
 
     All randomness follows from (seed, row, step). The loss is the mean over the tokens of the global batch, so the
-    number of processes and the size of micro-batches change only rounding (and dropout).
+    number of processes and the size of micro-batches change only rounding (and dropout). Batches are corrupted in the
+    background by default if the device is a GPU.
     """
     context = context or DistributedContext(parallel.model.embed.weight.device)
     device, on_gpu = context.device, context.device.type == "cuda"
+    in_background = on_gpu if in_background is None else in_background
     parallel.model.train()
 
     def corrupt(batch: Batch, step: int) -> tuple[Sequence[Batch], list[NoisyBatch]]:
@@ -56,18 +59,19 @@ def train_steps(
         return rows, [objective.corrupt(part, seed, step) for part in rows]
 
     def prepare(step: int) -> tuple[Batch, Callable[[], tuple[Sequence[Batch], list[NoisyBatch]]], float]:
-        """Read a step's batch; with a GPU start to corrupt it in a thread, while this one launches the step before."""
+        """Read a step's batch and, in the background, start to corrupt it while the step before is launched."""
         start = time.perf_counter()
         batch = next(batches)
         stall = time.perf_counter() - start
-        return batch, background.submit(corrupt, batch, step).result if on_gpu else partial(corrupt, batch, step), stall
+        corrupted = background.submit(corrupt, batch, step).result if in_background else partial(corrupt, batch, step)
+        return batch, corrupted, stall
 
     background = ThreadPoolExecutor(1)  # its thread ends with the generator
     upcoming = prepare(first_step) if first_step <= steps else None
     for step in range(first_step, steps + 1):
         assert upcoming is not None
         batch, get_corrupted, stall = upcoming
-        rows, parts = get_corrupted()
+        rows, parts = get_corrupted()  # before `prepare`: reading may fork workers, and the thread must be idle then
         upcoming = prepare(step + 1) if step < steps else None
         tokens = torch.stack([part.tokens for part in parts]).sum(0)  # what the mean is over
         if batch.lengths is not None:  # otherwise every rank has as many

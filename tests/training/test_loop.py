@@ -1,6 +1,7 @@
 """The loop: the same seed gives the same run in any micro-batches; every method trains; divergence stops it."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,23 @@ def perturbed(method: str = "adlm", dropout: float = 0.0) -> LanguageModel:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     return model
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+def test_batches_that_are_corrupted_in_a_thread_give_the_same_run(micro_batch: int | None) -> None:
+    runs = []
+    for in_background in (False, True):
+        model = perturbed(dropout=0.1)
+        metrics = take_steps(model, padded=True, micro_batch=micro_batch, in_background=in_background)
+        runs.append([*(each.values for each in metrics), *model.state_dict().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_an_error_in_the_thread_stops_the_run() -> None:
+    model = tiny()
+    model.config = replace(model.config, mask_id=int(rows().tokens[0, 0]))  # a token of the text
+    with pytest.raises(ValueError, match="holds the mask id"):
+        take_steps(model, steps=20, in_background=True)
 
 
 def assert_equal_runs(method: str, whole: dict[str, Any], cut: dict[str, Any], dropout: float = 0.0) -> None:
