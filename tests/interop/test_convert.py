@@ -206,7 +206,9 @@ def test_the_order_of_names_is_that_of_the_parameters() -> None:
 def test_models_that_the_lineage_does_not_have_are_refused(tmp_path: Path) -> None:
     result = invoke("convert", "adlm-prose", "--out", tmp_path / "x.ckpt", "--to", "lightning")
     assert_error(
-        result, "the lineage's code has no model with norm_bias = True, tied = True, bridge = 'direct', cond_dim = None"
+        result,
+        "the lineage's code has no model with norm_bias = True, tied = True, bridge = 'direct', embed_norm = True, "
+        "qk_norm = True, cond_dim = None",
     )
     assert_error(
         invoke("convert", "adlm-prose", "--out", tmp_path / "x"), "the only conversion of it is --to lightning"
