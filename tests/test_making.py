@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch
 import adlm
 from adlm.data.batches import TensorRows
 from adlm.data.sources import load_excerpt
+from adlm.methods import build_config
+from adlm.models.language_model import LanguageModel
 from bundled.lengths import main as find_lengths
 from bundled.lengths import summarize as summarize_lengths
 from bundled.measure import main as measure
@@ -22,6 +25,7 @@ from bundled.passages import main as write_passages
 from bundled.ship import fit_logit_factor, scale_logits
 from bundled.ship import main as ship
 from bundled.train import METHODS, choose_steps, measure_seconds_per_step, train_all
+from bundled.unfold import unfold
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = load_excerpt()
@@ -60,6 +64,26 @@ def test_chosen_lengths_are_compared_with_the_best_single_one() -> None:
     shares = summarize_lengths([1, 2, 2, 5], [1, 3, 2, 2])
     assert shares["chosen"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
     assert shares["best_single_length"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
+
+
+def test_an_unfolded_model_computes_the_same_and_its_dead_parts_get_gradients() -> None:
+    model = LanguageModel(build_config("adlm", "nano", vocab_size=64, mask_id=63, length=16, tied=True, dropout=0.0))
+    rng = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():  # modulations and heads are zero at first
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=rng)
+    folded = model.fold()
+    layer: Any = folded.denoiser.layers[0]
+    layer.norm2.weight[:4] = 1e-3
+    layer.up.weight[:, :4] *= 1e-3
+    layer.up.weight[:8] = 0.0
+    unfolded = unfold(folded, cond_dim=16)
+    tokens = torch.randint(64, (2, 16), generator=rng)
+    expected, actual = folded(tokens).final, unfolded(tokens).final
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(unfolded.fold()(tokens).final, expected, atol=1e-4, rtol=1e-4)
+    actual.square().sum().backward()
+    layer = unfolded.denoiser.layers[0]
+    assert layer.up.weight.grad[8:, :4].abs().min() > 0 and layer.down.weight.grad[:, :8].abs().min() > 0
 
 
 def test_a_model_that_was_made_underconfident_is_corrected() -> None:

@@ -212,6 +212,14 @@ def test_muon_moves_the_layers_matrices_and_adamw_the_rest() -> None:
         assert moved == matrices if lr == 0 else moved.isdisjoint(matrices) and {"embed.weight", "head.weight"} <= moved
 
 
+def test_with_muon_only_its_matrices_decay() -> None:
+    model = perturbed()
+    adamw, muon = build_optimizers(model, OptimizerSettings("muon", weight_decay=0.1))
+    assert (adamw.param_groups[0]["weight_decay"], muon.param_groups[0]["weight_decay"]) == (0.0, 0.1)
+    (adamw,) = build_optimizers(model, OptimizerSettings("adamw", weight_decay=0.1))
+    assert adamw.param_groups[0]["weight_decay"] == 0.1
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_batched_muon_is_torchs_muon(decay: float) -> None:
     results = []
