@@ -1,8 +1,8 @@
 """Give an exported model its modulations back, to train it further: `python bundled/unfold.py MODEL FOLDER`.
 
-When norms and modulations decay for long, channels and hidden units become zero before and after a product, and no
-gradient reaches them. Here such a channel gets a gain of 1 and weights near zero, such a unit new input weights and
-output weights of zero, and all gates of a projection one value. The model computes the same up to rounding, so
+After a long training some gains, hidden units and gates may be near zero, where gradients are near zero too. Here such
+a channel of a layer's second norm gets a gain of 1 and weights near zero, such a unit new input weights and output
+weights of zero, and all gates of a projection one value. The model computes the same up to rounding, so
 `adlm train … init=FOLDER` starts where MODEL ended.
 """
 
@@ -27,17 +27,20 @@ DEAD_ROW = 0.04  # so is a hidden unit whose input weights are smaller than this
 @torch.no_grad()
 def unfold(folded: LanguageModel, cond_dim: int, seed: int = 0) -> LanguageModel:
     """Return a model with modulations that computes what a folded one does."""
+    if folded.config.cond_dim is not None:
+        raise ValueError(f"cond_dim is {folded.config.cond_dim}: expected a folded model, as bundled/ship.py writes")
     rng = torch.Generator().manual_seed(seed)
     model = LanguageModel(replace(folded.config, cond_dim=cond_dim, norm_bias=False), seed=seed)
     known = folded.state_dict()
-    model.load_state_dict({name: known.get(name, value) for name, value in model.state_dict().items()})
+    is_new = {name: ".modulation." in name or ".condition." in name for name in model.state_dict()}
+    model.load_state_dict({name: value if is_new[name] else known[name] for name, value in model.state_dict().items()})
     for name, module in model.named_modules():
         if isinstance(module, Stack):
             set_modulations(module, known[f"{name}.norm.bias"], torch.zeros(folded.config.dim))
         elif isinstance(module, Layer):
             shift2 = revive_channels(module, known[f"{name}.norm2.bias"])
             revive_units(module, rng)
-            gates = [spread_gate(linear) for linear in (module.out, module.down)]
+            gates = [move_scale_to_gate(linear) for linear in (module.out, module.down)]
             zero = torch.zeros_like(shift2)
             set_modulations(module, known[f"{name}.norm1.bias"], zero, gates[0], shift2, zero, gates[1])
     return model
@@ -71,8 +74,8 @@ def revive_units(layer: Layer, rng: torch.Generator) -> None:
     up.bias[dead] = 0.0
 
 
-def spread_gate(linear: torch.nn.Linear) -> torch.Tensor:
-    """Scale a projection to the root mean square of initial weights; return the gates that undo it."""
+def move_scale_to_gate(linear: torch.nn.Linear) -> torch.Tensor:
+    """Divide a projection by one factor, to the root mean square of initial weights; return that factor as gates."""
     factor = linear.weight.square().mean().sqrt() * math.sqrt(3 * linear.weight.shape[1])
     for parameter in linear.parameters():
         parameter.div_(factor)
@@ -81,9 +84,9 @@ def spread_gate(linear: torch.nn.Linear) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", type=Path)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cond-dim", type=int, default=128)
+    parser.add_argument("model", type=Path, help="exported model folder")
+    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--cond-dim", type=int, default=128, help="width of the noise embedding [default: %(default)s]")
     options = parser.parse_args()
     loaded = load_model(options.model)
     model = unfold(loaded.model, options.cond_dim)

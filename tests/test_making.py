@@ -66,7 +66,7 @@ def test_chosen_lengths_are_compared_with_the_best_single_one() -> None:
     assert shares["best_single_length"] == {"exact": 0.5, "within_one": 0.75, "mean_error": 1.0}
 
 
-def test_an_unfolded_model_computes_the_same_and_its_dead_parts_get_gradients() -> None:
+def test_an_unfolded_model_computes_the_same_and_its_dead_parts_are_reset() -> None:
     model = LanguageModel(build_config("adlm", "nano", vocab_size=64, mask_id=63, length=16, tied=True, dropout=0.0))
     rng = torch.Generator().manual_seed(0)
     for parameter in model.parameters():  # modulations and heads are zero at first
@@ -83,7 +83,10 @@ def test_an_unfolded_model_computes_the_same_and_its_dead_parts_get_gradients() 
     torch.testing.assert_close(unfolded.fold()(tokens).final, expected, atol=1e-4, rtol=1e-4)
     actual.square().sum().backward()
     layer = unfolded.denoiser.layers[0]
-    assert layer.up.weight.grad[8:, :4].abs().min() > 0 and layer.down.weight.grad[:, :8].abs().min() > 0
+    assert layer.norm2.weight[:4].eq(1).all() and layer.up.weight[:8].std() > 0.01
+    assert layer.down.weight[:, :8].eq(0).all() and layer.down.weight.grad[:, :8].abs().min() > 0
+    with pytest.raises(ValueError, match="expected a folded model"):
+        unfold(model, cond_dim=16)
 
 
 def test_a_model_that_was_made_underconfident_is_corrected() -> None:

@@ -89,13 +89,14 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> list[Optimizer]:
     """Build AdamW for all parameters, or Muon for the layers' matrices (not the modulations) and AdamW for the rest.
 
-    With Muon only its matrices decay: norms and modulations that decay for long leave whole channels dead.
+    With Muon only its matrices decay, not norms, biases, modulations, embeddings and heads.
     """
     layers = [module for module in model.modules() if isinstance(module, Layer)] if settings.name == "muon" else []
     linears = (linear for layer in layers for linear in (layer.qkv, layer.out, layer.up, layer.down))
     matrices = dict.fromkeys(linear.weight for linear in linears)  # in order, and looked up by identity
     rest = [p for p in model.parameters() if p not in matrices and p.requires_grad]
-    decay, rest_decay = settings.weight_decay, 0.0 if matrices else settings.weight_decay
+    decay = settings.weight_decay
+    rest_decay = 0.0 if matrices else decay
     optimizers: list[Optimizer] = [
         AdamW(rest, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=rest_decay, fused=True)
     ]
