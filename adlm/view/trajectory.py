@@ -43,7 +43,7 @@ class Trajectory:
     """One text from all masks to its end."""
 
     title: str
-    frames: tuple[TrajectoryFrame, ...]
+    frames: tuple[TrajectoryFrame, ...] = field(repr=False)
     seconds: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     guesser: str = "anchor network"  # which network the tokens' guesses come from

@@ -177,3 +177,7 @@ def test_errors(tmp_path: Path) -> None:
         make_trajectory(title="empty")
     with pytest.raises(ValueError, match=r"has 2 frames of \[0, 1\] tokens: .* every position in each"):
         make_trajectory([], [TokenState("x", "given")])
+
+
+def test_a_trajectory_prints_without_its_frames() -> None:
+    assert len(repr(simulate())) < 300
