@@ -259,15 +259,16 @@ def test_the_committed_claims_follow_from_the_committed_measurements(tmp_path: P
     answer = CliRunner().invoke(app, ["experiment", "--check", str(CLAIMS)])
     assert answer.exit_code == 0, answer.output
     content = json.loads(CLAIMS.read_text("utf-8").replace('"file": "', f'"file": "{CLAIMS.parent}/'))
-    altered = tmp_path / "altered.json"
+    altered, numbers = tmp_path / "altered.json", [claim["ours"] for claim in content["claims"]]
     for claim in content["claims"]:
         assert claim.keys() >= CLAIM_KEYS and set(claim["gpu_hours"]) == {"here", "full_scale"}
-        if claim["ours"] is not None:
-            claim["ours"] *= 1.001
-            altered.write_text(json.dumps(content), "utf-8")
-            (problem,) = check_claims(altered)
-            assert problem.startswith(f"{claim['claim']!r}, ours: stored ")
-            claim["ours"] /= 1.001
+        claim["ours"] = claim["ours"] and 1.001 * claim["ours"]
+    altered.write_text(json.dumps(content), "utf-8")
+    expected = [f"{claim['claim']!r}, ours: stored " for claim in content["claims"] if claim["ours"] is not None]
+    for start, problem in zip(expected, check_claims(altered), strict=True):
+        assert problem.startswith(start)
+    for claim, number in zip(content["claims"], numbers, strict=True):
+        claim["ours"] = number
     content["claims"][0]["verdict"] = NOT_TESTABLE
     altered.write_text(json.dumps(content), "utf-8")
     assert f"verdict: stored '{NOT_TESTABLE}'" in check_claims(altered)[0]
