@@ -109,7 +109,7 @@ class OptimizerSettings:
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # with muon, of its matrices alone
     muon_lr: float = 0.02  # muon: of the layers' matrices
     muon_momentum: float = 0.95
     split_qkv: bool = False  # muon: queries, keys and values as three matrices
