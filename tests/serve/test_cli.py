@@ -40,7 +40,8 @@ def test_the_command_serves_the_bundled_model_and_ends_after_its_streams() -> No
 def test_streams_end_with_an_error_after_the_grace_period_or_a_second_signal(signals: int) -> None:
     """Neither prints a traceback."""
     grace = "import adlm.cli.serve as cli; cli.SECONDS_TO_DRAIN = 1" if signals == 1 else ""
-    code = f"{grace}\nfrom adlm.cli.main import app\napp(['serve', '--port', '0'])"
+    unignore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # as nohup and & leave it
+    code = f"{unignore}\n{grace}\nfrom adlm.cli.main import app\napp(['serve', '--port', '0'])"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
