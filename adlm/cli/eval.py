@@ -218,7 +218,7 @@ def frontier(
     samplers: Annotated[str, Option(help="Samplers, separated by commas.")] = "ancestral,remask_loop,confidence",
     steps: Annotated[str, Option(help="Steps of the samplers, separated by commas.")] = "16,32,64,128",
     temperatures: Annotated[str, Option(help="Softmax temperatures, separated by commas.")] = "1.0",
-    top_p: Annotated[str, Option(help="Nucleus probabilities, separated by commas.")] = "1.0,0.9",
+    top_p: Annotated[str, Option(help="Nucleus probabilities, separated by commas.")] = f"1.0,0.9,{DEFAULT_TOP_P}",
     n: Annotated[int, Option(min=2, help="Texts for every point.")] = 64,
     length: Annotated[int, Option(min=1, help="Tokens in a text.")] = 128,
     seed: options.Seed = 0,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from adlm.data.tokenizers import Tokenizer
+from adlm.defaults import DEFAULT_TOP_P
 from adlm.evaluate.cache import ProgressCallback, hash_settings, ignore_progress, lock_output, open_cache
 from adlm.evaluate.data import load_eval_data
 from adlm.evaluate.ppl import list_models
@@ -40,7 +41,7 @@ def frontier(
     samplers: Sequence[str] = ("ancestral", "remask_loop", "confidence"),
     steps: Sequence[int] = (16, 32, 64, 128),
     temperatures: Sequence[float] = (1.0,),
-    top_p: Sequence[float] = (1.0, 0.9),
+    top_p: Sequence[float] = (1.0, 0.9, DEFAULT_TOP_P),
     n: int = 64,
     length: int = 128,
     seed: int = 0,
