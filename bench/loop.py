@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
         place = Path(name)
         (place / "text.txt").write_text(load_excerpt(), "utf-8")
         vocabulary = {"train_tokenizer": 1024} if recipe == "cpu-nano" else {"tokenizer": "gpt2"}
-        prepare(place / "text.txt", place / "data", length=length, valid_share=0.3, **vocabulary)  # type: ignore[arg-type]
+        prepare(place / "text.txt", place / "data", length=length, valid_share=0.3, **vocabulary)
         changes = [
             *changes,
             f"data.path={place / 'data'}",

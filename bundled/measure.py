@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import adlm
 from adlm.cli.output import print_table, progress_bar
@@ -55,7 +56,9 @@ def main() -> None:
         Column("perplexity", 2),
         Column("bits/byte", 4),
     ]
-    rows = [[name, Estimate(nll.nll, nll.stderr), nll.ppl, nll.bits_per_byte(size)] for name, nll in baselines.items()]
+    rows: list[list[Any]] = []
+    for name, nll in baselines.items():
+        rows.append([name, Estimate(nll.nll, nll.stderr), nll.ppl, nll.bits_per_byte(size)])
     print_table(Table(columns, rows))
 
 
