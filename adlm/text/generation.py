@@ -52,7 +52,7 @@ class GenerationSettings(TypedDict, total=False):
     t_off: float  # remask_loop: the time at which it ends
     alpha_on: float  # remask_loop: the share of visible tokens in it
     bound: float  # entropy_bounded: nats
-    compat: bool  # plans: the lineage's time grid and last step
+    compat: bool  # plans: the lineage's time grid, last step and nucleus
     # Other libraries' names.
     num_return_sequences: int  # n
     num_inference_steps: int  # steps

@@ -187,7 +187,8 @@ class LMEngine:
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
         config, is_causal = GenerationConfig.from_settings(settings), self.row_format.is_causal
-        sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
+        nucleus = "lineage" if config.options.get("compat") else "usual"
+        sampling = SamplingParams(config.temperature, config.top_k, config.top_p, nucleus)
         if is_causal and config.block is not None:
             raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
         given = config.sampler, config.steps, config.options

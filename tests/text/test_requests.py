@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,12 @@ def test_signatures_list_the_settings() -> None:
         assert {"max_new_tokens", "n", "steps", "sampler", "seed"} <= set(shown)
         assert shown["top_p"].default == DEFAULT_TOP_P and shown["top_p"].kind is inspect.Parameter.KEYWORD_ONLY
         assert shown["temperature"].default == DEFAULT_TEMPERATURE
+
+
+def test_compat_has_the_nucleus_of_the_lineage_too() -> None:
+    settings: dict[str, Any] = {"sampler": "ancestral", "steps": 8, "top_p": 0.5, "n": 2, "seed": 3}
+    request = WRAPPED.build_request(compat=True, **settings)
+    other = replace(request, sampling=replace(request.sampling, nucleus="usual"))
+    assert request.sampling == adlm.SamplingParams(top_p=0.5, nucleus="lineage")
+    assert WRAPPED.run_request(request).texts != WRAPPED.run_request(other).texts
+    assert WRAPPED.build_request(**settings).sampling == adlm.SamplingParams(top_p=0.5)
