@@ -237,10 +237,8 @@ SECTIONS = [key for key, value in vars(Config()).items() if is_dataclass(value)]
 def load_config(
     recipe: Config | Mapping[str, Any] | str | Path | None = None, *changes: str, **settings: Any
 ) -> Config:
-    """Load a recipe (a file, the name of a shipped one, a mapping), then apply `key=value` changes and keywords.
-
-    A keyword is a section (`data={"path": ...}`) or a dotted key (`**{"data.path": ...}`).
-    """
+    """Load a recipe (a file, the name of a shipped one, a mapping), then apply `key=value` changes and keywords:
+    sections (`data={"path": ...}`) or dotted keys."""
     merged: Any = OmegaConf.structured(Config)
     for node in (merged, *(merged[key] for key in SECTIONS)):  # frozen dataclasses become read-only nodes
         OmegaConf.set_readonly(node, False)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -100,34 +101,42 @@ def load_experiment(path: Path, *changes: str) -> Experiment:
     try:
         merged = OmegaConf.merge(Experiment, OmegaConf.load(path), OmegaConf.from_dotlist(list(changes)))
         experiment = cast(Experiment, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError) as error:
         problem, *_ = " ".join(str(error).split()).split(" full_key:")
         raise ValueError(f"{path} is no experiment ({problem}): see docs/reproduce.md") from error
     for name in (name for claim in experiment.claims for name in (claim.arm, claim.than)):
         check_known("arm", name, experiment.arms)
-    if unknown := {seed for arm in experiment.arms.values() for seed in arm.seeds or ()} - {*experiment.seeds}:
-        raise ValueError(f"{path}: an arm has the seed {min(unknown)}: expected some of the seeds {experiment.seeds}")
+    for name in experiment.corpus_seeds:
+        check_known("corpus", name, experiment.corpora)
+    seeds = {seed for own in (experiment.seeds, *experiment.corpus_seeds.values()) for seed in own}
+    if unknown := {seed for arm in experiment.arms.values() for seed in arm.seeds or ()} - seeds:
+        raise ValueError(f"{path}: an arm has the seed {min(unknown)}: expected some of the seeds {sorted(seeds)}")
+    if many := [name for name, arm in experiment.arms.items() if len(arm.scout) > 1]:
+        raise ValueError(f"{path}: arm {many[0]!r} scouts several keys: give one, the others as overrides")
     return experiment
 
 
 def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
-    """Return all runs by name, each with its record in the results file, if any, and its estimated seconds.
-
-    At the first corpus and seed an arm has a run for each value of its scout; the others wait for the best value.
-    """
+    """Return all runs by name, with their records in the results file and estimated seconds; at the first corpus and
+    seed an arm has a run for each value of its scout, and the others wait for the best value."""
     stored = read_json(path)["runs"] if path.is_file() else []
     runs, records = dict[str, Record](), {run["name"]: run for run in stored}
     points = [(key, seed) for key in experiment.corpora for seed in experiment.corpus_seeds.get(key, experiment.seeds)]
     for (corpus, seed), (name, arm) in product(points, experiment.arms.items()):
+        if arm.seeds is not None and seed not in arm.seeds:
+            continue
         variants: list[Record] = [{key: value} for key, values in arm.scout.items() for value in values] or [{}]
-        variants = variants if arm.seeds is None or seed in arm.seeds else []
         scouts = [each["record"] for each in runs.values() if each["arm"] == name][: len(variants)]
         is_waiting = len(variants) > 1 and None in scouts
-        if scouts:
-            variants = [variants[int(np.argmin([compute_nll(each) for each in scouts]))]]
+        if len(variants) > 1 and scouts:  # the best of them is the value of the others
+            nll = [compute_nll(each) for each in scouts]
+            best = int(np.argmin(nll))
+            variants = variants[best : best + 1] if is_waiting or nll[best] < math.inf else []  # all values diverged
         for variant in variants:
             label = " ".join(f"{key}={value}" for key, value in variant.items())
             run_name = re.sub(r"[^\w.=-]+", "_", "-".join(filter(None, [name, label, corpus, str(seed)])))
+            if run_name in runs:
+                raise ValueError(f"{path}: two arms have runs named {run_name}: rename the arm {name!r}")
             model, config, data = arm.model.format(seed=seed, corpus=corpus), None, experiment.corpora[corpus]
             content, seconds = list[Any]([model, asdict(experiment.measure)]), experiment.startup_seconds
             if not arm.model:
@@ -140,7 +149,8 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
             run |= {"key": key, "config": config, "is_waiting": is_waiting, "data": experiment.measure.data or data}
             runs[run_name] = run | {"seconds": seconds, "record": record if record["key"] == key else None}
     if lost := [name for name in records if name not in runs or not runs[name]["record"]]:
-        raise ValueError(f"{path}: {len(lost)} runs had other settings ({lost[0]}, …): undo the change, or give --out")
+        problem = f"{path}: {len(lost)} runs are not planned, or had other settings ({lost[0]}, …)"
+        raise ValueError(f"{problem}: undo the change, or give another --out and --runs")
     return runs
 
 
@@ -151,13 +161,13 @@ def run_experiment(
     deadline, gpus = time.monotonic() + 60 * minutes - STOP_SECONDS, torch.cuda.device_count()
     devices = [f"cuda:{number % gpus}" if gpus else "cpu" for number in range(experiment.jobs)]  # that are free
     spawn, active, failures = multiprocessing.get_context("spawn"), dict[str, tuple[Any, str]](), list[str]()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # of the processes
+    threads = str(1 if gpus else max(1, (os.cpu_count() or 1) // experiment.jobs))
+    os.environ |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # of the processes
     folder.mkdir(parents=True, exist_ok=True)
     locked = file_lock(folder / ".lock", f"another experiment runs in {folder}: wait for it, or give --runs")
-    with locked, catch_stop_signals() as signals:
+    with locked, catch_stop_signals() as signals, ExitStack() as processes:
         planned = list_runs(experiment, path)
-        for data in {run["config"].data.path for run in planned.values() if run["config"] and not run["record"]}:
-            open_data(data)  # raises before anything starts
+        check_data(planned, path)
         while True:
             left = -1.0 if signals else deadline - time.monotonic()  # below 0 it stops
             for process, _ in active.values() if left < 0 else ():
@@ -167,8 +177,11 @@ def run_experiment(
                 if devices and is_open and name not in {*active, *failures}:
                     on_event(f"{name} started on {devices[0]}")
                     args = (run, folder / name, devices[0], experiment.measure)
-                    active[name] = spawn.Process(target=run_worker, args=args), devices.pop(0)
-                    active[name][0].start()
+                    process = spawn.Process(target=run_worker, args=args)
+                    process.start()
+                    processes.callback(process.join)  # after an error here: it saves a checkpoint and ends
+                    processes.callback(process.terminate)
+                    active[name] = process, devices.pop(0)
             if not active:
                 return save_results(experiment, planned, path), failures
             time.sleep(0.2)
@@ -188,21 +201,35 @@ def run_experiment(
                     on_event(f"{name} failed: {lines[-1] if lines else f'exit code {process.exitcode}'} ({log})")
 
 
+def check_data(planned: Mapping[str, Record], path: Path) -> None:
+    """Refuse missing data, and data other than that of the finished runs, before anything starts."""
+    trained = [run for run in planned.values() if run["config"]]
+    for data in {run["config"].data.path for run in trained if not run["record"]}:
+        found = open_data(data).manifest["settings_sha256"]
+        for run in (run for run in trained if run["record"] and run["config"].data.path == data):
+            if run["record"].get("data_sha256", found) != found:
+                raise ValueError(f"{path}: {run['name']} had other data than {data}: give that, or another --out")
+
+
 def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings) -> None:
     """Train and measure a run in a process of its own, which ends with its parent."""
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     folder.mkdir(parents=True, exist_ok=True)
-    sys.stdout = sys.stderr = (folder / "log.txt").open("w", buffering=1, encoding="utf-8")
+    sys.stdout = sys.stderr = (folder / "log.txt").open("a", buffering=1, encoding="utf-8")
     record = {key: run[key] for key in ("name", "arm", "variant", "corpus", "seed", "key", "model")}
+    config, saved = run["config"], folder / "config.yaml"
+    if config and saved.is_file() and (steps := load_config(saved).steps) != config.steps:
+        raise ValueError(f"{folder} was trained for {steps} steps, now {config.steps}: give another --runs")
     try:
-        if run["config"]:
-            trained = train(run["config"], folder=str(folder), device=device)
-            record["seconds"] = round(read_state(trained.checkpoint)["seconds"], 1)
-            metrics = read_metrics(folder / "metrics.jsonl")
+        if config:
+            trained = train(config, folder=str(folder), device=device)
+            state, metrics = read_state(trained.checkpoint), read_metrics(folder / "metrics.jsonl")
+            data_hash = open_data(config.data.path).manifest["settings_sha256"]
+            record |= {"seconds": round(state["seconds"], 1), "data_sha256": data_hash}
             record["curve"] = [[each["step"], each["val/nll"]] for each in metrics if "val/nll" in each]
         record |= measure_run(run["model"] or str(folder), run["data"], measure, device)
-    except (Diverged, FloatingPointError) as error:
+    except Diverged as error:
         record["error"] = str(error)
     save_json(folder / MEASURED, record)
 
@@ -212,7 +239,8 @@ def measure_run(model: str, data: str, measure: MeasureSettings, device: str) ->
     lm, settings = load(model, device=device), NllSettings(measure.draws, measure.seed)
     read = partial(load_eval_data, rows=lm.loaded.rows, limit=measure.rows)  # type: ignore[arg-type]
     (text,) = estimate_texts([lm], {data: data}, read, settings, batch=measure.batch)
-    rows = {"documents": text.data.documents.int(), "row_tokens": text.nll.row_tokens.short()}
+    narrow = torch.short if lm.model.config.length < 2**15 else torch.int
+    rows = {"documents": text.data.documents.int(), "row_tokens": text.nll.row_tokens.to(narrow)}
     rows["row_nats"] = text.nll.row_nats.float()
     about = {"step": lm.step, "rows_sha256": text.data.rows_hash, "provenance": collect_provenance(device)}
     return about | {name: encode_array(values.numpy()) for name, values in rows.items()}
@@ -237,7 +265,7 @@ def save_results(experiment: Experiment, planned: Mapping[str, Record], path: Pa
 def choose_runs(results: Record) -> dict[str, dict[str, dict[int, Record]]]:
     """Return the runs by corpus, arm and seed; of the values that a scout tried only the best."""
     chosen: dict[str, dict[str, dict[int, Record]]] = {}
-    for run in (run for run in results["runs"] if "error" not in run):
+    for run in results["runs"]:
         own = chosen.setdefault(run["corpus"], {}).setdefault(run["arm"], {})
         own[run["seed"]] = min(own.get(run["seed"], run), run, key=compute_nll)
     return chosen
@@ -253,31 +281,35 @@ def summarize(results: Record) -> Record:
     for corpus, runs in choose_runs(results).items():
         for rule in results["rules"] or [asdict(ExperimentClaim("", arm, next(iter(runs)))) for arm in [*runs][1:]]:
             one, other = runs.get(rule["arm"], {}), runs.get(rule["than"], {})
-            if pairs := [(one[seed], other[seed]) for seed in one if seed in other]:
-                name = f"{rule['arm']} − {rule['than']}"
-                comparisons.append({"corpus": corpus, "name": name} | rule | compare_seeds(pairs))
-    spread = [np.var(each["by_seed"], ddof=1) for each in comparisons if each["text"] and len(each["by_seed"]) > 1]
+            name, pairs = f"{rule['arm']} − {rule['than']}", [(one[seed], other[seed]) for seed in one if seed in other]
+            comparisons.append({"corpus": corpus, "name": name} | rule | compare_seeds(pairs))
+    spread = [np.var(each["by_seed"], ddof=1) for each in comparisons if each["text"] and each["interval"]]
     for each in comparisons:
         each["verdict"] = judge_claim(each, float(np.mean(spread or 0))) if each["text"] else None
     return {"arms": arms, "comparisons": comparisons}
 
 
 def compare_seeds(pairs: Sequence[tuple[Record, Record]]) -> Record:
-    """Compare pairs of runs of equal seeds; `document_se` is the paired standard error of the mean over documents."""
+    """Compare pairs of runs of equal seeds, over seeds and, as `document_se`, over documents; if a seed diverged, the
+    mean is not finite."""
+    differences = describe_seeds([compute_nll(one) - compute_nll(other) for one, other in pairs])
+    if not math.isfinite(differences["mean"]):
+        return differences | {"document_se": None}
     if len({run["rows_sha256"] for pair in pairs for run in pair}) > 1:
         raise ValueError(f"{pairs[0][0]['name']} and others were measured on different rows: measure them again")
     unit = np.unique(decode_array(pairs[0][0]["documents"]), return_inverse=True)[1]
     rows = [[decode_array(run[key]) for run in runs] for runs in zip(*pairs) for key in ("row_nats", "row_tokens")]
     sums = [np.bincount(unit, np.mean(values, axis=0, dtype=float)) for values in rows]
-    differences = describe_seeds([compute_nll(one) - compute_nll(other) for one, other in pairs])
     return differences | {"document_se": estimate_ratio_difference(*sums)[1]}
 
 
 def judge_claim(claim: Record, pooled_variance: float) -> str:
-    """Judge a claim by its rule (`ExperimentClaim`)."""
+    """Judge a claim by its rule (`ExperimentClaim`); if a seed of either arm diverged, it is not supported."""
     differences = claim["by_seed"]
     if len(differences) < max(2, claim["min_seeds"]):
         return NOT_TESTABLE
+    if claim["interval"] is None:
+        return VERDICTS[False]
     if claim["within"] is not None:
         return VERDICTS[max(map(abs, claim["interval"])) < claim["within"]]
     variance = pooled_variance if claim["is_pooled"] else float(np.var(differences, ddof=1))
@@ -289,7 +321,7 @@ def build_report(results: Record) -> EvalResult:
     text, summary, figures, sets = partial(Column, is_text=True), summarize(results), Record(), list[Record]()
     rows: dict[str, list[Any]] = {"arms": [], "comparisons": []}
     for each, own in ((each, own) for kind, own in rows.items() for each in summary[kind]):
-        by_seed = ", ".join("diverged" if math.isinf(value) else f"{value:.4f}" for value in each["by_seed"])
+        by_seed = ", ".join(f"{value:.4f}" if math.isfinite(value) else "diverged" for value in each["by_seed"])
         more = [each[key] for key in ("document_se", "text", "verdict") if key in each]
         own.append([each["corpus"], each["name"], by_seed, Estimate(each["mean"], None, each["interval"]), *more])
     columns = [text("corpus"), text("arms"), text("by seed"), Column("mean (95% over seeds)", 4)]
@@ -299,7 +331,8 @@ def build_report(results: Record) -> EvalResult:
     runs = [run for arms in choose_runs(results).values() for seeds in arms.values() for run in seeds.values()]
     if curves := [{"task": run["corpus"], "arm": run["arm"], "points": run["curve"]} for run in runs if "curve" in run]:
         figures["curves"] = ("curves", {"curves": curves, "label": "validation nll (nats per token)"})
-    for corpus, pairs in group_by(summary["comparisons"], "corpus").items():
+    finite = [each for each in summary["comparisons"] if math.isfinite(each["mean"])]
+    for corpus, pairs in group_by(finite, "corpus").items():
         values, spans = ({pair["name"]: pair[key] for pair in pairs} for key in ("by_seed", "interval"))
         sets.append({"task": corpus, "test": "mean (95% over several seeds)", "arms": values, "intervals": spans})
         figures["differences"] = ("arms", {"sets": sets, "label": "difference (nats per token)"})
@@ -324,16 +357,23 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
     source, kind = read_json(folder / evidence["file"]), evidence["kind"]
     check_known("kind of evidence", kind, ["experiment", "accuracy", "report", "value", "slope", "excess"])
     if kind == "experiment":
-        claims = {each["text"]: each for each in reversed(summarize(source)["comparisons"]) if each["text"]}
+        first, *_ = compared = summarize(source)["comparisons"]
+        claims = {each["text"]: each for each in compared if each["text"] and each["corpus"] == first["corpus"]}
         check_known(f"claim of {evidence['file']}", evidence["claim"], claims)
-        own = claims[evidence["claim"]]  # on the first corpus
+        own = claims[evidence["claim"]]
     elif kind == "accuracy":  # in points, from the problems that each seed solved, by the rule of the reasoning runs
-        one, other, points = evidence["arm"], evidence["than"], dict[str, list[float]]()
+        points, pair = dict[str, dict[int, float]](), (evidence["arm"], evidence["than"])  # by arm and seed
         for run in (run for run in source["runs"] if run["task"] == evidence["task"]):
             test = run["tests"][evidence["test"]]
-            points.setdefault(run["arm"], []).append(100 * int(test["right"], 16).bit_count() / test["problems"])
-        own = describe_seeds(np.subtract(points[one], points[other]).tolist())
-        own["verdict"] = VERDICTS[compare_arms(points, one, other)["verdict"] == BETTER]
+            right = 100 * int(test["right"], 16).bit_count() / test["problems"]
+            points.setdefault(run["arm"], {})[run["seed"]] = right
+        for name in pair:
+            check_known(f"arm of {evidence['file']}", name, points)
+        compared = compare_arms({arm: [*seeds.values()] for arm, seeds in points.items()}, *pair)
+        one, other = (points[name] for name in pair)
+        own = describe_seeds([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+        own["verdict"] = VERDICTS[compared["verdict"] == BETTER] if compared["verdict"] else NOT_TESTABLE
+        own["threshold"] = 2 * compared["sd"]  # the smallest difference that counts
     elif kind == "report":  # two models of `adlm eval report`, of one training run each
         metrics = [each for each in source["metrics"] if evidence["where"].items() <= each.items()]
         values = {each["model"]: each["value"] for each in metrics}
@@ -352,6 +392,9 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
             rows = [row for row in rows if evidence.get("where", {}).items() <= row.items()]
             x, y = (np.array([row[evidence[axis]] for row in rows]) for axis in "xy")
             ours = float(np.polyfit(np.log(x), np.log(y), 1)[0] if kind == "slope" else (x - y).max())
+        if not {"at_least", "at_most"} & evidence.keys():
+            raise ValueError(f"{evidence} has no bound, so every value would be supported: give at_least or at_most")
         is_inside = evidence.get("at_least", -math.inf) <= ours <= evidence.get("at_most", math.inf)
         own = {"mean": ours, "interval": None, "verdict": VERDICTS[is_inside]}
-    return {"ours": own["mean"], "interval": own["interval"], "verdict": own["verdict"]}
+    known = {key: own[key] for key in ("interval", "verdict", "threshold") if key in own}
+    return {"ours": own["mean"]} | known

@@ -111,11 +111,8 @@ def group_rows(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]
 
 
 def noise_variance(nats: Tensor, tokens: Tensor, times: Tensor | None = None) -> Tensor:
-    """The variance (n,) of the mean of each row's draws (n, K) by its noise alone.
-
-    Draws at different `times` (n, K), in [0, 1), differ by more than noise: few masked tokens cost less than many. The
-    mean cost of a token at a time, over all rows in bins of it, is subtracted first; a row's own part of it stays in.
-    """
+    """The variance (n,) of the mean of each row's draws (n, K) by its noise alone: the mean cost of a token at such
+    `times` (n, K), over all rows in bins of [0, 1), is subtracted first; a row's own part of it stays in."""
     correction = 1.0
     if times is not None:
         bins = min(max(nats.numel() // MIN_DRAWS_PER_BIN, 1), len(nats), MAX_TIME_BINS)
@@ -193,11 +190,8 @@ def _estimate(
 
 
 def draw_position(row: Tensor, count: int, draw: int, draws: int, seed: int) -> Tensor:
-    """The place of a draw of rows among the `count` strata of the unit interval, modulo `count`.
-
-    The seed shifts all rows alike: without that a row would be at the same times for every seed, and a mean over seeds
-    would keep the bias of rows at times that are easy for them. A single draw has the lineage's place.
-    """
+    """The place of a draw of rows among the `count` strata of the unit interval, modulo `count`; the seed shifts all
+    rows, so that a mean over seeds is unbiased. A single draw has the lineage's place."""
     # `draws` is a step number that no draw has.
     shift = float(CounterRng.from_seed(seed, 1).uniform(draws, 1, Purpose.TIME)) if draws > 1 else 0.0
     return row.double() + count * (draw / draws + shift)

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="YAML file of `adlm experiment`")
-    parser.add_argument("--set", nargs="*", default=[], help="key=value, as of `adlm experiment`")
+    parser.add_argument("--set", action="append", default=[], help="key=value, as of `adlm experiment`")
     parser.add_argument("--out", type=Path, help="folder of the results [default: the file without .yaml]")
     parser.add_argument("--steps", type=int, default=90, help="steps that are run, the first third untimed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -31,9 +31,11 @@ def train_all(methods: Sequence[str], runs: Path, data: str, settings: Mapping[s
     """Train and measure models, each in a process of its own, with changed settings of their recipes."""
     arms = {name: ExperimentArm(str(ROOT / f"recipes/bundled-{name}.yaml"), dict(settings)) for name in methods}
     experiment = Experiment("The bundled models", arms, {"": data}, [0], measure=MEASURE, jobs=len(arms))
-    _, failures = run_experiment(experiment, runs / f"{'-'.join(methods)}.json", runs)
+    results, failures = run_experiment(experiment, runs / f"{'-'.join(methods)}.json", runs)
     if failed := sorted(failures):  # they failed in any order
         raise RuntimeError(f"training failed: {', '.join(failed)}; see {runs / failed[0] / 'log.txt'}")
+    if len(results["runs"]) < len(arms):
+        raise SystemExit("stopped; the same command resumes")
 
 
 def measure_seconds_per_step(run: Path) -> float:

@@ -1,6 +1,7 @@
 """Experiments: runs are planned, killed, resumed and measured with equal noise; differences, verdicts, checks."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import adlm
 from adlm.cli.main import app
 from adlm.evaluate.cache import decode_array, encode_array
 from adlm.evaluate.plots import draw_figures
+from adlm.evaluate.results import to_json
 from adlm.evaluate.stats import describe_seeds
 from adlm.experiment import (
     NOT_TESTABLE,
@@ -32,6 +34,7 @@ from adlm.experiment import (
     list_runs,
     load_experiment,
     measure_run,
+    recompute_claim,
     run_experiment,
     summarize,
 )
@@ -144,16 +147,19 @@ def test_scouts_choose_the_value_of_the_other_seeds_and_a_diverged_one_is_not_ch
     chosen = list(list_runs(experiment, path).values())[-1]
     assert (chosen["variant"], chosen["seed"], chosen["is_waiting"]) == ("optimizer.lr=0.001", 1, False)
     assert chosen["config"].optimizer.lr == 1e-3
+    path.write_text(json.dumps({"runs": [each | {"error": "the loss is NaN"} for each in scouts]}), "utf-8")
+    left = [run["seed"] for run in list_runs(experiment, path).values() if run["arm"] == "adlm"]
+    assert left == [0, 0, 0], "another seed trains with a value that diverges"
     better = scouts[1] | {"seed": 1}
     content = results([]) | {"runs": [*scouts, better, record("mdlm", 0, np.full(10, 16.5))]}
     (pair,) = summarize(content | {"rules": []})["comparisons"]
     assert pair["name"] == "mdlm − adlm" and pair["by_seed"] == [0.125]  # with the best of the scouts
     path.write_text(json.dumps({"runs": [*scouts, record("removed", 0, np.ones(10))]}), "utf-8")
-    with pytest.raises(ValueError, match=r"1 runs had other settings \(removed-c-0, …\): undo the change"):
+    with pytest.raises(ValueError, match=r"1 runs are not planned, or had other settings \(removed-c-0, …\): undo the"):
         list_runs(experiment, path)
     scouts[1]["key"] = "of other settings"
     path.write_text(json.dumps({"runs": scouts}), "utf-8")
-    with pytest.raises(ValueError, match=r"1 runs had other settings \(adlm-optimizer\.lr=0\.001-toy-0, …\)"):
+    with pytest.raises(ValueError, match=r"1 runs .* other settings \(adlm-optimizer\.lr=0\.001-toy-0, …\)"):
         list_runs(experiment, path)
 
 
@@ -194,6 +200,25 @@ def test_an_arm_may_have_fewer_seeds() -> None:
         assert planned == names and sum(run["arm"] == "mdlm" for run in runs.values()) == 2
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("corpus_seeds.tyo=[5]", "unknown corpus 'tyo': expected one of toy"),
+        ("arms.adlm.scout.ema=[0.9]", "arm 'adlm' scouts several keys: give one"),
+        ("arms.ad_lm.recipe=cpu-nano", "two arms have runs named ad_lm-toy-0: rename the arm 'ad_lm'"),
+    ],
+)
+def test_wrong_settings_are_refused(change: str, problem: str, tmp_path: Path) -> None:
+    arms = "arms.adlm.scout={optimizer.lr: [1e-3, 2e-3]}", "arms={ad lm: {recipe: cpu-nano}}"
+    with pytest.raises(ValueError, match=problem):
+        list_runs(load_experiment(TOY, "claims=[]", *arms, change), tmp_path / "none")
+
+
+def test_a_corpus_may_have_seeds_of_its_own() -> None:
+    runs = list_runs(load_experiment(TOY, "corpus_seeds.toy=[5]", "arms.adlm.seeds=[5]"), Path("none"))
+    assert list(runs) == ["mdlm-toy-5", "adlm-toy-5"]
+
+
 def test_a_dry_run_prints_runs_and_minutes(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["experiment", str(TOY), "--dry-run", "--set", "jobs=4", "--out", str(tmp_path)])
     assert answer.exit_code == 0 and "adlm-toy-1" in answer.output
@@ -210,6 +235,9 @@ def test_wrong_files_are_refused_in_a_line(tmp_path: Path) -> None:
         load_experiment(path)
     path.write_text(TOY.read_text("utf-8").replace("arm: adlm", "arm: adml"), "utf-8")
     with pytest.raises(ValueError, match=r"unknown arm 'adml' \(did you mean adlm\?\)"):
+        load_experiment(path)
+    path.write_text("- a list\n", "utf-8")
+    with pytest.raises(ValueError, match=r"x\.yaml is no experiment"):
         load_experiment(path)
     for text in ("[]", "{}"):
         path.write_text(text, "utf-8")
@@ -237,10 +265,104 @@ def test_a_diverged_seed_has_no_mean_and_a_failed_run_says_why(tmp_path: Path) -
     }
     (arms, _) = build_report(diverged).tables
     assert "diverged, " in str(arms.rows[0][2]) and arms.rows[0][3].interval is None  # type: ignore[union-attr]
-    lines: list[str] = []
+    lines = list[str]()
     experiment = Experiment("?", {"x": ExperimentArm(model="no-such-model")}, {"c": "held-out"}, [0])
     _, failures = run_experiment(experiment, tmp_path / "results.json", tmp_path / "runs", on_event=lines.append)
     assert failures == ["x-c-0"] and "no-such-model" in lines[-1] and "log.txt" in lines[-1]
+
+
+@pytest.mark.parametrize("arm", ["a", "b"])
+def test_a_claim_about_an_arm_with_a_diverged_seed_is_not_supported(arm: str) -> None:
+    content = results([-0.1, -0.2, -0.3, -0.2])
+    assert summarize(content)["comparisons"][0]["verdict"] == SUPPORTED
+    for run in content["runs"]:
+        if (run["arm"], run["seed"]) == (arm, 2):
+            run["error"] = "the loss is NaN"
+    assert summarize(content)["comparisons"][0]["verdict"] == NOT_SUPPORTED
+    report = build_report(content)
+    assert "diverged" in report.tables[1].format_rows()[0][2] and "differences" not in report.figures
+    json.dumps(to_json(report.as_dict()), allow_nan=False)
+
+
+def test_a_claim_without_common_seeds_is_not_testable_here() -> None:
+    content = results([-0.1, -0.2, -0.3])
+    content["runs"] = [run for run in content["runs"] if (run["arm"] == "a") == (run["seed"] == 0)]
+    (claim,) = summarize(content)["comparisons"]
+    assert (claim["by_seed"], claim["verdict"]) == ([], NOT_TESTABLE)
+    assert NOT_TESTABLE in str(build_report(content))
+
+
+def test_a_run_folder_of_other_steps_or_other_data_is_not_taken(tmp_path: Path) -> None:
+    def run(out: str, *changes: str) -> tuple[dict[str, Any], list[str], list[str]]:
+        lines = list[str]()
+        short = ("overrides.steps=1", "seeds=[0]", "measure.rows=4", "jobs=1", "claims=[]", f"corpora.toy={data()}")
+        experiment = load_experiment(TOY, *short, *changes)
+        del experiment.arms["adlm"]
+        return *run_experiment(experiment, tmp_path / out, tmp_path / "runs", on_event=lines.append), lines
+
+    content, failures, _ = run("one.json")
+    assert not failures and len(content["runs"]) == 1
+    content, failures, lines = run("two.json", "overrides.steps=2")
+    assert failures and not content["runs"] and "was trained for 1 steps, now 2: give another --runs" in lines[-1]
+    with pytest.raises(ValueError, match=r"mdlm-toy-0 had other data than .*: give that, or another --out"):
+        run("one.json", "seeds=[0,1]", f"corpora.toy={data('documents')}")
+
+
+def test_no_process_outlives_an_error(tmp_path: Path) -> None:
+    def fail(event: str) -> None:
+        if len(multiprocessing.active_children()) == 1:  # at the start of the second
+            raise OSError("no space left on device")
+
+    experiment = load_experiment(TOY, f"corpora.toy={data()}", "jobs=2")
+    with pytest.raises(OSError, match="no space left"):
+        run_experiment(experiment, tmp_path / "results.json", tmp_path / "runs", on_event=fail)
+    assert multiprocessing.active_children() == []
+
+
+def accuracies(**seeds: list[int]) -> dict[str, Any]:
+    """Results of ten problems for every arm: how many of them its seeds, from 0, solve."""
+    runs = []
+    for arm, solved in seeds.items():
+        for seed, right in enumerate(solved):
+            test = {"right": f"{(1 << right) - 1:x}", "problems": 10}
+            runs.append({"task": "t", "arm": arm, "seed": seed, "tests": {"test": test}})
+    return {"runs": runs}
+
+
+def test_accuracies_are_paired_by_seed_and_need_three(tmp_path: Path) -> None:
+    evidence = {"file": "r.json", "kind": "accuracy", "task": "t", "test": "test", "arm": "a", "than": "b"}
+
+    def recompute(content: dict[str, Any]) -> dict[str, Any]:
+        (tmp_path / "r.json").write_text(json.dumps(content), "utf-8")
+        return recompute_claim(evidence, tmp_path)
+
+    three = accuracies(a=[9, 8, 9], b=[1, 2, 1])
+    own = recompute(three)
+    assert own["ours"] == pytest.approx(220 / 3) and own["verdict"] == SUPPORTED
+    assert own["threshold"] == pytest.approx(2 * 100 * np.std([0.9, 0.8, 0.9], ddof=1))
+    assert recompute({"runs": three["runs"][::-1]}) == own, "the order in the file changes the pairs"
+    assert recompute(accuracies(a=[9, 8], b=[1, 2]))["verdict"] == NOT_TESTABLE
+    with pytest.raises(ValueError, match=r"unknown arm of r\.json 'b'"):
+        recompute(accuracies(a=[9, 8, 9]))
+    (tmp_path / "r.json").write_text('{"x": 1.0}', "utf-8")
+    with pytest.raises(ValueError, match="no bound, so every value would be supported"):
+        recompute_claim({"file": "r.json", "kind": "value", "value": "x"}, tmp_path)
+
+
+def format_claim(claim: dict[str, Any]) -> str:
+    """The row of docs/reproduce.md."""
+    ours, interval = claim["ours"], claim["interval"]
+    text = f"{ours:+.3f}" if claim["evidence"]["kind"] in ("experiment", "report") else f"{ours:.4g}"
+    text += f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
+    if "threshold" in claim:
+        text = f"{ours:+.1f} (counts above {claim['threshold']:.1f})"
+    return f"| {claim['claim']} | {claim['paper']} | {text.replace('-', '−')} | {claim['verdict']} |"
+
+
+def test_the_page_has_the_claims_of_the_file() -> None:
+    page, claims = CLAIMS.with_suffix(".md").read_text("utf-8"), json.loads(CLAIMS.read_text("utf-8"))["claims"]
+    rows = page.partition("| claim | paper | ours (95% over seeds) | verdict |\n|---|---|---|---|\n")[2].splitlines()
+    assert rows == [format_claim(claim) for claim in claims]
 
 
 def test_missing_data_is_reported_before_anything_starts(tmp_path: Path) -> None:
@@ -346,7 +468,7 @@ def test_a_recipe_that_is_edited_during_an_experiment_loses_no_run(tmp_path: Pat
     content, failures = run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs", on_event=edit)
     assert not failures, [(tmp_path / "runs" / name / "log.txt").read_text("utf-8") for name in failures]
     assert [run["name"] for run in content["runs"]] == ["mdlm-toy-0", "mdlm-toy-1"]
-    with pytest.raises(ValueError, match="2 runs had other settings"):
+    with pytest.raises(ValueError, match="2 runs are not planned, or had other settings"):
         run_experiment(replace(experiment, claims=[]), path, tmp_path / "runs")
     assert len(json.loads(path.read_text("utf-8"))["runs"]) == 2
 

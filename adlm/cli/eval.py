@@ -29,7 +29,7 @@ LISTS: dict[str, Any] = {"sets": str, "samplers": str, "steps": int, "temperatur
 LISTS |= {"perturb": float, "stale": int, "k": int}  # separated by commas
 ModelArguments = Annotated[list[str] | None, Argument(metavar="[MODEL]...", help=options.MODEL_HELP)]
 DataOption = Annotated[str | None, Option(help="Held-out text: a file, a folder or a dataset name. [required]")]
-ROWS_HELP = "wrapped (one stream, split into rows) or documents (one per row, truncated). [default: wrapped]"
+ROWS_HELP = "wrapped (one stream, split) or documents (one per row, cut). [default: the dataset's, else wrapped]"
 RowsOption = Annotated[str | None, Option(help=ROWS_HELP)]
 RowLength = Annotated[int | None, Option(min=3, help="Tokens in a row. [default: the model's length]")]
 RowLimit = Annotated[int | None, Option(min=2, help="Use only the first rows of each text. [default: all]")]
@@ -175,7 +175,7 @@ def samples(
     features: Annotated[str | None, Option(help="Model whose features MAUVE compares. [default: the judge]")] = None,
     texts: Annotated[Path | None, Option(help="Measure the texts of `adlm sample --out`, or of a .jsonl file.")] = None,
     # torchrun on Python 3.11 takes --n for an abbreviation of its own options.
-    n: Annotated[int | None, Option("--n", "--num-texts", min=1, help="Texts. [default: 200, all of --texts]")] = None,
+    n: Annotated[int | None, Option("--n", "--num-texts", min=2, help="Texts. [default: 200, all of --texts]")] = None,
     length: TextLength = None,
     seed: options.Seed = 0,
     steps: options.Steps = None,

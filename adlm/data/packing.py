@@ -44,11 +44,8 @@ def iterate_blocks(parts: Iterable[PackedRows], size: int) -> Iterator[PackedRow
 
 
 class Packer:
-    """Packs documents into rows, any number at a time, keeping its position and the tokens of an unfinished row.
-
-    The state after a row is that row's `ends`: a packer that starts there, and is fed from the document that `ends`
-    names, continues with the same rows.
-    """
+    """Packs documents into rows; a packer that starts at a row's `ends`, and is fed from the document that they name,
+    continues with the same rows."""
 
     def __init__(
         self, tokenizer: Tokenizer, length: int, *, is_wrapped: bool, start: Sequence[int] = (0, 0, 0)

@@ -246,10 +246,8 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def file_lock(path: Path, message: str) -> Iterator[None]:
-    """Context manager: lock a file, creating it if needed; ValueError(message) if another process has locked it.
-
-    The lock ends with this process, however it ends: a forked child closes the file, other children do not inherit it.
-    """
+    """Context manager: lock a file, creating it if needed, at most until this process ends, whatever its children do;
+    ValueError(message) if another process has locked it."""
     if os.name != "posix":
         raise OSError(f"{path} cannot be locked on this system: run adlm on Linux or macOS (on Windows, in WSL)")
     import fcntl

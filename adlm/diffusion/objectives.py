@@ -21,10 +21,8 @@ class FeatureModel(Protocol):
 
 
 class Loss(NamedTuple):
-    """The optimized total = nll + anchor_weight · anchor, apart from the reported nll; nats per token.
-
-    With times that are not uniform the total has other weights; the rest stays the NELBO.
-    """
+    """The optimized total = nll + anchor_weight · anchor, apart from the reported nll (the NELBO), in nats per token;
+    times that are not uniform reweigh the total."""
 
     total: Tensor
     nll: Tensor

@@ -40,10 +40,8 @@ def margin(steps: int) -> Order:
 
 
 def entropy_bounded(bound: float = 0.1) -> Order:
-    """Positions by entropy, lowest first, as many as keep their mutual information below `bound` nats.
-
-    The sum of their entropies less the largest bounds what independent draws can cost.
-    """
+    """Positions by entropy, lowest first, while the sum of their entropies less the largest, a bound of what
+    independent draws can cost, is below `bound` nats."""
     if not bound >= 0:
         raise ValueError(f"bound {bound} must not be negative: give a number of nats, for example 0.1")
     return Order("entropy_bounded", lambda logits: -entropy(logits), entropy_bound=bound)

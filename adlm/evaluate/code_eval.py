@@ -364,6 +364,10 @@ def list_held_out_functions() -> dict[str, str]:
     return functions
 
 
+class TooFewFunctionsError(ValueError):
+    """Fewer held-out functions fit into the rows of a model than are asked for."""
+
+
 def choose_gaps(lm: LM, count: int, seed: int) -> list[Gap]:
     """Choose `count` functions of held-out files that fit the model, each with a gap."""
     rng, longest, gaps = np.random.default_rng(seed), lm.row_format.longest, list[Gap]()
@@ -379,7 +383,7 @@ def choose_gaps(lm: LM, count: int, seed: int) -> list[Gap]:
         if len(gaps) == count:
             return gaps
     problem = f"only {len(gaps)} of {len(functions)} held-out functions fit into {longest} tokens, not {count}"
-    raise ValueError(f"{problem}: lower infills, or use a model with longer rows")
+    raise TooFewFunctionsError(f"{problem}: lower infills, or use a model with longer rows")
 
 
 def build_template(lm: LM, gap: Gap) -> list[str | Hole]:

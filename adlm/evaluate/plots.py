@@ -174,7 +174,8 @@ def draw_arms(sets: Sequence[Row], path: Path, label: str = "accuracy (%)") -> P
                 axes.plot([], [], color=color, linewidth=5, alpha=0.45, label=each["test"])
             axes.set_yticks(range(len(arms))[::-1], arms)
             limits: Look = {"xlim": (0, 101) if label.endswith("(%)") else None, "ylim": (-0.6, len(arms) - 0.4)}
-            axes.set(xlabel=label, title=task, **limits)
+            axes.set(xlabel=label, **limits)
+            axes.set_title(task, loc="left")  # beside the legend
             axes.legend(loc="lower right", bbox_to_anchor=(1, 1.06), ncols=len(own))
     return path
 

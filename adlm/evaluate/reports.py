@@ -15,6 +15,7 @@ from adlm.bundled import MODELS
 from adlm.data.shards import hash_file, write_atomically
 from adlm.evaluate.anchor_study import anchors
 from adlm.evaluate.cache import ProgressCallback, ignore_progress, lock_output
+from adlm.evaluate.code_eval import TooFewFunctionsError
 from adlm.evaluate.code_eval import code as measure_code
 from adlm.evaluate.data import RowLayout
 from adlm.evaluate.frontiers import frontier
@@ -96,7 +97,7 @@ def report(
     sampler. `batch` is how many rows the models and the scorer take at a time; by default each evaluation's own. It
     changes the speed, results only by rounding. `command` is shown on the pages.
     """
-    check_whole_numbers(1, batch=batch)
+    check_whole_numbers(1, n=n, length=length, limit=limit, batch=batch)
     import_extra("matplotlib", "the plots of a report need matplotlib", "eval")
     given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
@@ -119,7 +120,7 @@ def report(
     if scorer is None:
         sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
     else:
-        grid = drop_unset(n=n and texts["frontier"], length=length, steps=steps, samplers=samplers)
+        grid = drop_unset(n=texts["frontier"], length=length, steps=steps, samplers=samplers)
         sections["frontier"].add(frontier(lms, **scored, **same, **grid))
         if find_spec("mauve") is None:
             sections["samples"].reason = f"mauve-text is not installed ({install_command('mauve')})"
@@ -140,7 +141,7 @@ def report(
         if code:
             more = {"texts": texts["code"], "infills": texts["code"], **drop_unset(steps=most, sampler=sampler)}
             sections["code"].add(measure_code(lms, **more, **same))
-    except ValueError as error:  # too few functions fit into short rows
+    except TooFewFunctionsError as error:
         sections["code"].reason = str(error)
 
     hide = partial(hide_paths, paths=[*paths, *(lm.name for lm in given)])

@@ -95,7 +95,8 @@ class EvalResult:
         return {**self.metrics, **about, "warnings": list(self.warnings)}
 
     def __str__(self) -> str:
-        return "\n\n".join(render_markdown(table) for table in self.tables)
+        parts = [(table.title and f"**{table.title}**", render_markdown(table), *table.notes) for table in self.tables]
+        return "\n\n".join(part for table in parts for part in table if part)
 
 
 def render_markdown(table: Table) -> str:
@@ -117,9 +118,10 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | None) else str(value)
+    if isinstance(value, Path):
+        return str(value)
+    value = value.item() if hasattr(value, "item") else value  # a number of numpy
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_json(path: Path, value: Any) -> Path:

@@ -73,7 +73,7 @@ class TextScorer:
 
     tokenizer: Tokenizer
     scorer: ScoringModel | None = None
-    batch: int = 16
+    batch: int = BATCH
 
     def __post_init__(self) -> None:
         if self.scorer is not None:
@@ -358,7 +358,8 @@ def samples(
     scoring_model.require_causal()
     features = scoring_model if features is None or features == scorer else load_scorer(features, device=device)
     if model is not None:
-        request = model.build_request(n=n or NUM_SAMPLES, seed=seed, batch=batch, **sampling, **(sampler_options or {}))
+        n = NUM_SAMPLES if n is None else n
+        request = model.build_request(n=n, seed=seed, batch=batch, **sampling, **(sampler_options or {}))
         require_two(request.config.n, "generate a hundred or more")
         generated = generate_samples(model, request, cache)
         if out is not None and (context is None or context.is_main):
@@ -454,10 +455,10 @@ def select_texts(texts: str | Path | Sequence[str], n: int | None) -> tuple[list
     """The first `n` of given texts or of a file (by default all), and a description of them."""
     path = Path(texts) if isinstance(texts, str | Path) else None
     every = read_texts(path) if path else list(texts)  # type: ignore[arg-type]
-    require_two(len(every), f"in a file, {SEPARATOR.strip()} on a line of its own separates texts")
+    require_two(len(every[:n]), f"in a file, {SEPARATOR.strip()} on a line of its own separates texts")
     if n is not None and n > len(every):
         raise ValueError(f"n={n}, but there are {len(every)} texts: leave n out to measure all")
-    about: dict[str, Any] = {"available_texts": len(every), "n": n or len(every)}
+    about: dict[str, Any] = {"available_texts": len(every), "n": len(every[:n])}
     return every[:n], about | ({"texts": str(path), "sha256": hash_file(path)} if path else {})
 
 

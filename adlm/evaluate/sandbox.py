@@ -61,10 +61,8 @@ class Limits:
 def run_program(
     program: str, reference: str, test: str, entry_point: str, limits: Limits, *, unsafe: bool = False
 ) -> dict[str, Any]:
-    """Run `check(entry_point)` of a test against a candidate program; `reference` is the problem's own program.
-
-    The status is passed, failed, syntax, memory, time, died or unsupported; reason and seconds come with it.
-    """
+    """Run `check(entry_point)` of a test against a candidate program; status (passed, failed, syntax, memory, time,
+    died or unsupported), reason and seconds. `reference` is the problem's own program."""
     bounds = {"cpu": math.ceil(limits.seconds) + 1, "memory": limits.memory}
     job = {"program": program, "reference": reference, "test": test, "entry_point": entry_point, "limits": bounds}
     began = time.perf_counter()

@@ -238,11 +238,8 @@ class TextScores:
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """Texts, the model that scores them, and what is computed.
-
-    Features of a causal LM are the last layer's state at the last token (as MAUVE takes them of GPT-2), of an encoder
-    the mean of the last layer over all tokens (as sentence encoders are trained).
-    """
+    """Texts, the model that scores them, and what is computed: features are the last layer's, of a causal LM at the
+    last token (as in MAUVE), of an encoder the mean over all tokens (as in sentence encoders)."""
 
     scorer: ScoringModel
     texts: Sequence[TokenizedText]

@@ -33,7 +33,7 @@ def flatten_estimates(**estimates: tuple[float, float]) -> dict[str, float]:
 
 def describe_seeds(values: Sequence[float]) -> dict[str, Any]:
     """The values of seeds with their mean and, for more than one finite value, Student's 95% interval."""
-    count, mean, interval = len(values), float(np.mean(values)), None
+    count, mean, interval = len(values), float(np.mean(values)) if values else math.nan, None
     if count > 1 and math.isfinite(mean):
         # With t = √ν·tan θ the probability of |T| < t is the integral of cos^(ν-1) up to θ, divided by that up to π/2.
         angle = np.linspace(0, np.pi / 2, 100_001)
@@ -53,11 +53,8 @@ def rank_values(values: NDArray[Any]) -> NDArray[np.float64]:
 def correlate(
     x: Sequence[float], y: Sequence[float], groups: Sequence[Sequence[int]], independent: int
 ) -> tuple[float, float, float]:
-    """Spearman's rho of two metrics by the ranks of models within groups, and its 95% interval.
-
-    The interval is that of Bonett and Wright (2000) for `independent` models. Where all ranks agree it would be a
-    point: it is computed half an exchange of neighbors short of that. NaN where a metric is the same for all models.
-    """
+    """Spearman's rho of two metrics by the ranks of models within groups, and its 95% interval for `independent` models
+    (Bonett and Wright, 2000), which is no point where all ranks agree; NaN for equal values."""
     a, b = (_center_ranks(np.asarray(values, dtype=np.float64), groups) for values in (x, y))
     size = math.sqrt(float((a @ a) * (b @ b)))
     if not size > 0:

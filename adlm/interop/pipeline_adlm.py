@@ -54,10 +54,8 @@ class AdlmPipeline(DiffusionPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[..., Any] | None = None,
     ) -> AdlmPipelineOutput | tuple[Tensor, list[str] | None]:
-        """Continue each prompt, or where it has mask tokens, fill them; the seed is the generator's.
-
-        `callback_on_step_end(pipeline, step, timestep, {"canvas": tokens})` sees the canvas (B, L) after every step.
-        """
+        """Continue each prompt, or fill its mask tokens, by the generator's seed; `callback_on_step_end(pipeline, step,
+        timestep, {"canvas": tokens})` sees the canvas (B, L) after every step."""
         if output_type not in ("text", "seq"):
             raise ValueError(f"output_type is {output_type!r}: expected text or seq")
         config, call = self.scheduler.config, callback_on_step_end

@@ -256,10 +256,7 @@ class LanguageModel(nn.Module):
 
 
 def compute_log_probs(model: LanguageModel, tokens: Tensor, noise_level: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Compute `LanguageModel.log_probs`.
-
-    SUBS: the mask has probability zero, and a visible token predicts itself with probability one.
-    """
+    """Compute `LanguageModel.log_probs` (SUBS): the mask has probability zero, and a visible token predicts itself."""
     features = model(tokens, noise_level)
     anchor = None if model.anchor_head is None else model.anchor_head(features.anchor).float().log_softmax(-1)
     mask_id, logits = model.config.mask_id, model.head(features.final).float()

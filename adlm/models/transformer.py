@@ -45,10 +45,8 @@ class UnpaddedRows(NamedTuple):
 
 
 def unpad(valid: Tensor) -> UnpaddedRows:
-    """Find the tokens of rows whose padding is not `valid` (B, L).
-
-    N is rounded up to a multiple of about B · L / √B: a few shapes to compile, whatever the number of rows.
-    """
+    """Find the tokens of rows whose padding is not `valid` (B, L); N is rounded up to a multiple of about B · L / √B,
+    so that few shapes are compiled."""
     rows, length = valid.shape
     multiple = 64 * math.ceil(length * math.sqrt(rows) / 64)  # GPUs like round sizes
     places = valid.reshape(-1).nonzero()[:, 0]
@@ -256,10 +254,8 @@ class NoiseEmbedding(nn.Module):
 
 
 class Stack(nn.Module):
-    """One stage: layers and the final norm, conditioned on the noise level or on the constant zero.
-
-    After `project_after` layers there is a matrix, at first the identity.
-    """
+    """One stage: layers and the final norm, conditioned on the noise level or the constant zero; after `project_after`
+    layers there is a matrix, at first the identity."""
 
     def __init__(self, config: ModelConfig, layers: int, project_after: int = 0) -> None:
         super().__init__()

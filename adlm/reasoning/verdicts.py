@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from adlm.data.tokenizers import read_object
-from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table, render_markdown
+from adlm.evaluate.results import Cell, Column, Estimate, EvalResult, Table
 from adlm.evaluate.stats import NORMAL_975
 from adlm.reasoning.arms import ARMS
 from adlm.reasoning.tasks import GENERATORS
@@ -164,11 +164,6 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
         verdicts.append({"claim": claim.text, "level": level, "tasks": holds} | overall)
     tables += build_verdict_tables(comparisons, verdicts)
     metrics: dict[str, Any] = {"verdicts": verdicts, "comparisons": comparisons, "runs": list(results.values())}
-    if out is not None:
-        metrics["files"] = ["reasoning_table.md"]
-        parts = [part for table in tables for part in (f"**{table.title}**", render_markdown(table), *table.notes)]
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "reasoning_table.md").write_text("\n\n".join(parts) + "\n", "utf-8")
     curves: list[dict[str, Any]] = []
     for folder, result in results.items():  # accuracy on validation problems during training, in percent
         path = Path(folder) / "metrics.jsonl"
@@ -176,7 +171,13 @@ def tabulate(places: Sequence[str | Path], out: Path | None = None) -> EvalResul
         points = [(each["step"], 100 * each["val/accuracy"]) for each in records]
         curves.append({"task": result["task"], "arm": result["arm"], "points": points})
     figures = {"reasoning_accuracy": ("arms", {"sets": sets}), "reasoning_training": ("curves", {"curves": curves})}
-    return EvalResult("reasoning_table", metrics, {"rule": RULE}, {"runs": list(results)}, tables, warnings, figures)
+    about = {"rule": RULE}, {"runs": list(results)}
+    report = EvalResult("reasoning_table", metrics, *about, tables, warnings, figures)
+    if out is not None:
+        metrics["files"] = ["reasoning_table.md"]
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "reasoning_table.md").write_text(f"{report}\n", "utf-8")
+    return report
 
 
 def build_table(task: str, arms: Mapping[str, Sequence[Result]]) -> Table:

@@ -208,7 +208,7 @@ class LMEngine:
         sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
         described = {"model": self.name, "method": self.method, **sampler_settings}
         described |= {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "seed", "n", "block")}
-        described |= {"device": str(self.device)}
+        described |= {"device": str(self.device)} | ({} if nucleus == "usual" else {"nucleus": nucleus})
         described |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
         return GenerationRequest(layouts, config, sampler, sampling, described)
 
@@ -278,10 +278,8 @@ class LM(LMEngine):
 
     @generation.list_settings
     def infill(self, template: Templates, **settings: Unpack[GenerationSettings]) -> GenerationOutput:
-        """Fill the holes of a template such as "The ___ sat on the ___{2}.", or of each of several templates.
-
-        The settings are those of `generate`, without `length` and `max_new_tokens`: a template sets all positions.
-        """
+        """Fill the holes of templates such as "The ___ sat on the ___{2}."; the settings are those of `generate`
+        without lengths."""
         return self.run_request(self.build_request(template=template, **settings))
 
     @generation.list_settings
@@ -402,11 +400,9 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
 def load(
     model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool | None = None
 ) -> LM:
-    """Load a trained model: one that comes with the package by name, a run folder, or a checkpoint's folder.
-
-    Also a checkpoint of the lineage, from its file, folder or OWNER/NAME on the Hub (docs/convert.md). On a GPU a seed
-    gives one text only if `deterministic`: every evaluation then has the same number of rows.
-    """
+    """Load a trained model: a bundled one by name, a run or checkpoint folder, or a checkpoint of the lineage
+    (docs/convert.md). On a GPU a seed gives one text only if `deterministic`: every evaluation then has the same number
+    of rows."""
     path = find_model(model)
     loaded = load_lineage(path)[0] if is_lineage(path) else checkpoint.load_model(path, verify=verify)
     return LM(loaded, str(model), device=device, deterministic=deterministic)

@@ -35,10 +35,8 @@ TIMEOUT = timedelta(minutes=30)  # of a collective
 
 
 class LossModule(nn.Module):
-    """A model and its loss as one module, so that DDP and FSDP wrap a forward that includes the loss.
-
-    `modules` of the loss are trained and checkpointed with the model and are no part of it.
-    """
+    """A model and its loss as one module, so that DDP and FSDP wrap both; `modules` of the loss are trained and
+    checkpointed with the model."""
 
     def __init__(
         self,

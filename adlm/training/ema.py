@@ -9,10 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class EMA:
-    """The moving average of a model's parameters by name, with decay min(decay, (1 + n) / (10 + n)), n from 1.
-
-    The average of sharded parameters is sharded like them; an update touches only this rank's shards.
-    """
+    """The moving average of a model's parameters by name, with decay min(decay, (1 + n) / (10 + n)), n from 1; it is
+    sharded as they are."""
 
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
         self.decay, self.updates = decay, 0

@@ -22,13 +22,12 @@ def get_lr_multiplier(step: int, steps: int, settings: OptimizerSettings = PAPER
     It rises linearly for `warmup` steps and then is constant (the paper), falls along a cosine to `floor`, or is
     constant and falls linearly to 0 in the last `decay_share` of the steps (wsd: warm-up, stable, decay).
     """
-    if step < settings.warmup:
-        return step / settings.warmup
-    if settings.decay == "constant":
-        return 1.0
+    warm = min(1.0, step / max(settings.warmup, 1))
     if settings.decay == "wsd":
         decay_steps = max(1, round(settings.decay_share * steps))
-        return min(1.0, max(0, steps - step + 1) / decay_steps)
+        return min(warm, max(0, steps - step + 1) / decay_steps)
+    if settings.decay == "constant" or step < settings.warmup:
+        return warm
     progress = min((step - settings.warmup) / max(steps - settings.warmup, 1), 1.0)
     return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -87,10 +86,8 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
 
 
 def build_optimizers(model: nn.Module, settings: OptimizerSettings = PAPER) -> list[Optimizer]:
-    """Build AdamW for all parameters, or Muon for the layers' matrices (not the modulations) and AdamW for the rest.
-
-    With Muon only its matrices decay, not norms, biases, modulations, embeddings and heads.
-    """
+    """Build AdamW for all parameters, or Muon for the layers' matrices (not the modulations), which alone decay then,
+    and AdamW for the rest."""
     layers = [module for module in model.modules() if isinstance(module, Layer)] if settings.name == "muon" else []
     linears = (linear for layer in layers for linear in (layer.qkv, layer.out, layer.up, layer.down))
     matrices = dict.fromkeys(linear.weight for linear in linears)  # in order, and looked up by identity
@@ -126,11 +123,8 @@ def set_lr(optimizers: Sequence[Optimizer], multiplier: float) -> None:
 def step_optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], clip: float, ema: EMA | None, module: nn.Module | None = None
 ) -> Tensor:
-    """Clip the gradients, update weights and average, clear the gradients; return the norm before clipping.
-
-    `module` has all trained parameters, by default the model, which alone is averaged. Nothing here waits for the
-    device.
-    """
+    """Clip the gradients of `module` (by default the model), update weights and the model's average, clear the
+    gradients; return the norm before clipping, without waiting for the device."""
     norm = torch.nn.utils.clip_grad_norm_((module or model).parameters(), clip)
     for optimizer in optimizers:
         optimizer.step()
@@ -141,10 +135,8 @@ def step_optimizers(
 
 
 def get_training_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """Return all tensors that training changes, themselves: `weights.NAME` and `optimizer.NAME.KEY`.
-
-    The names of a LossModule's model are the model's.
-    """
+    """Return the tensors that training changes, not copies, as `weights.NAME` and `optimizer.NAME.KEY`, by the names of
+    the model also within a LossModule."""
     names = {parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()}
     tensors = {f"weights.{name}": p.detach() for p, name in names.items()}
     for optimizer in optimizers:

@@ -242,10 +242,8 @@ def check_init_data(config: Config, data: PreparedData, loaded: checkpoint.Loade
 
 
 def build_model_config(config: Config, data: PreparedData, init: InitModel | None = None) -> ModelConfig:
-    """Build the method's model config from the preset, the recipe's changes, and the data's vocabulary and length.
-
-    With `init` it is that model's; settings of the recipe must agree with it, except for dropout, which has no weights.
-    """
+    """Build the method's model config from preset, recipe and data; with `init` it is that model's, with which settings
+    of the recipe must agree, except for dropout."""
     changes = {key: value for key, value in vars(config.model).items() if key != "preset" and value is not None}
     if changes.get("cond_dim") == 0:
         changes["cond_dim"] = None

@@ -2,12 +2,23 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from adlm.cli.output import parse_list, print_result, print_table
-from adlm.evaluate.results import Column, Estimate, EvalResult, Table, render_markdown, shorten_names, to_json
+from adlm.evaluate.results import (
+    Column,
+    Estimate,
+    EvalResult,
+    Table,
+    render_markdown,
+    save_json,
+    shorten_names,
+    to_json,
+)
 from adlm.view.console import SafeConsole
 
 COLUMNS = [Column("model", is_text=True), Column("nll"), Column("tokens", is_optional=True)]
@@ -58,6 +69,15 @@ def test_a_result_is_json_or_tables(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "warning: few texts" in err and f"wrote {tmp_path / 'code.json'}" in err
     print_result(result, is_json=False)
     assert "1.235 ± 0.500" in capsys.readouterr().out
+    titled = replace(result, tables=[replace(TABLE, title="Two models", notes=["Short."])])
+    assert str(titled) == f"**Two models**\n\n{render_markdown(TABLE)}\n\nShort."
+
+
+def test_numpys_numbers_are_numbers_in_json_and_other_objects_are_refused(tmp_path: Path) -> None:
+    numbers = {"n": np.int64(5), "is": np.bool_(True), "x": np.float32(1.5), "none": np.float32("inf"), "at": Path("a")}
+    assert to_json(numbers) == {"n": 5, "is": True, "x": 1.5, "none": None, "at": "a"}
+    with pytest.raises(TypeError, match="set is not JSON serializable"):
+        save_json(tmp_path / "x.json", {"names": {"a"}})
 
 
 def test_lists_and_names() -> None:

@@ -111,6 +111,9 @@ def test_texts_of_files(tmp_path: Path) -> None:
         select_texts(path, 6)
     with pytest.raises(ValueError, match="at least 2 texts, got 1"):
         select_texts(["one"], None)
+    for few in (0, 1):  # of enough texts
+        with pytest.raises(ValueError, match=f"at least 2 texts, got {few}"):
+            select_texts(["one", "two", "three"], few)
 
 
 # Passages.

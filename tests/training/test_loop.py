@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,8 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
     assert [rate(step, "wsd") for step in (5, 10, 81)] == [0.5, 1.0, 1.0]
     assert [rate(step, "wsd") for step in (82, 91, 100)] == pytest.approx([0.95, 0.5, 0.05])
     assert [rate(step, "wsd", decay_share=0.5) for step in (51, 52, 100)] == pytest.approx([1, 0.98, 0.02])
+    overlapping = [rate(step, "wsd", decay_share=1.0) for step in range(1, 101)]  # with the warm-up
+    assert max(abs(b - a) for a, b in pairwise(overlapping)) < 0.11 and max(overlapping) == pytest.approx(0.91)
     assert get_lr_multiplier(1, 10, OptimizerSettings(warmup=0)) == 1.0
 
 
