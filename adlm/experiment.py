@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from adlm.checkpoint import read_state
 from adlm.config import Config, compare_configs, load_config
+from adlm.data.prepare import count_cores
 from adlm.data.shards import file_lock, open_data
 from adlm.data.tokenizers import read_json, read_object
 from adlm.evaluate.cache import decode_array, encode_array, hash_settings
@@ -129,14 +130,13 @@ def list_runs(experiment: Experiment, path: Path) -> dict[str, Record]:
         scouts = [each["record"] for each in runs.values() if each["arm"] == name][: len(variants)]
         is_waiting = len(variants) > 1 and None in scouts
         if len(variants) > 1 and scouts:  # the best of them is the value of the others
-            nll = [compute_nll(each) for each in scouts]
-            best = int(np.argmin(nll))
+            best = int(np.argmin(nll := [compute_nll(each) for each in scouts]))
             variants = variants[best : best + 1] if is_waiting or nll[best] < math.inf else []  # all values diverged
         for variant in variants:
             label = " ".join(f"{key}={value}" for key, value in variant.items())
             run_name = re.sub(r"[^\w.=-]+", "_", "-".join(filter(None, [name, label, corpus, str(seed)])))
             if run_name in runs:
-                raise ValueError(f"{path}: two arms have runs named {run_name}: rename the arm {name!r}")
+                raise ValueError(f"{path}: two runs are named {run_name}: rename the arm {name!r}, or repeat no seed")
             model, config, data = arm.model.format(seed=seed, corpus=corpus), None, experiment.corpora[corpus]
             content, seconds = list[Any]([model, asdict(experiment.measure)]), experiment.startup_seconds
             if not arm.model:
@@ -161,13 +161,13 @@ def run_experiment(
     deadline, gpus = time.monotonic() + 60 * minutes - STOP_SECONDS, torch.cuda.device_count()
     devices = [f"cuda:{number % gpus}" if gpus else "cpu" for number in range(experiment.jobs)]  # that are free
     spawn, active, failures = multiprocessing.get_context("spawn"), dict[str, tuple[Any, str]](), list[str]()
-    threads = str(1 if gpus else max(1, (os.cpu_count() or 1) // experiment.jobs))
+    threads = str(1 if gpus else max(1, count_cores() // experiment.jobs))
     os.environ |= {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ  # of the processes
     folder.mkdir(parents=True, exist_ok=True)
     locked = file_lock(folder / ".lock", f"another experiment runs in {folder}: wait for it, or give --runs")
-    with locked, catch_stop_signals() as signals, ExitStack() as processes:
+    with locked, catch_stop_signals() as signals, ExitStack() as joins, ExitStack() as stops:
         planned = list_runs(experiment, path)
-        check_data(planned, path)
+        check_folders(planned, path, folder)
         while True:
             left = -1.0 if signals else deadline - time.monotonic()  # below 0 it stops
             for process, _ in active.values() if left < 0 else ():
@@ -179,8 +179,8 @@ def run_experiment(
                     args = (run, folder / name, devices[0], experiment.measure)
                     process = spawn.Process(target=run_worker, args=args)
                     process.start()
-                    processes.callback(process.join)  # after an error here: it saves a checkpoint and ends
-                    processes.callback(process.terminate)
+                    joins.callback(process.join)  # after an error here, all save a checkpoint and end
+                    stops.callback(process.terminate)
                     active[name] = process, devices.pop(0)
             if not active:
                 return save_results(experiment, planned, path), failures
@@ -198,17 +198,20 @@ def run_experiment(
                     failures.append(name)
                     log = folder / name / "log.txt"
                     lines = log.read_text("utf-8").strip().splitlines() if log.is_file() else []
-                    on_event(f"{name} failed: {lines[-1] if lines else f'exit code {process.exitcode}'} ({log})")
+                    on_event(f"{name} failed, exit code {process.exitcode}: {lines[-1] if lines else '–'} ({log})")
 
 
-def check_data(planned: Mapping[str, Record], path: Path) -> None:
-    """Refuse missing data, and data other than that of the finished runs, before anything starts."""
+def check_folders(planned: Mapping[str, Record], path: Path, folder: Path) -> None:
+    """Refuse data that are missing or not those of the finished runs, and folders of runs with other steps."""
     trained = [run for run in planned.values() if run["config"]]
-    for data in {run["config"].data.path for run in trained if not run["record"]}:
-        found = open_data(data).manifest["settings_sha256"]
-        for run in (run for run in trained if run["record"] and run["config"].data.path == data):
-            if run["record"].get("data_sha256", found) != found:
-                raise ValueError(f"{path}: {run['name']} had other data than {data}: give that, or another --out")
+    opened = {data: open_data(data) for data in {run["config"].data.path for run in trained if not run["record"]}}
+    for run in trained:
+        config, record, saved = run["config"], run["record"] or {}, folder / run["name"] / "config.yaml"
+        data_hash, data = record.get("data_sha256"), opened.get(config.data.path)  # old records have no hash
+        if data_hash and data and data_hash != data.manifest["settings_sha256"]:
+            raise ValueError(f"{path}: {run['name']} had other data than {data.folder}: give that, or another --out")
+        if not record and saved.is_file() and (steps := load_config(saved).steps) != config.steps:
+            raise ValueError(f"{saved.parent} is a run of {steps} steps, not {config.steps}: give another --runs")
 
 
 def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings) -> None:
@@ -218,15 +221,12 @@ def run_worker(run: Record, folder: Path, device: str, measure: MeasureSettings)
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout = sys.stderr = (folder / "log.txt").open("a", buffering=1, encoding="utf-8")
     record = {key: run[key] for key in ("name", "arm", "variant", "corpus", "seed", "key", "model")}
-    config, saved = run["config"], folder / "config.yaml"
-    if config and saved.is_file() and (steps := load_config(saved).steps) != config.steps:
-        raise ValueError(f"{folder} was trained for {steps} steps, now {config.steps}: give another --runs")
     try:
-        if config:
+        if config := run["config"]:
             trained = train(config, folder=str(folder), device=device)
-            state, metrics = read_state(trained.checkpoint), read_metrics(folder / "metrics.jsonl")
-            data_hash = open_data(config.data.path).manifest["settings_sha256"]
-            record |= {"seconds": round(state["seconds"], 1), "data_sha256": data_hash}
+            record["seconds"] = round(read_state(trained.checkpoint)["seconds"], 1)
+            record["data_sha256"] = open_data(config.data.path).manifest["settings_sha256"]
+            metrics = read_metrics(folder / "metrics.jsonl")
             record["curve"] = [[each["step"], each["val/nll"]] for each in metrics if "val/nll" in each]
         record |= measure_run(run["model"] or str(folder), run["data"], measure, device)
     except Diverged as error:
@@ -290,8 +290,7 @@ def summarize(results: Record) -> Record:
 
 
 def compare_seeds(pairs: Sequence[tuple[Record, Record]]) -> Record:
-    """Compare pairs of runs of equal seeds, over seeds and, as `document_se`, over documents; if a seed diverged, the
-    mean is not finite."""
+    """Compare pairs of runs of equal seeds, over seeds and documents; if a seed diverged, the mean is not finite."""
     differences = describe_seeds([compute_nll(one) - compute_nll(other) for one, other in pairs])
     if not math.isfinite(differences["mean"]):
         return differences | {"document_se": None}
@@ -357,8 +356,8 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
     source, kind = read_json(folder / evidence["file"]), evidence["kind"]
     check_known("kind of evidence", kind, ["experiment", "accuracy", "report", "value", "slope", "excess"])
     if kind == "experiment":
-        first, *_ = compared = summarize(source)["comparisons"]
-        claims = {each["text"]: each for each in compared if each["text"] and each["corpus"] == first["corpus"]}
+        every = [each for each in summarize(source)["comparisons"] if each["text"]]
+        claims = {each["text"]: each for each in every if each["corpus"] == every[0]["corpus"]}
         check_known(f"claim of {evidence['file']}", evidence["claim"], claims)
         own = claims[evidence["claim"]]
     elif kind == "accuracy":  # in points, from the problems that each seed solved, by the rule of the reasoning runs
@@ -369,9 +368,11 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
             points.setdefault(run["arm"], {})[run["seed"]] = right
         for name in pair:
             check_known(f"arm of {evidence['file']}", name, points)
-        compared = compare_arms({arm: [*seeds.values()] for arm, seeds in points.items()}, *pair)
-        one, other = (points[name] for name in pair)
-        own = describe_seeds([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+        if points[pair[0]].keys() != points[pair[1]].keys():
+            raise ValueError(f"{' and '.join(pair)} have different seeds in {evidence['file']}: give both the same")
+        by_seed = {arm: [solved[seed] for seed in sorted(solved)] for arm, solved in points.items()}
+        compared = compare_arms(by_seed, *pair)
+        own = describe_seeds(np.subtract(by_seed[pair[0]], by_seed[pair[1]]).tolist())
         own["verdict"] = VERDICTS[compared["verdict"] == BETTER] if compared["verdict"] else NOT_TESTABLE
         own["threshold"] = 2 * compared["sd"]  # the smallest difference that counts
     elif kind == "report":  # two models of `adlm eval report`, of one training run each
@@ -396,5 +397,4 @@ def recompute_claim(evidence: Record | None, folder: Path) -> Record:
             raise ValueError(f"{evidence} has no bound, so every value would be supported: give at_least or at_most")
         is_inside = evidence.get("at_least", -math.inf) <= ours <= evidence.get("at_most", math.inf)
         own = {"mean": ours, "interval": None, "verdict": VERDICTS[is_inside]}
-    known = {key: own[key] for key in ("interval", "verdict", "threshold") if key in own}
-    return {"ours": own["mean"]} | known
+    return {"ours": own["mean"]} | {key: own[key] for key in ("interval", "verdict", "threshold") if key in own}

@@ -111,8 +111,8 @@ def group_rows(rows: int, documents: Tensor | None = None) -> tuple[Tensor, int]
 
 
 def noise_variance(nats: Tensor, tokens: Tensor, times: Tensor | None = None) -> Tensor:
-    """The variance (n,) of the mean of each row's draws (n, K) by its noise alone: the mean cost of a token at such
-    `times` (n, K), over all rows in bins of [0, 1), is subtracted first; a row's own part of it stays in."""
+    """The variance (n,) of the mean of each row's draws (n, K) by its noise alone: with `times` (n, K) in [0, 1),
+    the mean cost of a token at a time, over all rows in bins of it, is subtracted first; a row's own part stays in."""
     correction = 1.0
     if times is not None:
         bins = min(max(nats.numel() // MIN_DRAWS_PER_BIN, 1), len(nats), MAX_TIME_BINS)

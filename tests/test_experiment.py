@@ -205,7 +205,7 @@ def test_an_arm_may_have_fewer_seeds() -> None:
     [
         ("corpus_seeds.tyo=[5]", "unknown corpus 'tyo': expected one of toy"),
         ("arms.adlm.scout.ema=[0.9]", "arm 'adlm' scouts several keys: give one"),
-        ("arms.ad_lm.recipe=cpu-nano", "two arms have runs named ad_lm-toy-0: rename the arm 'ad_lm'"),
+        ("arms.ad_lm.recipe=cpu-nano", "two runs are named ad_lm-toy-0: rename the arm 'ad_lm'"),
     ],
 )
 def test_wrong_settings_are_refused(change: str, problem: str, tmp_path: Path) -> None:
@@ -293,17 +293,16 @@ def test_a_claim_without_common_seeds_is_not_testable_here() -> None:
 
 
 def test_a_run_folder_of_other_steps_or_other_data_is_not_taken(tmp_path: Path) -> None:
-    def run(out: str, *changes: str) -> tuple[dict[str, Any], list[str], list[str]]:
-        lines = list[str]()
+    def run(out: str, *changes: str) -> tuple[dict[str, Any], list[str]]:
         short = ("overrides.steps=1", "seeds=[0]", "measure.rows=4", "jobs=1", "claims=[]", f"corpora.toy={data()}")
         experiment = load_experiment(TOY, *short, *changes)
         del experiment.arms["adlm"]
-        return *run_experiment(experiment, tmp_path / out, tmp_path / "runs", on_event=lines.append), lines
+        return run_experiment(experiment, tmp_path / out, tmp_path / "runs")
 
-    content, failures, _ = run("one.json")
+    content, failures = run("one.json")
     assert not failures and len(content["runs"]) == 1
-    content, failures, lines = run("two.json", "overrides.steps=2")
-    assert failures and not content["runs"] and "was trained for 1 steps, now 2: give another --runs" in lines[-1]
+    with pytest.raises(ValueError, match="mdlm-toy-0 is a run of 1 steps, not 2: give another --runs"):
+        run("two.json", "overrides.steps=2")
     with pytest.raises(ValueError, match=r"mdlm-toy-0 had other data than .*: give that, or another --out"):
         run("one.json", "seeds=[0,1]", f"corpora.toy={data('documents')}")
 
@@ -342,6 +341,9 @@ def test_accuracies_are_paired_by_seed_and_need_three(tmp_path: Path) -> None:
     assert own["threshold"] == pytest.approx(2 * 100 * np.std([0.9, 0.8, 0.9], ddof=1))
     assert recompute({"runs": three["runs"][::-1]}) == own, "the order in the file changes the pairs"
     assert recompute(accuracies(a=[9, 8], b=[1, 2]))["verdict"] == NOT_TESTABLE
+    two = {"runs": [each for each in three["runs"] if (each["arm"], each["seed"]) != ("a", 1)]}
+    with pytest.raises(ValueError, match=r"a and b have different seeds in r\.json: give both the same"):
+        recompute(two)
     with pytest.raises(ValueError, match=r"unknown arm of r\.json 'b'"):
         recompute(accuracies(a=[9, 8, 9]))
     (tmp_path / "r.json").write_text('{"x": 1.0}', "utf-8")

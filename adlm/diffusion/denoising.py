@@ -249,7 +249,10 @@ def choose_sampling(sampler: Plan | Order | None, sampling: SamplingParams) -> t
     if not isinstance(sampler, Plan):
         return sampling, sampling
     sampling = sampling if sampler.nucleus else replace(sampling, top_p=1.0, top_k=None)
-    return sampling, replace(sampling, temperature=0.0) if sampler.fill_argmax else sampling
+    if not sampler.fill_argmax:
+        return sampling, sampling
+    sampling = replace(sampling, nucleus="lineage")  # compat
+    return sampling, replace(sampling, temperature=0.0)
 
 
 def _run_order(state: SamplerState, order: Order, number: int, window: Tensor) -> Iterator[Frame]:

@@ -97,7 +97,8 @@ def report(
     sampler. `batch` is how many rows the models and the scorer take at a time; by default each evaluation's own. It
     changes the speed, results only by rounding. `command` is shown on the pages.
     """
-    check_whole_numbers(1, n=n, length=length, limit=limit, batch=batch)
+    check_whole_numbers(2, n=n, limit=limit)
+    check_whole_numbers(1, length=length, batch=batch)
     import_extra("matplotlib", "the plots of a report need matplotlib", "eval")
     given, out = list_models(models), Path(out)
     lms, real = name_models(given), reference or data
@@ -120,7 +121,7 @@ def report(
     if scorer is None:
         sections["samples"].reason = sections["frontier"].reason = "no scoring model was given (--judge)"
     else:
-        grid = drop_unset(n=texts["frontier"], length=length, steps=steps, samplers=samplers)
+        grid = drop_unset(n=n and texts["frontier"], length=length, steps=steps, samplers=samplers)
         sections["frontier"].add(frontier(lms, **scored, **same, **grid))
         if find_spec("mauve") is None:
             sections["samples"].reason = f"mauve-text is not installed ({install_command('mauve')})"

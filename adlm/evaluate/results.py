@@ -120,7 +120,7 @@ def to_json(value: Any) -> Any:
         return [to_json(each) for each in value]
     if isinstance(value, Path):
         return str(value)
-    value = value.item() if hasattr(value, "item") else value  # a number of numpy
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # a number of numpy
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

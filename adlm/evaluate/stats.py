@@ -54,7 +54,7 @@ def correlate(
     x: Sequence[float], y: Sequence[float], groups: Sequence[Sequence[int]], independent: int
 ) -> tuple[float, float, float]:
     """Spearman's rho of two metrics by the ranks of models within groups, and its 95% interval for `independent` models
-    (Bonett and Wright, 2000), which is no point where all ranks agree; NaN for equal values."""
+    (Bonett and Wright, 2000), computed half an exchange short of full agreement; NaN for a metric without spread."""
     a, b = (_center_ranks(np.asarray(values, dtype=np.float64), groups) for values in (x, y))
     size = math.sqrt(float((a @ a) * (b @ b)))
     if not size > 0:

@@ -187,8 +187,7 @@ class LMEngine:
     ) -> GenerationRequest:
         """Check the arguments of `generate` or `infill` and return what is to be sampled."""
         config, is_causal = GenerationConfig.from_settings(settings), self.row_format.is_causal
-        nucleus = "lineage" if config.options.get("compat") else "usual"
-        sampling = SamplingParams(config.temperature, config.top_k, config.top_p, nucleus)
+        sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
         if is_causal and config.block is not None:
             raise ValueError(f"block={config.block}: a causal model generates from left to right; leave block out")
         given = config.sampler, config.steps, config.options
@@ -208,7 +207,7 @@ class LMEngine:
         sampler, sampler_settings = choose(hidden=max(len(layout) - sum(layout.is_fixed) for layout in layouts))
         described = {"model": self.name, "method": self.method, **sampler_settings}
         described |= {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "seed", "n", "block")}
-        described |= {"device": str(self.device)} | ({} if nucleus == "usual" else {"nucleus": nucleus})
+        described |= {"device": str(self.device)}
         described |= {"length": max(sum(span.end - span.start for span in layout.spans) for layout in layouts)}
         return GenerationRequest(layouts, config, sampler, sampling, described)
 
@@ -400,9 +399,9 @@ def predict_guesses(predictor: Predictor, frame: Frame, layouts: Sequence[Layout
 def load(
     model: str | Path = DEFAULT, *, device: str = "auto", deterministic: bool = False, verify: bool | None = None
 ) -> LM:
-    """Load a trained model: a bundled one by name, a run or checkpoint folder, or a checkpoint of the lineage
-    (docs/convert.md). On a GPU a seed gives one text only if `deterministic`: every evaluation then has the same number
-    of rows."""
+    """Load a trained model: a bundled one by name, a run or checkpoint folder, or a checkpoint of the lineage by path
+    or OWNER/NAME on the Hub (docs/convert.md). On a GPU a seed gives one text only if `deterministic`: every evaluation
+    then has the same number of rows."""
     path = find_model(model)
     loaded = load_lineage(path)[0] if is_lineage(path) else checkpoint.load_model(path, verify=verify)
     return LM(loaded, str(model), device=device, deterministic=deterministic)

@@ -139,8 +139,8 @@ def open_trackio(folder: Path, config: Record, step: int) -> Iterator[WriteRecor
 
 
 class RunLogger:
-    """Logs a run to metrics.jsonl, trackers and the terminal, from rank 0; `state` is that of the checkpoint that the
-    run resumes from, and `exit_stack` closes what is opened here."""
+    """Logs a run to metrics.jsonl, trackers and the terminal; every rank has one, only rank 0 writes. `state` is
+    that of the checkpoint that the run resumes from; `exit_stack` closes what is opened here."""
 
     def __init__(self, task: TrainingTask, context: DistributedContext, exit_stack: ExitStack, state: Record) -> None:
         config = self.config = task.config

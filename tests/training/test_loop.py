@@ -175,7 +175,7 @@ def test_activations_may_be_computed_again(dropout: float) -> None:
 
 def test_the_rate_climbs_then_stays_or_falls() -> None:
     def rate(step: int, decay: str, **options: float) -> float:
-        return get_lr_multiplier(step, 100, OptimizerSettings(warmup=10, decay=decay, **options))
+        return get_lr_multiplier(step, 100, OptimizerSettings(decay=decay, **{"warmup": 10, **options}))
 
     assert [rate(step, "constant") for step in (1, 5, 10, 100)] == [0.1, 0.5, 1.0, 1.0]
     assert [rate(step, "cosine") for step in (10, 55, 100)] == pytest.approx([1.0, 0.55, 0.1])
@@ -185,8 +185,8 @@ def test_the_rate_climbs_then_stays_or_falls() -> None:
     assert [rate(step, "wsd") for step in (5, 10, 81)] == [0.5, 1.0, 1.0]
     assert [rate(step, "wsd") for step in (82, 91, 100)] == pytest.approx([0.95, 0.5, 0.05])
     assert [rate(step, "wsd", decay_share=0.5) for step in (51, 52, 100)] == pytest.approx([1, 0.98, 0.02])
-    overlapping = [rate(step, "wsd", decay_share=1.0) for step in range(1, 101)]  # with the warm-up
-    assert max(abs(b - a) for a, b in pairwise(overlapping)) < 0.11 and max(overlapping) == pytest.approx(0.91)
+    overlapping = [rate(step, "wsd", warmup=60, decay_share=1.0) for step in range(1, 101)]
+    assert max(abs(b - a) for a, b in pairwise(overlapping)) < 0.02 and 0.62 < max(overlapping) < 0.64
     assert get_lr_multiplier(1, 10, OptimizerSettings(warmup=0)) == 1.0
 
 
