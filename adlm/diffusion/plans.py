@@ -46,7 +46,7 @@ class Plan:
     noise_level: Tensor
     by_confidence: bool = False  # remask_prob is split over a row's tokens, most of it for the least certain
     nucleus: bool = True  # whether top-p applies
-    fill_argmax: bool = False  # tokens that are hidden after the last step: their likeliest value, else a draw
+    fill_argmax: bool = False  # compat: what is hidden after the last step by argmax, and the lineage's nucleus
 
     def __len__(self) -> int:
         return len(self.t)
