@@ -146,7 +146,7 @@ def test_from_books_to_metrics(
     """The commands of bundled/README.md, in small."""
     monkeypatch.chdir(tmp_path)
     half = len(BOOK) // 2
-    for name, text in (("books", BOOK[:half]), ("held-out", BOOK[half : half + 60_000])):
+    for name, text in (("books", BOOK[:half]), ("held-out", BOOK[half : half + 15_000])):
         Path(f"{name}.txt.gz").write_bytes(gzip.compress(text.encode("utf-8")))
         run(monkeypatch, write_passages, f"{name}.txt.gz", "--max-characters", "200", "--out", f"{name}.jsonl")
     adlm.prepare("books.jsonl", "data", valid="held-out.jsonl", train_tokenizer=400, length=96, rows="documents")
